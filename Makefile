@@ -1,0 +1,90 @@
+# Every command of the project. `make help` lists them.
+VENV ?= .venv
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3,$(shell command -v $(name) 2>/dev/null)))
+# What pip installs as torch, e.g. TORCH="torch==2.13.0 --index-url <index of the build you want>".
+# TORCH=skip keeps the torch that the environment in VENV already has.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+CONSTRAIN := -c requirements/constraints.txt -c $(VENV)/torch-constraint.txt
+STRICT := $(wildcard $(addprefix megatron_ft/,errors.py topology.py operators.py events.py failpoints.py corpus config planning))
+
+export PIP_NO_WARN_SCRIPT_LOCATION := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-fast checks format bench prove tables docs-deps clean distclean
+
+help:  ## list the commands
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.10, 3.11 or 3.12, or set PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit("PYTHON=$(PYTHON) is %d.%d: 3.10, 3.11 or 3.12 is needed; set PYTHON=..." % v)'
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and alone; from then on its version is a constraint for everything else.
+$(VENV)/torch-constraint.txt: | $(PY)
+ifeq ($(TORCH),skip)
+	@$(PY) -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null \
+	  || { echo "TORCH=skip: $(VENV) has no torch; install yours there, or point VENV at the environment that has it" >&2; exit 1; }
+else
+	@echo "installing $(TORCH)"
+	@$(PIP) $(TORCH)
+endif
+	@$(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $@.tmp && mv $@.tmp $@
+
+$(VENV)/installed-train: requirements/train.txt requirements/constraints.txt $(VENV)/torch-constraint.txt
+	@echo "installing requirements/train.txt"
+	@$(PIP) $(CONSTRAIN) -r requirements/train.txt
+	@touch $@
+
+$(VENV)/installed-dev: requirements/dev.txt $(VENV)/installed-train
+	@echo "installing requirements/dev.txt"
+	@$(PIP) $(CONSTRAIN) -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/installed-docs: requirements/docs.txt $(VENV)/installed-train
+	@echo "installing requirements/docs.txt"
+	@$(PIP) $(CONSTRAIN) -r requirements/docs.txt
+	@touch $@
+
+train: $(VENV)/installed-train  ## train the small default model (ARGS="model=... key=value")
+	$(PY) pretrain_moe.py $(ARGS)
+
+test: $(VENV)/installed-dev  ## all tests (ARGS="-k name")
+	$(PY) -m pytest $(ARGS)
+
+test-fast: $(VENV)/installed-dev  ## unit tests that start no training
+	$(PY) -m pytest tests/unit -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
+
+checks: $(VENV)/installed-dev  ## format, lint, types, import rules, house rules, tables
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy $(STRICT)
+	PYTHONPATH=. $(VENV)/bin/lint-imports
+	$(PY) -m pytest -q tests/unit/test_house.py
+	$(PY) -m benchmarks.tables --check
+
+format: $(VENV)/installed-dev  ## rewrite files to the project's format
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: $(VENV)/installed-dev  ## measure every claim this machine's hardware class can measure
+	$(PY) -m benchmarks.prove --all $(if $(QUICK),--quick)
+
+prove: $(VENV)/installed-dev  ## measure one claim: ID=<id> [QUICK=1]
+	@$(PY) -m benchmarks.prove $(if $(ID),$(ID),--list) $(if $(QUICK),--quick)
+
+tables: $(VENV)/installed-dev  ## write the tables of README and docs from benchmarks/results
+	$(PY) -m benchmarks.tables
+
+docs-deps: $(VENV)/installed-docs  ## install what draws the pictures
+
+clean:  ## remove caches; runs and the environment stay
+	rm -rf .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean  ## also remove the environment
+	rm -rf $(VENV)
