@@ -1,0 +1,89 @@
+"""``claims.yaml``: every figure the project states, and the results that hold it up."""
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.source import ROOT
+from megatron_ft.errors import ConfigError
+
+CLAIMS_FILE = ROOT / "benchmarks" / "claims.yaml"
+RESULTS_DIR = ROOT / "benchmarks" / "results"
+VARIANTS = ("fast", "slow")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One figure: what is stated, the command that measures it, and the bound it must keep."""
+
+    id: str
+    statement: str
+    command: str
+    quick: str
+    """The command's variant of seconds; it stores nothing."""
+    quick_is: str
+    """``fast`` (seconds) or ``slow`` (marked slow in the test suite)."""
+    threshold: str
+    """The same text the script reports, compared in full measurements."""
+    hardware: tuple[str, ...]
+    """Hardware classes it may be measured on."""
+    timeout_seconds: float
+
+    def validate(self) -> None:
+        """Raise ConfigError for an entry that cannot be run."""
+        for key, command in (("command", self.command), ("quick", self.quick)):
+            if shlex.split(command)[:2] != ["python", "-m"]:
+                raise ConfigError.of(f"{self.id}.{key}", command, "must start with 'python -m'")
+        if self.quick_is not in VARIANTS:
+            raise ConfigError.of(f"{self.id}.quick_is", self.quick_is, f"must be one of {', '.join(VARIANTS)}")
+        if not self.hardware:
+            raise ConfigError.of(f"{self.id}.hardware", [], "must name at least one hardware class")
+
+    def argv(self, *, quick: bool, out: Path) -> list[str]:
+        """Command line, with this interpreter in place of ``python`` and ``--out`` appended."""
+        words = shlex.split(self.quick if quick else self.command)
+        return [sys.executable, *words[1:], "--out", str(out)]
+
+    @property
+    def module(self) -> str:
+        """Python module that measures the claim."""
+        return shlex.split(self.command)[2]
+
+
+def load_claims(path: Path = CLAIMS_FILE) -> dict[str, Claim]:
+    """All claims by id, in the file's order. Raises ConfigError for a malformed file."""
+    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    claims: dict[str, Claim] = {}
+    for entry in entries["claims"]:
+        claim = _claim(entry)
+        if claim.id in claims:
+            raise ConfigError.of("id", claim.id, "must be unique in claims.yaml")
+        claims[claim.id] = claim
+    return claims
+
+
+def _claim(entry: dict[str, Any]) -> Claim:
+    try:
+        claim = Claim(**{**entry, "hardware": tuple(entry.get("hardware", ()))})
+    except TypeError as error:
+        raise ConfigError.of(
+            "claims.yaml", entry.get("id"), f"must have exactly the fields of Claim ({error})"
+        ) from error
+    claim.validate()
+    return claim
+
+
+def newest_results(results_dir: Path = RESULTS_DIR) -> dict[tuple[str, str], dict[str, Any]]:
+    """The newest stored result of each (claim id, hardware class)."""
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in sorted(results_dir.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        key = (result["id"], result["hardware"]["class"])
+        if key not in newest or result["date"] >= newest[key]["date"]:
+            newest[key] = result
+    return newest

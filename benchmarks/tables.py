@@ -1,0 +1,104 @@
+"""Claim tables of README and docs, written from the stored results between two markers.
+
+``python -m benchmarks.tables`` rewrites them, ``--check`` only says whether they are current.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims import RESULTS_DIR, Claim, load_claims, newest_results
+from benchmarks.source import ROOT
+from megatron_ft.errors import ConfigError
+
+BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
+GIB = 1024**3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check all tables. 1 when ``--check`` finds one that is not current."""
+    parser = argparse.ArgumentParser(prog="tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when a table is not current")
+    check = parser.parse_args(argv).check
+    claims, results = load_claims(), newest_results(RESULTS_DIR)
+    tables = {
+        ROOT / "README.md": short_table(claims, results),
+        ROOT / "docs" / "claims.md": full_table(claims, results),
+    }
+    stale = [path for path, table in tables.items() if update(path, table, write=not check)]
+    names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+    if check and stale:
+        print(f"not current: {names}; run `make tables`", file=sys.stderr)
+        return 1
+    print(f"tables written: {names}" if stale else "tables are current")
+    return 0
+
+
+def update(path: Path, table: str, *, write: bool) -> bool:
+    """Whether the text between the markers differs from ``table``; replaced when ``write``."""
+    text = path.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ConfigError.of(path.name, f"{text.count(BEGIN)} markers", f"must hold {BEGIN} and {END} once each")
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    wanted = f"{head}{BEGIN}\n{table}\n{END}{tail}"
+    if write and wanted != text:
+        path.write_text(wanted, encoding="utf-8")
+    return wanted != text
+
+
+def short_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """One line per claim and hardware class that has a result: figure, bound, date."""
+    rows = ["| claim | measured | must be | on | date |", "|---|---|---|---|---|"]
+    for claim in claims.values():
+        for result in _of(claim, results):
+            figure = result["figure"] if result["passed"] else f"**FAIL** {result['figure']}"
+            cells = (f"`{claim.id}`", figure, result["threshold"], result["hardware"]["class"], result["date"])
+            rows.append(_row(*cells))
+    return "\n".join(rows)
+
+
+def full_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """A section per claim: statement, bound, every hardware class it was measured on, with counts."""
+    sections: list[str] = []
+    for claim in claims.values():
+        sections.append(f"### `{claim.id}`\n\n{claim.statement.strip()}\n\nBound: {claim.threshold}.")
+        sections.append(f"Measured by `make prove ID={claim.id}` on {' or '.join(claim.hardware)}.")
+        sections += [_measured(result) for result in _of(claim, results)] or ["Not measured yet."]
+    return "\n\n".join(sections)
+
+
+def _of(claim: Claim, results: dict[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [results[claim.id, name] for name in claim.hardware if (claim.id, name) in results]
+
+
+def _measured(result: dict[str, Any]) -> str:
+    verdict = "PASS" if result["passed"] else "FAIL"
+    counts = ", ".join(f"{name} {value}" for name, value in result["counts"].items()) or "none"
+    rows = [
+        "| | |",
+        "|---|---|",
+        _row("result", f"{verdict}: {result['figure']}"),
+        _row("date", result["date"]),
+        _row("counts", counts),
+        _row("hardware", machine(result["hardware"])),
+        _row("software", f"Python {result['hardware']['python']}, torch {result['hardware']['torch']}"),
+        _row("took", f"{result['wall_seconds']:.0f} s"),
+    ]
+    return "\n".join(rows)
+
+
+def machine(facts: dict[str, Any]) -> str:
+    """A machine in one phrase: GPUs if any, cores, processor, memory."""
+    gpus = f"{len(facts['gpus'])} x {facts['gpus'][0]}, " if facts["gpus"] else ""
+    return f"{gpus}{facts['num_cores']} cores ({facts['cpu_model']}), {facts['memory_bytes'] / GIB:.0f} GiB"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

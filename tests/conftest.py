@@ -1,0 +1,52 @@
+"""Fixtures for all tests, and the rule that a test session leaves no process behind."""
+
+import os
+
+import pytest
+
+from benchmarks import leftovers
+
+MARK, MARKED = leftovers.mark()
+GRACE_SECONDS = 10.0
+LEFT = pytest.StashKey[list[str]]()
+
+os.environ.update(MARKED)
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests in a folder of processes or GPUs carry its marker; GPU tests skip themselves without one."""
+    for item in items:
+        folders = item.path.parts
+        for folder in ("distributed", "gpu"):
+            if folder in folders:
+                item.add_marker(folder)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_cuda():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session that leaves processes behind, and end them."""
+    left = leftovers.outlive(MARK, grace_seconds=GRACE_SECONDS)
+    session.config.stash[LEFT] = left
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what was left behind."""
+    left = config.stash.get(LEFT, [])
+    if left:
+        terminalreporter.section("processes left behind by tests (ended now)", red=True)
+        for line in left:
+            terminalreporter.line(line)

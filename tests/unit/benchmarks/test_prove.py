@@ -1,0 +1,145 @@
+"""A claim ends with one line, a matching exit code, and a stored result that the tables show."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import prove, tables
+from benchmarks.claims import Claim, load_claims, newest_results
+from benchmarks.hardware import hardware_class
+from benchmarks.quickstart import Observed
+from megatron_ft.errors import ConfigError
+
+CLAIM = Claim(
+    id="speed",
+    statement="It is fast.",
+    command="python -m fake_claim",
+    quick="python -m fake_claim --quick",
+    quick_is="fast",
+    threshold="<= 3 s",
+    hardware=("cpu", "h200"),
+    timeout_seconds=30,
+)
+SCRIPT = """
+import json, pathlib, sys
+result = {{"id": "speed", "passed": {passed}, "figure": "2 s", "threshold": "{threshold}", "counts": {{"runs": 1}}}}
+result["details"] = {{}}
+pathlib.Path(sys.argv[sys.argv.index("--out") + 1]).write_text(json.dumps(result))
+sys.exit({code})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def measure(
+    folder: Path, *, passed: bool = True, code: int = 0, threshold: str = "<= 3 s", quick: bool = False
+) -> tuple[str, bool]:
+    (folder / "fake_claim.py").write_text(SCRIPT.format(passed=passed, code=code, threshold=threshold))
+    return prove.prove(CLAIM, quick=quick, results_dir=folder / "results")
+
+
+def test_a_passed_claim_is_stored_and_shown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert measure(folder) == ("speed PASS 2 s (<= 3 s)", True)
+    assert capfd.readouterr().out.splitlines()[-1] == "speed PASS 2 s (<= 3 s)"
+    (path,) = (folder / "results").glob("speed_*_20??-??-??.json")
+    result = json.loads(path.read_text())
+    assert result["hardware"]["num_cores"] >= 1
+    assert str(folder) not in path.read_text()
+    claim = dataclasses.replace(CLAIM, hardware=(result["hardware"]["class"],))
+    shown = tables.short_table({"speed": claim}, newest_results(folder / "results"))
+    assert f"| `speed` | 2 s | <= 3 s | {result['hardware']['class']} | {result['date']} |" in shown
+
+
+def test_a_quick_run_stores_nothing(folder: Path) -> None:
+    assert measure(folder, threshold="looser", quick=True) == ("speed PASS 2 s (looser)", True)
+    assert not (folder / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("passed", "code", "threshold", "line"),
+    [
+        (False, 1, "<= 3 s", "speed FAIL 2 s (<= 3 s)"),
+        (True, 1, "<= 3 s", "speed FAIL result says passed=True, exit code 1 (<= 3 s)"),
+        (True, 0, "<= 9 s", "speed FAIL measured against '<= 9 s', claimed '<= 3 s' (<= 3 s)"),
+    ],
+)
+def test_a_claim_that_does_not_hold_fails(folder: Path, passed: bool, code: int, threshold: str, line: str) -> None:
+    assert measure(folder, passed=passed, code=code, threshold=threshold) == (line, False)
+
+
+def test_a_script_without_result_fails(folder: Path) -> None:
+    (folder / "fake_claim.py").write_text("raise SystemExit(5)")
+    line, passed = prove.prove(CLAIM, quick=True)
+    assert (line, passed) == ("speed FAIL no result, exit code 5 (<= 3 s)", False)
+
+
+def test_a_script_that_takes_too_long_is_ended() -> None:
+    assert prove.run_bounded([sys.executable, "-c", "import signal; signal.pause()"], 0.5) == 124
+
+
+def test_unknown_ids_name_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove.main(["no-such-claim"]) == ConfigError.exit_code
+    assert "quickstart" in capsys.readouterr().err
+
+
+def test_malformed_claims_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "claims.yaml"
+    path.write_text("claims:\n  - id: x\n    statement: y\n")
+    with pytest.raises(ConfigError, match="claims.yaml=x"):
+        load_claims(path)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name"), [([], "cpu"), (["NVIDIA H200"], "h200"), (["NVIDIA A100-SXM4-80GB"], "a100"), (["Tesla"], "gpu")]
+)
+def test_hardware_class(gpus: list[str], name: str) -> None:
+    assert hardware_class(gpus) == name
+
+
+def test_tables_between_markers_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    assert tables.update(path, "new", write=False)
+    assert tables.update(path, "new", write=True)
+    assert path.read_text() == f"before\n{tables.BEGIN}\nnew\n{tables.END}\nafter\n"
+    assert not tables.update(path, "new", write=True)
+
+
+SUMMARY = {
+    "iterations": 60,
+    "first_loss": 6.0,
+    "final_loss": 3.0,
+    "tokens_per_second": 9.0,
+    "wall_seconds": 9.0,
+    "world_size": 1,
+}
+
+
+def observed(**changes: object) -> Observed:
+    facts = {"exit_code": 0, "seconds": 60.0, "summary": SUMMARY, "valid_losses": [4.0, 3.0], "leftover_processes": []}
+    return Observed(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"exit_code": 7}, "exit code 7"),
+        ({"seconds": 300.0}, "took 300 s"),
+        ({"summary": {**SUMMARY, "final_loss": 5.0}}, "final loss is 0.83"),
+        ({"summary": {**SUMMARY, "final_loss": float("nan")}}, "final loss is nan"),
+        ({"summary": {}}, "summary.json without iterations"),
+        ({"valid_losses": [3.0, 4.0]}, "validation losses"),
+        ({"valid_losses": [3.0]}, "validation losses"),
+        ({"leftover_processes": ["12: python"]}, "left behind"),
+    ],
+)
+def test_quickstart_is_judged(changes: dict[str, object], problem: str) -> None:
+    assert observed().problems(0.75) == []
+    assert any(text.startswith(problem) for text in observed(**changes).problems(0.75))

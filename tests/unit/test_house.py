@@ -1,0 +1,189 @@
+"""Rules of the house that no other tool holds: sizes, file maps, documented knobs, who imports what."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.claims import load_claims
+from benchmarks.source import ROOT
+
+PACKAGE = ROOT / "megatron_ft"
+MAX_LINES = 400
+NO_TORCH = ("errors.py", "topology.py", "operators.py", "events.py", "failpoints.py", "corpus", "config", "planning")
+NO_TORCH += ("control", "telemetry")
+MACHINE_PATH = re.compile(r"/(?:home|root|Users|work|tmp)/[\w.-]+")
+
+
+def python_files(*parts: str) -> list[Path]:
+    """All Python files below the given parts of the repository."""
+    tops = [ROOT / part for part in parts]
+    found = [top for top in tops if top.is_file()] + [path for top in tops for path in top.rglob("*.py")]
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def name(path: Path) -> str:
+    """A file's path inside the repository."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of every module a file imports, at any depth."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def importers(parts: tuple[str, ...], forbidden: set[str]) -> list[str]:
+    """Files below ``parts`` that import one of the ``forbidden`` top-level packages."""
+    return [
+        f"{name(path)} imports {module}"
+        for path in python_files(*parts)
+        for module in imports(path)
+        if module.partition(".")[0] in forbidden
+    ]
+
+
+def test_no_file_is_too_long() -> None:
+    files = python_files("megatron_ft", "tools", "benchmarks", "pretrain_moe.py")
+    lines = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_every_folder_maps_its_files() -> None:
+    folders = sorted({path.parent for path in python_files("megatron_ft")})
+    problems = []
+    for folder in folders:
+        readme = folder / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+        files = sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
+        children = sorted(f"{path.name}/" for path in folder.iterdir() if path in folders)
+        problems += [f"{name(readme)} does not name {entry}" for entry in files + children if f"`{entry}`" not in text]
+    assert problems == []
+
+
+def test_maps_name_only_what_exists() -> None:
+    rows = re.compile(r"^\| `([\w./-]+)` \|", re.MULTILINE)
+    stale = [
+        f"{name(readme)} names {entry}"
+        for readme in [*PACKAGE.rglob("README.md"), ROOT / "README.md", ROOT / "conf" / "README.md"]
+        for entry in rows.findall(readme.read_text(encoding="utf-8"))
+        if not (readme.parent / entry).exists()
+    ]
+    assert stale == []
+
+
+@pytest.mark.parametrize("path", python_files("megatron_ft/config"), ids=name)
+def test_every_knob_is_documented(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for group in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Config")):
+        if group.name == "JobConfig":
+            continue
+        followers = zip(group.body, [*group.body[1:], None], strict=True)
+        bare = [
+            ast.unparse(node.target)
+            for node, after in followers
+            if isinstance(node, ast.AnnAssign) and not _is_docstring(after)
+        ]
+        assert bare == [], f"{group.name} has fields without a docstring"
+
+
+def _is_docstring(node: ast.stmt | None) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_nothing_below_runtime_imports_torch() -> None:
+    assert importers(tuple(f"megatron_ft/{part}" for part in NO_TORCH), {"torch", "megatron"}) == []
+
+
+def test_only_the_door_and_tools_import_hydra() -> None:
+    assert importers(("megatron_ft", "benchmarks"), {"hydra", "omegaconf"}) == []
+
+
+def test_only_mcore_imports_megatron() -> None:
+    outside = [line for line in importers(("megatron_ft", "tools"), {"megatron"}) if "megatron_ft/mcore/" not in line]
+    assert outside == []
+
+
+def test_no_circles_between_files() -> None:
+    modules = {module_name(path): path for path in python_files("megatron_ft")}
+    graph = {module: local_imports(path, modules) - {module} for module, path in modules.items()}
+    remaining = dict(graph)
+    while leaves := [module for module, needs in remaining.items() if not needs & remaining.keys()]:
+        for module in leaves:
+            del remaining[module]
+    assert sorted(remaining) == [], "these modules import each other, or something that does"
+
+
+def module_name(path: Path) -> str:
+    """Dotted name of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def local_imports(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of this project that a file imports when it is imported itself."""
+    found: set[str] = set()
+    for node in _import_time_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & modules.keys()) or {node.module}
+    return found & modules.keys()
+
+
+def _import_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run at import: function bodies and ``if TYPE_CHECKING`` are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        yield node
+        yield from _import_time_nodes(node)
+
+
+def test_no_machine_paths() -> None:
+    files = python_files("megatron_ft", "tools", "benchmarks", "tests", "pretrain_moe.py")
+    files += [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
+    files += [*(ROOT / "benchmarks" / "results").glob("*.json")]
+    found = [
+        f"{name(path)}: {match.group()}"
+        for path in files
+        if path != Path(__file__)
+        for match in MACHINE_PATH.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+def test_conf_files_are_yaml() -> None:
+    files = sorted((ROOT / "conf").rglob("*.yaml"))
+    assert files, "conf/ is empty"
+    for path in files:
+        assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict | None), name(path)
+
+
+def test_claims_have_scripts_and_the_readme_names_only_claims() -> None:
+    claims = load_claims()
+    for claim in claims.values():
+        assert (ROOT / f"{claim.module.replace('.', '/')}.py").exists(), f"{claim.id}: no {claim.module}"
+        assert claim.module == f"benchmarks.{claim.id.replace('-', '_')}"
+    named = set(re.findall(r"ID=([a-z][\w-]*)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert named <= claims.keys()
+
+
+def test_tests_are_named_after_what_they_test() -> None:
+    stray = [
+        name(path)
+        for path in (ROOT / "tests" / "unit").iterdir()
+        if path.is_dir()
+        and path.name not in {"benchmarks", "tools", "__pycache__"}
+        and not (PACKAGE / path.name).exists()
+    ]
+    assert stray == []
