@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
 CONSTRAIN := -c requirements/constraints.txt -c $(VENV)/torch-constraint.txt
 STRICT := $(wildcard $(addprefix megatron_ft/,errors.py topology.py operators.py events.py failpoints.py corpus config planning))
 
