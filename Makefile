@@ -1,6 +1,8 @@
 # Every command of the project. `make help` lists them.
 VENV ?= .venv
-PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3,$(shell command -v $(name) 2>/dev/null)))
+IN_RANGE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for name in python3 python3.12 python3.11 python3.10; do \
+  $$name -c '$(IN_RANGE)' 2>/dev/null && echo $$name && break; done)
 # What pip installs as torch, e.g. TORCH="torch==2.13.0 --index-url <index of the build you want>".
 # TORCH=skip keeps the torch that the environment in VENV already has.
 TORCH ?= torch==2.13.0
@@ -20,8 +22,8 @@ help:  ## list the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 
 $(PY):
-	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.10, 3.11 or 3.12, or set PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit("PYTHON=$(PYTHON) is %d.%d: 3.10, 3.11 or 3.12 is needed; set PYTHON=..." % v)'
+	@$(or $(PYTHON),false) -c '$(IN_RANGE)' 2>/dev/null || { \
+	  echo "PYTHON=$(PYTHON): must be Python 3.10, 3.11 or 3.12 with venv and ensurepip; install one or name it" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # torch goes first and alone; from then on its version is a constraint for everything else.

@@ -1,0 +1,24 @@
+"""The quick variant of every claim holds."""
+
+import pytest
+
+from benchmarks import hardware
+from benchmarks.claims import Claim, load_claims
+from benchmarks.prove import prove
+
+QUICK_TIMEOUT_SECONDS = 300
+
+
+def as_parameter(claim: Claim) -> object:
+    """A claim as a test's parameter; slow ones are marked."""
+    marks = [pytest.mark.timeout(QUICK_TIMEOUT_SECONDS)]
+    return pytest.param(claim, id=claim.id, marks=[*marks, pytest.mark.slow] if claim.quick_is == "slow" else marks)
+
+
+@pytest.mark.parametrize("claim", [as_parameter(claim) for claim in load_claims().values()])
+def test_quick_variant_passes(claim: Claim) -> None:
+    here = str(hardware.describe()["class"])
+    if here not in claim.hardware:
+        pytest.skip(f"{claim.id} is measured on {', '.join(claim.hardware)}; this machine is {here}")
+    line, passed = prove(claim, quick=True)
+    assert passed, line
