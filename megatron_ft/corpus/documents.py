@@ -1,0 +1,81 @@
+"""Documents out of text and JSONL files; whatever cannot be read is named by file and line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_ft.errors import DataError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def text_documents(path: Path, *, split_on_blank_lines: bool = False) -> Iterator[str]:
+    """The text file ``path`` as one document, or one per stretch between blank lines.
+
+    Raises:
+        DataError: the file is missing, empty or not UTF-8.
+    """
+    gathered: list[str] = []
+    for _, line in _lines(path):
+        if split_on_blank_lines and not line.strip():
+            yield from _joined(gathered)
+            gathered = []
+        else:
+            gathered.append(line)
+    yield from _joined(gathered)
+
+
+def json_documents(path: Path, key: str) -> Iterator[str]:
+    """The string at ``key`` of every line of the JSONL file ``path``; blank lines are passed over.
+
+    Raises:
+        DataError: the file is missing or empty, or a line is not UTF-8, no JSON object, or has no string at ``key``.
+    """
+    for number, line in _lines(path):
+        if line.strip():
+            yield _json_text(f"{path}: line {number}", line, key)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, text with its line end)."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    if not path.stat().st_size:
+        raise DataError(f"{path}: is empty")
+    try:
+        with open(path, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                yield number, _decoded(path, number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: line {number}, byte {error.start} ({line[error.start]:#04x}): must be UTF-8"
+        ) from error
+
+
+def _joined(lines: list[str]) -> Iterator[str]:
+    if lines:
+        yield "".join(lines)
+
+
+def _json_text(place: str, line: str, key: str) -> str:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{place}: damaged JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: must be a JSON object, not {type(row).__name__}")
+    if key not in row:
+        raise DataError(f"{place}: has no key {key!r}, only {sorted(row)[:8]} (--json-key)")
+    text = row[key]
+    if not isinstance(text, str):
+        raise DataError(f"{place}: {key}={text!r:.60}: must be a string")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError(f"{place}: {key} holds half of a surrogate pair, which no UTF-8 text can")
+    return text

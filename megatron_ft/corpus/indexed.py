@@ -1,0 +1,265 @@
+"""Megatron's indexed dataset (``.bin`` tokens, ``.idx`` index): a streaming writer and a strict reader of the index.
+
+Layout of ``.idx``, little endian, as ``megatron.core.datasets.indexed_dataset`` (megatron-core 0.16.1) reads it:
+9 bytes magic, ``uint64`` version 1, ``uint8`` code of the token format, ``uint64`` S sequences, ``uint64`` D entries of
+the document table, then ``int32[S]`` lengths in tokens, ``int64[S]`` byte offsets into ``.bin``, ``int64[D]`` the
+sequence each document starts at, closed by S.
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron_ft.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype] = {
+    code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+}
+"""Integer token formats by their code; 6 and 7 are floating point and hold no tokens."""
+CHUNK = 1 << 20
+"""Index entries handled at a time."""
+MAX_SEQUENCE_TOKENS = np.iinfo(np.int32).max
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Format Megatron's own tools choose for a vocabulary: ``uint16`` below 65,500 entries, else ``int32``."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """The file of tokens."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """The file of the index."""
+    return Path(f"{prefix}.idx")
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class IndexedWriter:
+    """Writes documents one by one; both files appear, complete and durable, when the ``with`` block ends well.
+
+    Until then they carry temporary names, which an exception removes. ``.idx`` is renamed last: a prefix with an
+    ``.idx`` is complete.
+
+    Raises:
+        DataError: the prefix exists and ``overwrite`` is false, its folder cannot be written, a token does not fit
+            ``dtype``, or nothing was added.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype)
+        codes = [code for code, known in DTYPES.items() if known == self.dtype]
+        assert codes, f"{self.dtype} is not a token format of the indexed dataset"
+        self._code = codes[0]
+        self._lengths = array("i")
+        self.num_tokens = 0
+        existing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
+        if existing and not overwrite:
+            raise DataError(f"{existing[0]}: exists already; choose another prefix or allow overwriting")
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._lengths)
+
+    def __enter__(self) -> "IndexedWriter":
+        suffix = f".tmp-{os.getpid()}"
+        self._partial = {path: Path(f"{path}{suffix}") for path in (bin_path(self.prefix), idx_path(self.prefix))}
+        try:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._stream: BinaryIO = open(self._partial[bin_path(self.prefix)], "wb", buffering=1 << 20)
+        except OSError as error:
+            raise DataError(f"{self.prefix}: cannot be written: {error.strerror}") from error
+        return self
+
+    def add_document(self, tokens: np.ndarray) -> None:
+        """Append one document; ``tokens`` is ``[length]`` of any integer format. An empty one is refused."""
+        if not 0 < tokens.size <= MAX_SEQUENCE_TOKENS:
+            raise DataError(f"{self.prefix}: document of {tokens.size} tokens: must have 1 to {MAX_SEQUENCE_TOKENS}")
+        bounds = np.iinfo(self.dtype)
+        if tokens.dtype != self.dtype and (tokens.min() < bounds.min or tokens.max() > bounds.max):
+            raise DataError(f"{self.prefix}: token {tokens.max()}: must fit {self.dtype.name}")
+        self._stream.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        self._lengths.append(tokens.size)
+        self.num_tokens += int(tokens.size)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._stream.close()
+            for path in self._partial.values():
+                path.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        if not self.num_tokens:
+            raise DataError(f"{self.prefix}: no tokens: the input holds no text")
+        _flush(self._stream)
+        with open(self._partial[idx_path(self.prefix)], "wb", buffering=1 << 20) as stream:
+            stream.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_documents, self.num_documents + 1))
+            for part in self._index():
+                stream.write(part.data)
+            _flush(stream)
+        self._publish()
+
+    def _index(self) -> Iterator[np.ndarray]:
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        yield lengths.astype("<i4")
+        end = 0
+        for start in range(0, lengths.size, CHUNK):
+            ends = end + np.cumsum(lengths[start : start + CHUNK], dtype=np.int64)
+            yield (np.concatenate(([end], ends[:-1])) * self.dtype.itemsize).astype("<i8")
+            end = int(ends[-1])
+        yield np.arange(lengths.size + 1, dtype="<i8")
+
+    def _publish(self) -> None:
+        """Rename ``.bin``, then ``.idx``; an old ``.idx`` goes first, so it never stands beside a new ``.bin``."""
+        idx_path(self.prefix).unlink(missing_ok=True)
+        fsync_folder(self.prefix.parent)
+        for path, partial in self._partial.items():
+            os.replace(partial, path)
+            fsync_folder(self.prefix.parent)
+
+
+def _flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexInfo:
+    """What a sound index says about its tokens."""
+
+    prefix: str
+    dtype: np.dtype
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+
+    @classmethod
+    def read(cls, prefix: str | Path) -> "IndexInfo":
+        """Check ``prefix.idx`` against its own header and against ``prefix.bin``, in constant memory.
+
+        Sizes are compared with the real files before anything is read by them.
+
+        Raises:
+            DataError: a file is missing or its content contradicts the format; names file, value and constraint.
+        """
+        path, sizes = idx_path(prefix), _file_sizes(prefix)
+        with open(path, "rb") as stream:
+            head = stream.read(HEADER.size)
+            dtype, num_sequences, num_entries = _parse_header(path, head, sizes[path])
+            num_tokens = _check_lengths_and_pointers(path, stream, num_sequences, dtype.itemsize)
+            _check_documents(path, stream, num_sequences, num_entries)
+        wanted_bytes = num_tokens * dtype.itemsize
+        if sizes[bin_path(prefix)] != wanted_bytes:
+            raise _bad(bin_path(prefix), "bytes", sizes[bin_path(prefix)], f"must be {wanted_bytes}, as {path} says")
+        if not num_tokens:
+            raise _bad(path, "tokens", 0, "must be at least 1")
+        return cls(
+            prefix=str(prefix),
+            dtype=dtype,
+            num_sequences=num_sequences,
+            num_documents=num_entries - 1,
+            num_tokens=num_tokens,
+        )
+
+
+def _bad(path: Path, what: str, value: object, constraint: str) -> DataError:
+    return DataError(f"{path}: {what}={value}: {constraint}")
+
+
+def _file_sizes(prefix: str | Path) -> dict[Path, int]:
+    sizes = {}
+    for path in (idx_path(prefix), bin_path(prefix)):
+        if not path.is_file():
+            hint = " (give the path without .bin or .idx)" if Path(prefix).suffix in (".bin", ".idx") else ""
+            raise DataError(f"{path}: no such file{hint}")
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path}: cannot be read: no permission")
+        sizes[path] = path.stat().st_size
+    return sizes
+
+
+def _parse_header(path: Path, head: bytes, size_bytes: int) -> tuple[np.dtype, int, int]:
+    if len(head) < HEADER.size:
+        raise _bad(path, "bytes", size_bytes, f"must be at least the {HEADER.size} of the header")
+    magic, version, code, num_sequences, num_entries = HEADER.unpack(head)
+    if magic != MAGIC:
+        raise _bad(path, "magic", magic, f"must be {MAGIC!r}: this is no index of an indexed dataset")
+    if version != VERSION:
+        raise _bad(path, "version", version, f"must be {VERSION}")
+    if code not in DTYPES:
+        raise _bad(path, "dtype code", code, f"must be an integer format, one of {sorted(DTYPES)}")
+    wanted_bytes = HEADER.size + 12 * num_sequences + 8 * num_entries
+    if size_bytes != wanted_bytes:
+        counts = f"{num_sequences} sequences and {num_entries} document entries"
+        raise _bad(path, "bytes", size_bytes, f"must be {wanted_bytes} for {counts}: truncated or foreign")
+    if num_entries < 1:
+        raise _bad(path, "document entries", num_entries, "must be at least 1")
+    return DTYPES[code], num_sequences, num_entries
+
+
+def _chunks(stream: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[np.ndarray]:
+    itemsize = np.dtype(dtype).itemsize
+    for start in range(0, count, CHUNK):
+        stream.seek(offset + start * itemsize)
+        yield np.frombuffer(stream.read(min(CHUNK, count - start) * itemsize), dtype=dtype).astype(np.int64)
+
+
+def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int, itemsize: int) -> int:
+    """Number of tokens. Byte offsets have to be the running sum of the lengths: sequences lie back to back."""
+    total, first = 0, 0
+    all_lengths = _chunks(stream, HEADER.size, "<i4", num_sequences)
+    all_pointers = _chunks(stream, HEADER.size + 4 * num_sequences, "<i8", num_sequences)
+    for lengths, pointers in zip(all_lengths, all_pointers, strict=True):
+        if lengths.min() < 0:
+            at = int(np.argmax(lengths < 0))
+            raise _bad(path, f"length of sequence {first + at}", lengths[at], "must not be negative")
+        ends = total + np.cumsum(lengths)
+        wanted = (ends - lengths) * itemsize
+        if not np.array_equal(pointers, wanted):
+            at = int(np.argmax(pointers != wanted))
+            constraint = f"must be {wanted[at]}, the bytes of all sequences before it"
+            raise _bad(path, f"pointer of sequence {first + at}", pointers[at], constraint)
+        total, first = int(ends[-1]), first + lengths.size
+    return total
+
+
+def _check_documents(path: Path, stream: BinaryIO, num_sequences: int, num_entries: int) -> None:
+    """Document table: starts at 0, never falls, ends at the number of sequences."""
+    last = 0
+    for number, entries in enumerate(_chunks(stream, HEADER.size + 12 * num_sequences, "<i8", num_entries)):
+        if number == 0 and entries[0] != 0:
+            raise _bad(path, "document entry 0", entries[0], "must be 0")
+        falls = np.diff(entries, prepend=last) < 0
+        if falls.any():
+            at = int(np.argmax(falls))
+            raise _bad(path, f"document entry {number * CHUNK + at}", entries[at], "must not be below the one before")
+        last = int(entries[-1])
+    if last != num_sequences:
+        raise _bad(path, "last document entry", last, f"must be {num_sequences}, the number of sequences")

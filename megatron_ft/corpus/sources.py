@@ -1,0 +1,148 @@
+"""The sources of a job: which tokens belong to training and which to validation, and how many samples they make.
+
+A sample is ``seq_length + 1`` consecutive tokens of a source's documents laid end to end; sample k of a split starts
+``k * seq_length`` tokens after the split's first. A split's samples never reach into the other split.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.config.data import DataConfig
+from megatron_ft.corpus import stdlib
+from megatron_ft.corpus.indexed import IndexInfo
+from megatron_ft.corpus.order import SampleOrder, check_weights
+from megatron_ft.corpus.tokenizers import Tokenizer
+from megatron_ft.errors import ConfigError, DataError
+
+SPLITS = ("train", "valid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens of one source that belong to one split."""
+
+    key: str
+    """Configuration key of the source, for messages."""
+    name: str
+    """The source as configured."""
+    prefix: str
+    first_token: int
+    num_tokens: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """The spans of a split and the order of their samples."""
+
+    seq_length: int
+    spans: tuple[Span, ...]
+    order: SampleOrder
+
+
+def num_samples(num_tokens: int, seq_length: int) -> int:
+    """Samples that fit into ``num_tokens``; neighbours share one token, the last label and the next first input."""
+    return max(0, (num_tokens - 1) // seq_length)
+
+
+def source_prefix(config: DataConfig, source: str, tokenizer: Tokenizer) -> Path:
+    """Prefix of the files of ``source``; indexes the built-in corpus where that has not happened yet."""
+    return stdlib.ensure_corpus(config.cache_dir, tokenizer) if source == stdlib.NAME else Path(source)
+
+
+def read_info(key: str, prefix: Path) -> IndexInfo:
+    """``IndexInfo.read`` whose error names the configuration key too."""
+    try:
+        return IndexInfo.read(prefix)
+    except DataError as error:
+        raise DataError(f"{key}={prefix}: {error}") from error
+
+
+def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
+    """(key, sources, weights) of ``split``: validation takes the training sources where it has none of its own."""
+    assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
+    if split == "valid" and config.valid:
+        return "data.valid", config.valid, config.valid_weights
+    return "data.train", config.train, config.train_weights
+
+
+def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tuple[str, int]]) -> tuple[Span, ...]:
+    """Spans of ``split``; ``tokens`` gives (prefix, number of tokens) of each of its sources.
+
+    Raises:
+        DataError: a source is too short for one sample.
+    """
+    key, sources, _ = configured(config, split)
+    result = []
+    for position, (name, (prefix, total)) in enumerate(zip(sources, tokens, strict=True)):
+        first, count = _part(config, split, total)
+        samples = num_samples(count, seq_length)
+        source_key = f"{key}[{position}]"
+        if not samples:
+            raise DataError.of(source_key, name, _too_short(config, split, total, count, seq_length))
+        result.append(
+            Span(key=source_key, name=name, prefix=prefix, first_token=first, num_tokens=count, num_samples=samples)
+        )
+    return tuple(result)
+
+
+def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
+    """(first token, number of tokens) of ``split`` in a source of ``total`` tokens."""
+    if config.valid:
+        return 0, total
+    if not 0 <= config.valid_fraction < 1:
+        raise ConfigError.of("data.valid_fraction", config.valid_fraction, "must be at least 0 and below 1")
+    held_out = int(total * config.valid_fraction)
+    return (0, total - held_out) if split == "train" else (total - held_out, held_out)
+
+
+def _too_short(config: DataConfig, split: str, total: int, count: int, seq_length: int) -> str:
+    what = f"gives {split} {count} of its {total} tokens; must be at least model.seq_length + 1 = {seq_length + 1}"
+    if config.valid:
+        return what
+    return f"{what} (data.valid_fraction={config.valid_fraction})"
+
+
+def check_lists(config: DataConfig) -> None:
+    """Raises ConfigError for lists of sources and weights that make no sense together."""
+    if not config.train:
+        raise ConfigError.of("data.train", config.train, "must name at least one source")
+    check_weights("data.train_weights", config.train_weights, len(config.train))
+    if config.valid_weights is not None and not config.valid:
+        raise ConfigError.of("data.valid_weights", config.valid_weights, "needs data.valid")
+    check_weights("data.valid_weights", config.valid_weights, len(config.valid))
+    for key, sources in (("data.train", config.train), ("data.valid", config.valid)):
+        resolved = [source if source == stdlib.NAME else str(Path(source).resolve()) for source in sources]
+        for position, source in enumerate(resolved):
+            if source in resolved[:position]:
+                raise ConfigError.of(f"{key}[{position}]", sources[position], "must not be named twice")
+    shared = {str(Path(source).resolve()) for source in config.train} & {str(Path(s).resolve()) for s in config.valid}
+    if shared:
+        raise ConfigError.of("data.valid", config.valid, f"must not share {sorted(shared)[0]} with data.train")
+
+
+def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> SplitPlan:
+    """Spans and order of ``split``; reads the indices and indexes the built-in corpus where needed.
+
+    Raises:
+        ConfigError: lists or weights that make no sense.
+        DataError: a file is missing, damaged or too short.
+    """
+    check_lists(config)
+    key, sources, _ = configured(config, split)
+    prefixes = [source_prefix(config, source, tokenizer) for source in sources]
+    infos = [read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
+    found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
+    return SplitPlan(seq_length=seq_length, spans=found, order=sample_order(config, split, found))
+
+
+def sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:
+    """Order of the samples of ``found``, from ``data.seed`` and the split's weights."""
+    weights = configured(config, split)[2]
+    return SampleOrder(
+        seed=config.seed,
+        split=split,
+        num_samples=tuple(span.num_samples for span in found),
+        weights=None if weights is None else tuple(weights),
+    )

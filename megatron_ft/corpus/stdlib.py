@@ -1,0 +1,130 @@
+"""The built-in corpus ``python-stdlib``: the sources, docstrings included, of the Python that runs.
+
+Real text that lies on every machine. Files are taken in the order of a digest of their relative paths, so that any
+stretch of the corpus is a mixture of the whole library, until ``MAX_BYTES`` are reached.
+"""
+
+import fcntl
+import hashlib
+import os
+import sysconfig
+import time
+import tokenize
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from platform import python_version
+
+import numpy as np
+
+from megatron_ft.corpus.indexed import IndexedWriter, idx_path, token_dtype
+from megatron_ft.corpus.tokenizers import Tokenizer
+from megatron_ft.errors import DataError
+
+NAME = "python-stdlib"
+MAX_BYTES = 4_000_000
+"""Source text taken at most: the first files, in order, that fit."""
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+LOCK_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of the corpus; ``name`` is relative to the standard library's folder."""
+
+    name: str
+    size_bytes: int
+
+
+def library_folder() -> Path:
+    """Folder of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+@lru_cache(maxsize=4)
+def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[SourceFile, ...]:
+    """Files of the corpus in order. Raises DataError where the Python carries no sources."""
+    found = sorted(_walk(folder), key=lambda file: hashlib.blake2b(file.name.encode()).digest())
+    chosen, total_bytes = [], 0
+    for file in found:
+        if total_bytes + file.size_bytes <= max_bytes:
+            chosen.append(file)
+            total_bytes += file.size_bytes
+    if not chosen:
+        raise DataError.of("data.train", NAME, f"needs .py sources under {folder}, and there are none")
+    return tuple(chosen)
+
+
+def _walk(folder: Path) -> Iterator[SourceFile]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
+        for name in names:
+            path = Path(root, name)
+            if name.endswith(".py") and (size_bytes := path.stat().st_size):
+                yield SourceFile(path.relative_to(folder).as_posix(), size_bytes)
+
+
+def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:
+    """Where the corpus is indexed: its name changes with the Python, its files and the tokenizer."""
+    listing = repr([(file.name, file.size_bytes) for file in list_files(library_folder())])
+    digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
+    return Path(cache_dir, f"{NAME}-{python_version()}-{digest}")
+
+
+def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
+    """Prefix of the indexed corpus, written first if it is not there; processes that meet here wait for one.
+
+    Raises:
+        DataError: no sources, the cache cannot be written, or another process holds the lock too long.
+    """
+    prefix = corpus_prefix(cache_dir, tokenizer)
+    if not idx_path(prefix).exists():
+        with _locked(Path(f"{prefix}.lock")):
+            if not idx_path(prefix).exists():
+                _write(prefix, tokenizer)
+    return prefix
+
+
+def _write(prefix: Path, tokenizer: Tokenizer) -> None:
+    folder, eod = library_folder(), np.asarray([tokenizer.eod])
+    texts = [_read(folder / file.name) for file in list_files(folder)]
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size), overwrite=True) as writer:
+        for tokens in tokenizer.encode_many(texts):
+            writer.add_document(np.concatenate((tokens, eod)))
+
+
+def _read(path: Path) -> str:
+    """Text of a source file in the encoding it declares (PEP 263)."""
+    try:
+        with tokenize.open(path) as stream:
+            return stream.read()
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as Python source: {error}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``; the kernel frees it when its holder ends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise DataError.of("data.cache_dir", path.parent, f"must be writable: {error.strerror}") from error
+    try:
+        _acquire(descriptor, path)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise DataError(f"{path}: held by another process for {LOCK_TIMEOUT_SECONDS:.0f} s") from error
+        time.sleep(0.02)

@@ -1,0 +1,1 @@
+"""Reads the samples of a job with Megatron's ``IndexedDataset``."""

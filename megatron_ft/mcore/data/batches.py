@@ -1,0 +1,75 @@
+"""Turns samples into the microbatches a rank feeds to its model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_ft.planning.batch import BatchPlan
+
+
+class Samples(Protocol):
+    """Token sequences by index."""
+
+    def sample(self, index: int) -> npt.NDArray[np.int64]:
+        """Tokens of sample ``index``: [seq_length + 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch on one rank.
+
+    ``tokens``, ``labels`` and ``position_ids`` are int64 [micro_batch_size, seq_length], or None on stages
+    that neither embed nor score tokens. A padding microbatch holds zeros and counts nowhere.
+    """
+
+    tokens: torch.Tensor | None
+    labels: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    is_padding: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchReader:
+    """Reads one rank's microbatches of an iteration.
+
+    With context parallelism a rank gets its part of every sequence: the two chunks that balance causal
+    attention, as Megatron lays them out.
+    """
+
+    samples: Samples
+    plan: BatchPlan
+    seq_length: int
+    data_parallel_rank: int
+    needs_tokens: bool
+    device: torch.device
+    context_parallel_rank: int = 0
+    context_parallel_size: int = 1
+
+    def microbatches(self, iteration: int) -> Iterator[Microbatch]:
+        """The rank's microbatches of ``iteration`` (counted from 1), in order."""
+        for number in range(self.plan.num_microbatches):
+            yield self._microbatch(self.plan.first_sample(iteration, self.data_parallel_rank, number))
+
+    def _microbatch(self, first_sample: int | None) -> Microbatch:
+        if not self.needs_tokens:
+            return Microbatch(None, None, None, first_sample is None)
+        size = self.plan.micro_batch_size
+        if first_sample is None:
+            rows = torch.zeros((size, self.seq_length + 1), dtype=torch.int64)
+        else:
+            indices = range(first_sample, first_sample + size)
+            rows = torch.from_numpy(np.stack([self.samples.sample(index) for index in indices]))
+        positions = torch.arange(self.seq_length).expand(size, -1)
+        tokens, labels, positions = (self._part(part) for part in (rows[:, :-1], rows[:, 1:], positions))
+        return Microbatch(tokens, labels, positions, first_sample is None)
+
+    def _part(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.context_parallel_size > 1:
+            chunks = rows.chunk(2 * self.context_parallel_size, dim=1)
+            mine = (self.context_parallel_rank, 2 * self.context_parallel_size - 1 - self.context_parallel_rank)
+            rows = torch.cat([chunks[number] for number in mine], dim=1)
+        return rows.contiguous().to(self.device, non_blocking=True)

@@ -1,0 +1,92 @@
+"""The samples of a split, read through Megatron's ``IndexedDataset``."""
+
+import hashlib
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.corpus.check import vocabulary_entries
+from megatron_ft.corpus.order import Place
+from megatron_ft.corpus.sources import Span, SplitPlan, plan_split
+from megatron_ft.corpus.tokenizers import build_tokenizer
+from megatron_ft.errors import DataError
+
+
+class Samples:
+    """All samples of a split, endlessly: any index from 0 has one, epoch after epoch.
+
+    A pure function of ``data.seed``, the sources and the index; the layout and the run's length play no part.
+    """
+
+    def __init__(self, plan: SplitPlan, vocab_size: int, *, mmap: bool = True) -> None:
+        self.plan = plan
+        self.vocab_size = vocab_size
+        self._datasets = [IndexedDataset(span.prefix, mmap=mmap) for span in plan.spans]
+        for span, dataset in zip(plan.spans, self._datasets, strict=True):
+            total = int(dataset.sequence_lengths.sum(dtype=np.int64))
+            assert total >= span.first_token + span.num_tokens, f"{span.prefix} changed while it was opened"
+
+    def sample(self, index: int) -> np.ndarray:
+        """Tokens at ``index`` (at least 0): a fresh ``int64[seq_length + 1]``.
+
+        Raises:
+            DataError: a token lies outside the model's vocabulary.
+        """
+        place = self.locate(index)
+        span = self.plan.spans[place.source]
+        start = span.first_token + place.sample * self.plan.seq_length
+        tokens = self._read(place.source, start, self.plan.seq_length + 1)
+        if tokens.view(np.uint64).max() >= self.vocab_size:
+            raise self._foreign_token(span, start, tokens)
+        return tokens
+
+    def locate(self, index: int) -> Place:
+        """Source, epoch and sample of ``index``."""
+        return self.plan.order.locate(index)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all sources together, each counted once."""
+        return sum(span.num_samples for span in self.plan.spans)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sources together that belong to this split."""
+        return sum(span.num_tokens for span in self.plan.spans)
+
+    def fingerprint(self) -> str:
+        """Hexadecimal digest that differs where the order, the sources' sizes or their first and last tokens do.
+
+        Ranks compare it at the start, and a resumed run with its checkpoint: same digest, same samples.
+        """
+        digest = hashlib.blake2b(repr((self.plan.seq_length, self.plan.order)).encode(), digest_size=8)
+        for source, span in enumerate(self.plan.spans):
+            edge = min(4096, span.num_tokens)
+            digest.update(f"{span.first_token} {span.num_tokens}".encode())
+            digest.update(self._read(source, span.first_token, edge).tobytes())
+            digest.update(self._read(source, span.first_token + span.num_tokens - edge, edge).tobytes())
+        return digest.hexdigest()
+
+    def _read(self, source: int, start: int, count: int) -> np.ndarray:
+        """``count`` tokens from ``start`` on; documents lie back to back in the file, so they may be crossed."""
+        dataset = self._datasets[source]
+        dtype = dataset.index.dtype
+        tokens = dataset.bin_reader.read(dtype=dtype, count=count, offset=start * dataset.index.dtype_size)
+        return tokens.astype(np.int64)
+
+    def _foreign_token(self, span: Span, start: int, tokens: np.ndarray) -> DataError:
+        at = int(np.argmax(tokens.view(np.uint64) >= self.vocab_size))
+        constraint = f"must be from 0 to {self.vocab_size - 1}, the model's vocabulary"
+        return DataError(f"{span.key}={span.name}: token {start + at}={tokens[at]}: {constraint}")
+
+
+def open_samples(config: JobConfig, split: str) -> Samples:
+    """Samples of ``train`` or ``valid``; the built-in corpus is indexed first where it has not been.
+
+    Raises:
+        ConfigError, DataError: as ``check_data`` does, for the sources of this split.
+    """
+    tokenizer = build_tokenizer(config.data)
+    plan = plan_split(config.data, config.model.seq_length, split, tokenizer)
+    return Samples(plan, vocabulary_entries(config, tokenizer), mmap=config.data.mmap)
