@@ -1,0 +1,455 @@
+"""Every record of a run: what ranks and the control plane report, and what sinks, reports and tests read.
+
+A record is a frozen dataclass. ``to_record()`` makes a flat JSON object of it, ``from_record()`` reads
+one back and refuses what does not fit. Numbers that JSON lacks travel as the strings ``"NaN"``,
+``"Infinity"`` and ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: whoever
+reports, or the sink that receives, stamps ``time_unix_seconds``.
+"""
+
+import math
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from types import MappingProxyType
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+SCHEMA_VERSION = 1
+"""Rises when a field changes its meaning or goes away; new records and new optional fields keep it."""
+
+JsonValue = Any
+"""What ``json`` reads and writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of ``events.jsonl`` or ``metrics.jsonl``."""
+
+    kind: ClassVar[str] = ""
+    durable: ClassVar[bool] = True
+    """Whether the line is forced to disk at once; not so for records of every iteration."""
+
+    time_unix_seconds: float | None = None
+    """When it happened, in seconds since 1970 by the wall clock of whoever stamped it."""
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def to_record(self) -> dict[str, JsonValue]:
+        """A JSON object, ``kind`` first."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"kind": self.kind} | {name: encode(value) for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, JsonValue]) -> "Record":
+        """The inverse of ``to_record``.
+
+        Called on ``Record`` it takes any kind, on a subclass only its own.
+
+        Raises:
+            ValueError: unknown kind, unknown, missing or ill-typed field; the message names it.
+        """
+        kind = record.get("kind")
+        found = RECORDS.get(kind) if isinstance(kind, str) else None
+        if found is None or not issubclass(found, cls):
+            expected = ", ".join(name for name, known in RECORDS.items() if issubclass(known, cls))
+            raise ValueError(f"record kind={kind!r}: must be one of {expected}")
+        return found._of({name: value for name, value in record.items() if name != "kind"})
+
+    @classmethod
+    def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
+        hints = _hints(cls)
+        if unknown := [name for name in values if name not in hints]:
+            raise ValueError(f"{cls.kind}.{unknown[0]}: is no field of it; fields are {', '.join(hints)}")
+        if missing := [name for name in _required(cls) if name not in values]:
+            raise ValueError(f"{cls.kind}.{missing[0]}: is required")
+        return cls(**{name: decode(hints[name], value, f"{cls.kind}.{name}") for name, value in values.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics(Record):
+    """Figures of one committed iteration; in JSON they lie beside ``iteration``, without ``values``.
+
+    Names, units and meanings are in ``megatron_ft/telemetry/metrics.py``.
+    """
+
+    durable: ClassVar[bool] = False
+
+    iteration: int
+    """Iteration the figures belong to, counted from 1."""
+    values: dict[str, float]
+    """Metric name to figure."""
+
+    def to_record(self) -> dict[str, JsonValue]:
+        record = super(Metrics, self).to_record()
+        values = record.pop("values")
+        return record | values
+
+    @classmethod
+    def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
+        own = {name: values[name] for name in ("time_unix_seconds", "iteration") if name in values}
+        if "iteration" not in own:
+            raise ValueError("metrics.iteration: is required")
+        figures = {name: _figure(value, name) for name, value in values.items() if name not in own}
+        hints = _hints(cls)
+        return cls(values=figures, **{name: decode(hints[name], own[name], f"metrics.{name}") for name in own})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Record):
+    """A run, or another attempt of it, begins."""
+
+    run_name: str
+    """Name of the run: its folder's."""
+    model: str
+    """``model.name`` of the configuration."""
+    world_size: int
+    """Ranks of the job."""
+    num_nodes: int | None = None
+    """Nodes of the job."""
+    train_iterations: int | None = None
+    """Iteration the run ends at."""
+    device: str | None = None
+    """Where it computes, e.g. ``cpu`` or ``cuda: NVIDIA H200``."""
+    versions: dict[str, str] | None = None
+    """Software name to version."""
+    config_digest: str | None = None
+    """Digest of the resolved configuration, hexadecimal."""
+    resumed_from: str | None = None
+    """Checkpoint it continues from; absent when it starts afresh."""
+    resumed_from_iteration: int | None = None
+    """Last iteration that checkpoint contains. Later iterations reported by older attempts are void."""
+    schema_version: int = SCHEMA_VERSION
+    """Version of these records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksReady(Record):
+    """All ranks have built their part and are about to train."""
+
+    seconds: float
+    """Seconds from the start of the launch until the last rank was ready."""
+    world_size: int | None = None
+    """Ranks that are ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationSkipped(Record):
+    """The vote did not commit an iteration: weights stay as they were."""
+
+    iteration: int
+    """Iteration that was skipped."""
+    reason: str
+    """Why, e.g. ``non_finite`` or ``loss_spike``."""
+    values: dict[str, float] | None = None
+    """Figures the decision was taken on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Record):
+    """Loss over validation data."""
+
+    iteration: int
+    """Evaluated after this iteration."""
+    loss: float
+    """Mean loss per token, in nats."""
+    num_tokens: int | None = None
+    """Tokens the mean is taken over."""
+    seconds: float | None = None
+    """Seconds it took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad(Record):
+    """How many tokens the router gave each expert, over all ranks and microbatches of an iteration."""
+
+    durable: ClassVar[bool] = False
+
+    iteration: int
+    """Iteration counted."""
+    layers: tuple[tuple[int, ...], ...]
+    """Tokens per expert, one row per mixture layer from the bottom up."""
+    layer_numbers: tuple[int, ...] | None = None
+    """Megatron's number (from 1) of each row's layer; absent when every layer is a mixture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStarted(Record):
+    """Writing of a dense checkpoint began."""
+
+    iteration: int
+    """Last iteration it contains."""
+    path: str | None = None
+    """Where it will lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Record):
+    """A dense checkpoint is complete, verified on disk, and ``latest`` points to it."""
+
+    iteration: int
+    """Last iteration it contains."""
+    path: str | None = None
+    """Where it lies."""
+    num_bytes: int | None = None
+    """Bytes of all its files."""
+    seconds: float | None = None
+    """Seconds from its start until it was complete."""
+    blocked_seconds: float | None = None
+    """Seconds of these that training stood still."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(Record):
+    """A dense checkpoint could not be written; ``latest`` did not move."""
+
+    iteration: int
+    """Iteration it would have contained."""
+    error: str
+    """What went wrong."""
+    path: str | None = None
+    """Where it would have lain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLoaded(Record):
+    """Training continues from a dense checkpoint."""
+
+    iteration: int
+    """Last iteration it contains."""
+    path: str | None = None
+    """Where it lies."""
+    seconds: float | None = None
+    """Seconds of verifying and loading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpike(Record):
+    """A loss far above the recent ones."""
+
+    iteration: int
+    """Iteration of the loss."""
+    loss: float
+    """That loss, in nats per token."""
+    median: float
+    """Median of the recent committed losses, in nats per token."""
+    policy: str | None = None
+    """What is done about it: ``warn``, ``skip`` or ``stop``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailpointHit(Record):
+    """An injected fault is about to happen."""
+
+    action: str
+    """``kill``, ``stop``, ``exit``, ``raise`` or ``delay``."""
+    phase: str
+    """Phase of the iteration it sits in."""
+    iteration: int
+    """Iteration it happens in."""
+    rank: int | None = None
+    """Rank it happens to."""
+    node: int | None = None
+    """Node of that rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailed(Record):
+    """A rank died or raised."""
+
+    rank: int
+    """The rank."""
+    node: int | None = None
+    """Its node."""
+    exit_code: int | None = None
+    """Its exit code, if it ended by itself."""
+    signal: str | None = None
+    """The signal that ended it, e.g. ``SIGKILL``."""
+    first: bool = False
+    """Whether it was the first of the job to fail."""
+    phase: str | None = None
+    """Phase it last reported."""
+    iteration: int | None = None
+    """Iteration it last reported."""
+    error: str | None = None
+    """Last line of its traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested(Record):
+    """Somebody asked the run to stop after the current iteration."""
+
+    source: str
+    """Who: a signal's name, or what asked."""
+    iteration: int | None = None
+    """Iteration running at that time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished(Record):
+    """The run reached its end."""
+
+    exit_code: int
+    """Exit code of the run, see ``errors.EXIT_CODES``."""
+    reason: str
+    """In words."""
+    iteration: int | None = None
+    """Last iteration reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStopped(Record):
+    """The run ended before its end: stopped, or failed."""
+
+    exit_code: int
+    """Exit code of the run, see ``errors.EXIT_CODES``."""
+    reason: str
+    """In words."""
+    iteration: int | None = None
+    """Last iteration reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkFailed(Record):
+    """A sink cannot take records; the others go on."""
+
+    sink: str
+    """Name of the sink."""
+    error: str
+    """What went wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkRecovered(Record):
+    """A sink that had failed takes records again."""
+
+    sink: str
+    """Name of the sink."""
+    num_lost_records: int
+    """Records it lost meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRefused(Record):
+    """Something was reported that is no valid record; kept here so that nothing is lost."""
+
+    problem: str
+    """What is wrong with it."""
+    content: str
+    """What was reported, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogHealed(Record):
+    """A log file ended in half a line (a crash); the half line was cut off."""
+
+    file: str
+    """Name of the file."""
+    num_dropped_bytes: int
+    """Length of what was cut off."""
+
+
+RECORDS: Mapping[str, type[Record]] = MappingProxyType(
+    {
+        found.kind: found
+        for found in list(globals().values())
+        if isinstance(found, type) and issubclass(found, Record) and found is not Record
+    }
+)
+"""Every kind of record, from the classes above."""
+
+
+def encode(value: object) -> JsonValue:
+    """``value`` as strict JSON: tuples become lists, numbers JSON lacks become strings."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: encode(item) for name, item in value.items()}
+    return value
+
+
+def to_float(value: object) -> float:
+    """A number read from a record, those that JSON lacks included.
+
+    Raises:
+        ValueError: it is not a number.
+    """
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(str(value))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} ({type(value).__name__}): must be a number")
+    return float(value)
+
+
+def decode(hint: Any, value: JsonValue, where: str) -> Any:
+    """``value`` as the type ``hint`` wants it.
+
+    Raises:
+        ValueError: it does not fit; the message begins with ``where``.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        (inner,) = (argument for argument in arguments if argument is not types.NoneType)
+        return None if value is None else decode(inner, value, where)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(decode(arguments[0], item, where) for item in value)
+    if origin is dict and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {name: decode(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
+    if hint is float:
+        return _figure(value, where, always_float=True)
+    if origin is None and type(value) is hint:
+        return value
+    raise ValueError(f"{where}={value!r}: must be {type_name(hint)}")
+
+
+def schema() -> dict[str, JsonValue]:
+    """All records as JSON: version, and per kind its meaning and each field's type and necessity."""
+    kinds = {
+        kind: {
+            "meaning": (found.__doc__ or "").strip().splitlines()[0],
+            "fields": {
+                name: {"type": type_name(hint), "required": name in _required(found)}
+                for name, hint in _hints(found).items()
+            },
+        }
+        for kind, found in RECORDS.items()
+    }
+    return {"version": SCHEMA_VERSION, "records": kinds}
+
+
+def type_name(hint: Any) -> str:
+    """A field's type in the words of JSON, e.g. ``list of int``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(argument) for argument in arguments if argument is not types.NoneType)
+    if origin is tuple:
+        return f"list of {type_name(arguments[0])}"
+    if origin is dict:
+        return f"object of {type_name(arguments[1])}"
+    return str(hint.__name__)
+
+
+def _figure(value: JsonValue, where: str, always_float: bool = False) -> float:
+    """A number; integers stay integers unless ``always_float``."""
+    if type(value) is int and not always_float:
+        return value
+    try:
+        return to_float(value)
+    except ValueError as error:
+        raise ValueError(f"{where}={error}") from None
+
+
+@cache
+def _hints(record: type[Record]) -> dict[str, Any]:
+    hints = get_type_hints(record)
+    return {field.name: hints[field.name] for field in fields(record)}
+
+
+@cache
+def _required(record: type[Record]) -> tuple[str, ...]:
+    return tuple(
+        field.name for field in fields(record) if field.default is MISSING and field.default_factory is MISSING
+    )

@@ -1,0 +1,26 @@
+"""Figures of how evenly the router spreads tokens over a layer's experts."""
+
+from collections.abc import Sequence
+
+
+def relative_load(tokens: Sequence[int]) -> list[float]:
+    """Each expert's tokens over the even share; all ones when every expert has the same.
+
+    Args:
+        tokens: Tokens per expert of one layer.
+    """
+    total = sum(tokens)
+    return [count * len(tokens) / total if total else 0.0 for count in tokens]
+
+
+def max_over_even_share(tokens: Sequence[int]) -> float:
+    """Tokens of the busiest expert over the even share: 1 is even, the number of experts is the worst."""
+    return max(relative_load(tokens), default=0.0)
+
+
+def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
+    """At most ``num_bins`` figures: neighbours are merged, the largest of them stands for all."""
+    if len(loads) <= num_bins:
+        return list(loads)
+    edges = [position * len(loads) // num_bins for position in range(num_bins + 1)]
+    return [max(loads[start:end]) for start, end in zip(edges, edges[1:], strict=False)]

@@ -1,0 +1,107 @@
+"""Records as lines of ``metrics.jsonl`` and ``events.jsonl``."""
+
+import json
+import os
+from collections import deque
+from pathlib import Path
+
+from megatron_ft.events import LogHealed, Metrics, Record
+from megatron_ft.telemetry.sink import Outcome
+
+MAX_PENDING_LINES = 20_000
+"""Lines kept in memory while the disk refuses them; beyond that the oldest are lost, and counted."""
+
+_CHUNK_BYTES = 1 << 16
+
+
+class JsonlSink:
+    """One line per record, in the operating system's hands when ``write`` returns.
+
+    Durable records (see ``events.Record.durable``) are forced to disk, with all lines before them. When
+    the disk refuses, lines wait in memory and every later ``write`` tries again; a line is never half
+    written. Appends to a file of an older attempt; a half line a crash left at its end is cut off.
+    """
+
+    retries = True
+
+    def __init__(self, path: Path, *, metrics: bool) -> None:
+        """``metrics``: take metrics records only; otherwise everything else.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self.name = path.name
+        self._metrics = metrics
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self.healed = self._heal()
+        self._pending: deque[bytes] = deque()
+        self._unsynced = False
+        self._num_lost = 0
+
+    @property
+    def num_lost_records(self) -> int:
+        """Lines given up since the sink was opened."""
+        return self._num_lost
+
+    def write(self, record: Record) -> None:
+        """Append one line.
+
+        Raises:
+            OSError: the disk refused; the line waits for the next call.
+        """
+        if isinstance(record, Metrics) is not self._metrics:
+            return
+        self._enqueue(json.dumps(record.to_record(), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self._unsynced |= record.durable
+        self._flush()
+
+    def close(self, outcome: Outcome) -> None:
+        """Write what waits, force it to disk.
+
+        Raises:
+            OSError: some lines could not be written.
+        """
+        self._unsynced = True
+        try:
+            self._flush()
+        finally:
+            os.close(self._file)
+
+    def _enqueue(self, line: bytes) -> None:
+        self._pending.append(line)
+        while len(self._pending) > MAX_PENDING_LINES:
+            self._pending.popleft()
+            self._num_lost += 1
+
+    def _flush(self) -> None:
+        while self._pending:
+            self._append(self._pending[0])
+            self._pending.popleft()
+        if self._unsynced:
+            os.fsync(self._file)
+            self._unsynced = False
+
+    def _append(self, line: bytes) -> None:
+        """All of ``line`` or nothing of it."""
+        start = os.fstat(self._file).st_size
+        written = 0
+        try:
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, start)
+            raise
+
+    def _heal(self) -> LogHealed | None:
+        """Cut off what follows the last newline."""
+        size = end = os.fstat(self._file).st_size
+        while end > 0:
+            start = max(0, end - _CHUNK_BYTES)
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            end = start if newline < 0 else start + newline + 1
+            if newline >= 0:
+                break
+        if end == size:
+            return None
+        os.ftruncate(self._file, end)
+        return LogHealed(file=self.name, num_dropped_bytes=size - end)

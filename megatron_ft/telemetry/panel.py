@@ -1,0 +1,196 @@
+"""The live display: a run's state as one calm panel of fixed shape."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich.box import ASCII as ASCII_BOX
+from rich.box import ROUNDED
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megatron_ft.events import ExpertLoad
+from megatron_ft.telemetry.expert_load import bin_loads, relative_load
+from megatron_ft.telemetry.glyphs import ASCII, Glyphs
+from megatron_ft.telemetry.state import RunState
+from megatron_ft.telemetry.wording import Note, clock
+
+BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
+"""From the palette of Okabe and Ito, which people with any colour vision tell apart; never the only sign."""
+LEVEL_STYLES = {"info": "default", "good": GREEN, "warning": ORANGE, "bad": f"bold {VERMILION}"}
+LEVEL_MARKS = {"info": " ", "good": "+", "warning": "!", "bad": "x"}
+
+NUM_CHART_ROWS = 4
+NUM_EVENTS = 5
+MAX_LAYERS = 8
+FULL_BAR = 2.0
+"""Load over the even share at which an expert's bar is full."""
+_LABEL_WIDTH = 11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedNote:
+    """A note and when it was made."""
+
+    time_unix_seconds: float
+    note: Note
+
+    def clock(self) -> str:
+        """Local time of day."""
+        return time.strftime("%H:%M:%S", time.localtime(self.time_unix_seconds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelStyle:
+    """Size and characters of the panel."""
+
+    title: str
+    width: int
+    height: int
+    glyphs: Glyphs
+
+    @property
+    def inner_width(self) -> int:
+        """Columns inside borders and padding."""
+        return max(40, self.width - 6)
+
+
+def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now_seconds: float) -> RenderableType:
+    """The whole display.
+
+    Args:
+        notes: What happened, oldest first; the last few are shown.
+        now_seconds: Wall clock.
+    """
+    style = replace(style, width=min(style.width, 120))
+    room = max(1, style.height - 2 - (9 + NUM_CHART_ROWS + NUM_EVENTS + 2))
+    parts: list[RenderableType] = [
+        _progress(state, style, now_seconds),
+        Text(),
+        *_curve(state, style),
+        Text(),
+        _figures(state),
+        Text(),
+        *_expert_load(state.expert_load, style, min(room, MAX_LAYERS)),
+        Text(),
+        *_events(notes),
+        *_degraded(state),
+    ]
+    return Panel(
+        Group(*parts),
+        title=Text(style.title, style="bold"),
+        title_align="left",
+        border_style="dim" if not state.failed_sinks else VERMILION,
+        box=ASCII_BOX if style.glyphs is ASCII else ROUNDED,
+        width=style.width,
+        padding=(0, 2),
+    )
+
+
+def _progress(state: RunState, style: PanelStyle, now_seconds: float) -> Text:
+    total = str(state.train_iterations)
+    label = f"{state.iteration:>{len(total)}} / {total}"
+    remaining = state.remaining_seconds()
+    times = f"{clock(now_seconds - state.time_opened_seconds)} elapsed"
+    times += f" {style.glyphs.separator} {clock(remaining) if remaining is not None else '-:--'} left"
+    width = style.inner_width - _LABEL_WIDTH - len(label) - 2 - 2 - 28
+    done, left = style.glyphs.progress(state.iteration / max(1, state.train_iterations), width)
+    return Text.assemble(
+        ("iteration".ljust(_LABEL_WIDTH), "dim"),
+        (label, "bold"),
+        "  ",
+        (done, BLUE),
+        (left, "dim"),
+        "  ",
+        (times.rjust(28), "default"),
+        no_wrap=True,
+    )
+
+
+def _curve(state: RunState, style: PanelStyle) -> list[Text]:
+    """The loss over the whole run, highest value above and lowest below on the left."""
+    values = state.loss_curve(style.inner_width - _LABEL_WIDTH)
+    finite = [value for value in values if value is not None]
+    labels = ["loss"] + [""] * (NUM_CHART_ROWS - 1)
+    if finite:
+        labels = ["loss".ljust(5) + f"{max(finite):.2f}".rjust(5)] + [""] * (NUM_CHART_ROWS - 2)
+        labels += [f"{min(finite):.2f}".rjust(10)]
+    rows = style.glyphs.chart(values, num_rows=NUM_CHART_ROWS)
+    return [
+        Text.assemble((label.ljust(_LABEL_WIDTH), "dim"), (row, BLUE), no_wrap=True)
+        for label, row in zip(labels, rows, strict=True)
+    ]
+
+
+def _figures(state: RunState) -> Table:
+    """The newest figures, each in a column that keeps its width."""
+    values = state.latest.values if state.latest else {}
+    evaluation = f"{state.evaluation.loss:.4f} @ {state.evaluation.iteration}" if state.evaluation else "-"
+    cells = {
+        "loss": _number(values.get("loss"), ".4f"),
+        "evaluation": evaluation,
+        "tokens/s": _number(values.get("tokens_per_second"), ",.0f"),
+        "learning rate": _number(values.get("learning_rate"), ".2e"),
+        "grad norm": _number(values.get("grad_norm"), ".3f"),
+    }
+    table = Table.grid(expand=True)
+    for _ in cells:
+        table.add_column(ratio=1, no_wrap=True)
+    table.add_row(*(Text(name, style="dim") for name in cells))
+    table.add_row(*(Text(text, style="bold") for text in cells.values()))
+    return table
+
+
+def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) -> list[Text]:
+    """A row of bars per mixture layer; of many layers evenly spaced ones, always the same."""
+    if load is None or not load.layers:
+        return [Text("expert load: none reported yet", style="dim")]
+    numbers = load.layer_numbers or tuple(range(1, len(load.layers) + 1))
+    count = min(max_layers, len(numbers))
+    chosen = [round(place * (len(numbers) - 1) / max(1, count - 1)) for place in range(count)]
+    some = f", {count} of {len(numbers)} layers" if count < len(numbers) else ""
+    head = f"expert load: tokens per expert, full bar = {FULL_BAR:.0f} x the even share{some}"
+    return [Text(head, style="dim")] + [_layer(numbers[place], load.layers[place], style) for place in chosen]
+
+
+def _layer(number: int, tokens: Sequence[int], style: PanelStyle) -> Text:
+    width = style.inner_width - _LABEL_WIDTH - 18
+    loads = relative_load(tokens)
+    shown = bin_loads(loads, width)
+    cell = max(1, min(4, width // max(1, len(shown))))
+    row = Text(f"layer {number:>3}".ljust(_LABEL_WIDTH), style="dim", no_wrap=True)
+    for load in shown:
+        bar = style.glyphs.bar(load, FULL_BAR) * max(1, cell - 1) + " " * (cell > 1)
+        row.append(bar, style=f"not dim {ORANGE if load >= FULL_BAR else BLUE}")
+    row.append(f"  busiest {max(loads, default=0.0):4.2f} x", style="dim")
+    return row
+
+
+def _events(notes: Sequence[TimedNote]) -> list[Text]:
+    """The last events; blank lines below keep the panel's height."""
+    lines = [
+        Text.assemble(
+            (f"{timed.clock()} ".ljust(_LABEL_WIDTH - 2), "dim"),
+            (f"{LEVEL_MARKS[timed.note.level]} {timed.note.text}", LEVEL_STYLES[timed.note.level]),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        for timed in list(notes)[-NUM_EVENTS:]
+    ]
+    return lines + [Text()] * (NUM_EVENTS - len(lines))
+
+
+def _degraded(state: RunState) -> list[Text]:
+    """A lasting line while some sink takes no records."""
+    return [
+        Text(
+            f"DEGRADED: {sink} takes no records ({error})", style=f"bold {VERMILION}", no_wrap=True, overflow="ellipsis"
+        )
+        for sink, error in state.failed_sinks.items()
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(float(value), form)

@@ -1,0 +1,137 @@
+"""What is known of a run so far, from its records: the terminal and the summary show parts of it."""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from megatron_ft.events import (
+    CheckpointSaved,
+    Evaluation,
+    ExpertLoad,
+    IterationSkipped,
+    Metrics,
+    Record,
+    RecordRefused,
+    RunStarted,
+    SinkFailed,
+    SinkRecovered,
+    to_float,
+)
+
+NUM_RECENT_ITERATIONS = 20
+"""Metrics records the pace is taken from."""
+MAX_CURVE_BINS = 480
+"""Finest resolution of the loss curve that is kept in memory."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """Folds records, oldest first, into the figures of a run."""
+
+    time_opened_seconds: float
+    """Wall clock when this attempt began."""
+    train_iterations: int
+    """Iteration the run ends at."""
+    started: RunStarted | None = None
+    """How this attempt began."""
+    iteration: int = 0
+    """Newest iteration reported."""
+    first_iteration: int | None = None
+    """First iteration this attempt reported."""
+    first_loss: float | None = None
+    """Loss of the run's first iteration, older attempts included."""
+    latest: Metrics | None = None
+    """Newest metrics."""
+    evaluation: Evaluation | None = None
+    """Newest evaluation."""
+    expert_load: ExpertLoad | None = None
+    """Newest expert load."""
+    num_skipped: int = 0
+    """Iterations this attempt skipped."""
+    checkpoints: list[int] = field(default_factory=list)
+    """Iterations of the checkpoints this attempt saved."""
+    num_tokens: int = 0
+    """Tokens of the metrics records of this attempt."""
+    training_seconds: float = 0.0
+    """Seconds of the metrics records of this attempt."""
+    final_loss: float | None = None
+    """Newest loss."""
+    failed_sinks: dict[str, str] = field(default_factory=dict)
+    """Sinks that take no records now, and why."""
+    num_refused_records: int = 0
+    """Reports of this attempt that were no valid records."""
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))
+    """Time stamp and iteration of recent metrics."""
+    _bins: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Part of the run to sum and number of the finite losses in it."""
+
+    def take(self, record: Record) -> None:
+        """Fold one more record in."""
+        match record:
+            case Metrics():
+                self._take_metrics(record)
+            case RunStarted():
+                self.started = record
+                self.train_iterations = record.train_iterations or self.train_iterations
+                self.iteration = record.resumed_from_iteration or 0
+            case Evaluation():
+                self.evaluation = record
+            case ExpertLoad():
+                self.expert_load = record
+            case IterationSkipped():
+                self.num_skipped += 1
+                self.iteration = max(self.iteration, record.iteration)
+            case CheckpointSaved():
+                self.checkpoints.append(record.iteration)
+            case SinkFailed():
+                self.failed_sinks[record.sink] = record.error
+            case SinkRecovered():
+                self.failed_sinks.pop(record.sink, None)
+            case RecordRefused():
+                self.num_refused_records += 1
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens over the time of their iterations, this attempt; none before the first."""
+        return self.num_tokens / self.training_seconds if self.training_seconds > 0 else None
+
+    def remaining_seconds(self) -> float | None:
+        """Time left at the pace of the last iterations, pauses between them included; none if unknown."""
+        if len(self._recent) < 2:
+            return None
+        (start, first), (end, last) = self._recent[0], self._recent[-1]
+        if last <= first or end < start:
+            return None
+        return max(0, self.train_iterations - self.iteration) * (end - start) / (last - first)
+
+    def loss_curve(self, width: int) -> list[float | None]:
+        """Mean loss over each of ``width`` equal parts of the whole run; ``None`` where there is none."""
+        return [self._mean(position * self._num_bins // width) for position in range(width)]
+
+    @property
+    def _num_bins(self) -> int:
+        return max(1, min(self.train_iterations, MAX_CURVE_BINS))
+
+    def _bin_of(self, iteration: int) -> int:
+        return min(self._num_bins - 1, (iteration - 1) * self._num_bins // max(1, self.train_iterations))
+
+    def _mean(self, position: int) -> float | None:
+        total, count = self._bins.get(position, (0.0, 0))
+        return total / count if count else None
+
+    def _take_metrics(self, record: Metrics) -> None:
+        self.latest, self.iteration = record, record.iteration
+        if self.first_iteration is None:
+            self.first_iteration = record.iteration
+        loss = to_float(record.values["loss"])
+        if self.first_loss is None:
+            self.first_loss = loss
+        self.final_loss = loss
+        if math.isfinite(loss):
+            position = self._bin_of(record.iteration)
+            total, count = self._bins.get(position, (0.0, 0))
+            self._bins[position] = total + loss, count + 1
+        self.num_tokens += int(record.values.get("tokens", 0))
+        self.training_seconds += to_float(record.values.get("iteration_seconds", 0.0))
+        if record.time_unix_seconds is not None:
+            self._recent.append((record.time_unix_seconds, record.iteration))

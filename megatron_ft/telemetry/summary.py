@@ -1,0 +1,73 @@
+"""``summary.json``: a run in a few figures, written when it ends."""
+
+import json
+import os
+from pathlib import Path
+
+from megatron_ft.events import Record, encode
+from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.telemetry.state import RunState
+
+SUMMARY_FILE = "summary.json"
+
+
+class SummarySink:
+    """Keeps the figures of the run and writes them at its end; the file is whole or not there."""
+
+    name = SUMMARY_FILE
+    retries = True
+    num_lost_records = 0
+
+    def __init__(self, run_dir: Path, *, world_size: int, state: RunState) -> None:
+        self._path = run_dir / SUMMARY_FILE
+        self._world_size = world_size
+        self._state = state
+
+    def write(self, record: Record) -> None:
+        """Fold the record into the figures."""
+        self._state.take(record)
+
+    def close(self, outcome: Outcome) -> None:
+        """Write the file.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        text = json.dumps(encode(self.figures(outcome)), indent=2, allow_nan=False) + "\n"
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)
+        sync_folder(self._path.parent)
+
+    def figures(self, outcome: Outcome) -> dict[str, object]:
+        """What the file says; the page ``docs/telemetry.md`` explains each key."""
+        state = self._state
+        return {
+            "iterations": state.iteration,
+            "first_loss": state.first_loss,
+            "final_loss": state.final_loss,
+            "evaluation_loss": state.evaluation.loss if state.evaluation else None,
+            "tokens_per_second": state.tokens_per_second,
+            "wall_seconds": outcome.time_unix_seconds - state.time_opened_seconds,
+            "world_size": self._world_size,
+            "exit_code": outcome.exit_code,
+            "reason": outcome.reason,
+            "skipped": state.num_skipped,
+            "resumed_from": state.started.resumed_from if state.started else None,
+            "resumed_from_iteration": state.started.resumed_from_iteration if state.started else None,
+            "checkpoints": state.checkpoints,
+            "failed_sinks": state.failed_sinks,
+            "refused_records": state.num_refused_records,
+        }
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,181 @@
+"""Records to Weights & Biases: one run through all restarts, online or in an offline folder.
+
+Everything that touches wandb, its import included, happens in a thread of this sink.
+"""
+
+import netrc
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
+from megatron_ft.telemetry.expert_load import max_over_even_share
+from megatron_ft.telemetry.read import read_metrics
+from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.telemetry.wandb_identity import Position, run_id
+
+MAX_QUEUED_RECORDS = 100_000
+CLOSE_SECONDS = 60.0
+"""Longest wait at the end of the run for wandb to take what is left."""
+
+
+class WandbSink:
+    """Queues records; a thread sends one wandb step per iteration.
+
+    The step is the iteration, and it only rises: iterations an older attempt has sent are not sent
+    again, those it reported but did not send are sent first.
+    """
+
+    name = "wandb"
+    retries = False
+
+    def __init__(self, config: TelemetryConfig, run_dir: Path, *, job: Mapping[str, Any]) -> None:
+        """``job``: the resolved configuration, shown as the run's config."""
+        self._config = config
+        self._run_dir = run_dir
+        self._job = job
+        self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="wandb-sink", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_lost_records(self) -> int:
+        """Records that never reached wandb, once it has failed."""
+        return self._queue.qsize() if self._error else 0
+
+    def write(self, record: Record) -> None:
+        """Queue the record.
+
+        Raises:
+            Exception: what wandb raised since the last call.
+            queue.Full: wandb is too far behind.
+        """
+        if self._error is not None:
+            raise self._error
+        if isinstance(record, (Metrics, Evaluation, ExpertLoad, RunStarted)):
+            self._queue.put_nowait(record)
+
+    def close(self, outcome: Outcome) -> None:
+        """Wait for what is queued, then end the wandb run.
+
+        Raises:
+            Exception: what wandb raised.
+            TimeoutError: it did not come to an end in time; the offline folder keeps what it took.
+        """
+        if self._error is None:
+            self._queue.put(outcome, timeout=CLOSE_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise TimeoutError(f"wandb did not finish within {CLOSE_SECONDS:.0f} s")
+
+    def _work(self) -> None:
+        try:
+            run = self._start()
+            sender = _Sender(run, self._run_dir)
+            while not isinstance(item := self._queue.get(), Outcome):
+                sender.take(item)
+            sender.flush()
+            run.finish(exit_code=item.exit_code)
+        except Exception as error:  # noqa: BLE001 (handed to the next write or close)
+            self._error = error
+
+    def _start(self) -> Any:
+        import wandb
+
+        run = wandb.init(
+            project=self._config.wandb_project,
+            entity=self._config.wandb_entity,
+            dir=self._run_dir,
+            id=run_id(self._run_dir),
+            name=self._run_dir.name,
+            resume="allow",
+            mode=wandb_mode(self._config.wandb, os.environ),
+            config=dict(self._job),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        )
+        run.define_metric("iteration")
+        run.define_metric("*", step_metric="iteration")
+        return run
+
+
+class _Sender:
+    """Gathers what belongs to one iteration and sends it as one wandb step."""
+
+    def __init__(self, run: Any, run_dir: Path) -> None:
+        self._run = run
+        self._run_dir = run_dir
+        self._position = Position(run_dir)
+        self._iteration = 0
+        self._figures: dict[str, float] = {}
+
+    def take(self, record: Record) -> None:
+        match record:
+            case RunStarted(resumed_from_iteration=int(iteration)):
+                self._send_missing(until=iteration)
+            case Metrics():
+                self._add(record.iteration, record.values)
+            case Evaluation():
+                self._add(record.iteration, {"evaluation_loss": record.loss})
+            case ExpertLoad():
+                self._add(record.iteration, _expert_figures(record))
+
+    def flush(self) -> None:
+        """Send the iteration at hand."""
+        if self._figures:
+            self._run.log({"iteration": self._iteration} | self._figures, step=self._iteration, commit=True)
+            self._position.sent(self._iteration)
+            self._figures = {}
+
+    def _add(self, iteration: int, figures: Mapping[str, float]) -> None:
+        if iteration <= self._position.iteration or iteration < self._iteration:
+            return
+        if iteration != self._iteration:
+            self.flush()
+            self._iteration = iteration
+        self._figures.update(figures)
+
+    def _send_missing(self, until: int) -> None:
+        """What an older attempt reported, and its checkpoint contains, but wandb was not given."""
+        if self._position.iteration >= until:
+            return
+        for metrics in read_metrics(self._run_dir):
+            if self._position.iteration < metrics.iteration <= until:
+                self._add(metrics.iteration, metrics.values)
+
+
+def wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
+    """``online`` or ``offline`` for ``telemetry.wandb=asked``; no network is used to find out.
+
+    Raises:
+        netrc.NetrcParseError: the login file is damaged.
+    """
+    if asked != "auto":
+        return asked
+    if environment.get("WANDB_MODE"):
+        return environment["WANDB_MODE"]
+    return "online" if _logged_in(environment) else "offline"
+
+
+def _logged_in(environment: Mapping[str, str]) -> bool:
+    if environment.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    home = Path(environment.get("HOME") or Path.home())
+    files = [Path(environment["NETRC"])] if environment.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    return any(file.is_file() and netrc.netrc(file).authenticators(host) is not None for file in files)
+
+
+def _expert_figures(record: ExpertLoad) -> dict[str, float]:
+    numbers = record.layer_numbers or tuple(range(1, len(record.layers) + 1))
+    return {
+        f"expert_load/layer_{number}_max_over_even": max_over_even_share(tokens)
+        for number, tokens in zip(numbers, record.layers, strict=True)
+    }

@@ -1,0 +1,120 @@
+"""Records in words, for people who watch a run."""
+
+from dataclasses import dataclass
+
+from megatron_ft import events
+from megatron_ft.events import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """One line about an event."""
+
+    level: str
+    """``info``, ``good``, ``warning`` or ``bad``."""
+    text: str
+    """The line, without a time."""
+
+
+def note(record: Record) -> Note | None:
+    """What to tell about ``record``; ``None`` for records that have displays of their own."""
+    match record:
+        case events.Metrics() | events.ExpertLoad():
+            return None
+        case events.RunStarted():
+            return Note(level="info", text=_started(record))
+        case events.RanksReady():
+            return Note(level="info", text=f"all ranks ready after {seconds(record.seconds)}")
+        case events.IterationSkipped():
+            return Note(level="warning", text=f"iteration {record.iteration} skipped: {record.reason}")
+        case events.Evaluation():
+            return Note(level="info", text=f"evaluation after iteration {record.iteration}: loss {record.loss:.4f}")
+        case events.CheckpointStarted():
+            return Note(level="info", text=f"checkpoint of iteration {record.iteration} being written")
+        case events.CheckpointSaved():
+            return Note(level="good", text=f"checkpoint of iteration {record.iteration} saved{_cost(record)}")
+        case events.CheckpointFailed():
+            return Note(level="bad", text=f"checkpoint of iteration {record.iteration} failed: {record.error}")
+        case events.CheckpointLoaded():
+            return Note(level="good", text=f"checkpoint of iteration {record.iteration} loaded")
+        case events.LossSpike():
+            ratio = f"loss {record.loss:.4f} against a median of {record.median:.4f}"
+            policy = f" ({record.policy})" if record.policy else ""
+            return Note(level="warning", text=f"loss spike in iteration {record.iteration}: {ratio}{policy}")
+        case events.FailpointHit():
+            where = f"in {record.phase} of iteration {record.iteration}" + _of_rank(record.rank)
+            return Note(level="warning", text=f"injected fault: {record.action} {where}")
+        case events.RankFailed():
+            return Note(level="bad", text=_rank_failed(record))
+        case events.StopRequested():
+            return Note(level="warning", text=f"stop requested ({record.source}): finishing the iteration")
+        case events.RunFinished():
+            return Note(level="good", text=f"run finished: {record.reason}")
+        case events.RunStopped():
+            return Note(level="bad", text=f"run stopped: {record.reason} (exit code {record.exit_code})")
+        case events.SinkFailed():
+            return Note(level="bad", text=f"{record.sink} takes no records: {record.error}")
+        case events.SinkRecovered():
+            lost = f", {record.num_lost_records} records lost" if record.num_lost_records else ", nothing lost"
+            return Note(level="good", text=f"{record.sink} works again{lost}")
+        case events.RecordRefused():
+            return Note(level="bad", text=f"invalid record: {record.problem}")
+        case events.LogHealed():
+            text = f"{record.file} ended in half a line; cut off its {record.num_dropped_bytes} bytes"
+            return Note(level="warning", text=text)
+    return Note(level="info", text=record.kind.replace("_", " "))
+
+
+def seconds(duration: float) -> str:
+    """``0.42 s``, ``12.3 s``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
+    if duration < 60:
+        return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
+    return clock(duration)
+
+
+def clock(duration: float) -> str:
+    """``0:07``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
+    minutes, second = divmod(int(duration), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02d}:{minute:02d}:{second:02d}"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def size(num_bytes: float) -> str:
+    """``512 B``, ``3.2 MB`` (powers of ten)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def _started(record: events.RunStarted) -> str:
+    ranks = f"{record.world_size} rank{'s' * (record.world_size != 1)}"
+    nodes = f" on {record.num_nodes} nodes" if record.num_nodes and record.num_nodes > 1 else ""
+    device = f", {record.device}" if record.device else ""
+    origin = ""
+    if record.resumed_from_iteration is not None:
+        origin = f", continues after iteration {record.resumed_from_iteration}"
+    return f"{record.run_name}: {record.model}, {ranks}{nodes}{device}{origin}"
+
+
+def _cost(record: events.CheckpointSaved) -> str:
+    parts = [size(record.num_bytes)] if record.num_bytes is not None else []
+    parts += [f"in {seconds(record.seconds)}"] if record.seconds is not None else []
+    return f": {' '.join(parts)}" if parts else ""
+
+
+def _of_rank(rank: int | None) -> str:
+    return f", rank {rank}" if rank is not None else ""
+
+
+def _rank_failed(record: events.RankFailed) -> str:
+    node = f" on node {record.node}" if record.node is not None else ""
+    ending = record.signal or (f"exit code {record.exit_code}" if record.exit_code is not None else "lost")
+    when = f" in iteration {record.iteration}" if record.iteration is not None else ""
+    first = ", the first to fail" if record.first else ""
+    error = f": {record.error}" if record.error else ""
+    return f"rank {record.rank}{node} died{when} ({ending}{first}){error}"
