@@ -1,0 +1,1 @@
+"""Typed knobs of a job, one file per Hydra group; ``JobConfig`` on top. No torch, no Hydra."""

@@ -1,0 +1,1 @@
+"""Rules a configuration must meet, one file per topic. Pure: no files, no torch, no Hydra."""

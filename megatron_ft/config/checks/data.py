@@ -1,0 +1,42 @@
+"""Rules for data knobs. Files are looked at by ``megatron_ft.corpus.check``."""
+
+from megatron_ft.config.checks.primitives import one_of, require
+from megatron_ft.config.data import DataConfig
+
+LARGEST_SEED = 2**31 - 1
+
+
+def check_data_knobs(data: DataConfig) -> None:
+    """Sources, weights, the tokenizer and the files it needs."""
+    one_of(("bytes", "huggingface", "gpt2"), "data.tokenizer", data.tokenizer)
+    require(bool(data.train), "data.train", data.train, "must name at least one source")
+    for split in ("train", "valid"):
+        _check_sources(split, getattr(data, split), getattr(data, f"{split}_weights"))
+    require(0 <= data.valid_fraction < 1, "data.valid_fraction", data.valid_fraction, "must be in [0, 1)")
+    require(0 <= data.seed <= LARGEST_SEED, "data.seed", data.seed, f"must be in 0..{LARGEST_SEED}")
+    require(bool(data.cache_dir.strip()), "data.cache_dir", repr(data.cache_dir), "must be a folder")
+    _check_tokenizer_files(data)
+
+
+def _check_sources(split: str, sources: list[str], weights: list[float] | None) -> None:
+    key = f"data.{split}_weights"
+    require(all(source.strip() for source in sources), f"data.{split}", sources, "must not hold an empty path")
+    if weights is None:
+        return
+    require(
+        len(weights) == len(sources),
+        key,
+        weights,
+        f"must give one weight for each of the {len(sources)} sources of data.{split}",
+    )
+    require(all(weight > 0 for weight in weights), key, weights, "must be greater than 0 each")
+
+
+def _check_tokenizer_files(data: DataConfig) -> None:
+    needed = {"bytes": (), "huggingface": ("tokenizer_file",), "gpt2": ("vocab_file", "merges_file")}[data.tokenizer]
+    for name in ("tokenizer_file", "vocab_file", "merges_file"):
+        value = getattr(data, name)
+        if name in needed:
+            require(bool(value), f"data.{name}", value, f"must be given with data.tokenizer={data.tokenizer}")
+        else:
+            require(value is None, f"data.{name}", value, f"must be null with data.tokenizer={data.tokenizer}")

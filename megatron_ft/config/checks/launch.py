@@ -1,0 +1,98 @@
+"""Rules for nodes, addresses, injected faults, the run's name and its reports."""
+
+import ipaddress
+import re
+
+from megatron_ft.config.checks.primitives import above, at_least, one_of, require
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.run import RunConfig
+from megatron_ft.config.telemetry import TelemetryConfig
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LONGEST_SOCKET_PATH = 107
+
+
+def check_launch(launch: LaunchConfig) -> None:
+    """Counts, the control channel's address, timeouts and limits."""
+    one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
+    at_least(1, "launch.num_nodes", launch.num_nodes)
+    at_least(1, "launch.ranks_per_node", launch.ranks_per_node)
+    require(0 <= launch.master_port <= 65535, "launch.master_port", launch.master_port, "must be in 0..65535")
+    above(0, "launch.start_timeout_seconds", launch.start_timeout_seconds)
+    above(0, "launch.stop_timeout_seconds", launch.stop_timeout_seconds)
+    at_least(1, "launch.gpu_memory_bytes", launch.gpu_memory_bytes)
+    at_least(1, "launch.host_memory_bytes", launch.host_memory_bytes)
+    _check_interface(launch.interface)
+    _check_socket(launch.forkserver_socket)
+    domains = len(launch.failure_domains)
+    require(
+        domains in (0, launch.num_nodes),
+        "launch.failure_domains",
+        launch.failure_domains,
+        f"must name one domain for each of launch.num_nodes={launch.num_nodes}, or none; it names {domains}",
+    )
+
+
+def _check_interface(interface: str) -> None:
+    key = "launch.interface"
+    require(bool(interface.strip()), key, repr(interface), "must be the address of one interface")
+    try:
+        address = ipaddress.ip_address(interface.strip("[]"))
+    except ValueError:
+        pattern = r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?"
+        require(
+            re.fullmatch(pattern, interface) is not None and interface != "*",
+            key,
+            interface,
+            "must be an IP address or a host name of one interface",
+        )
+        return
+    require(not address.is_unspecified, key, interface, "must not be all interfaces; name one address, e.g. 127.0.0.1")
+
+
+def _check_socket(path: str | None) -> None:
+    require(
+        path is None or 0 < len(path.encode()) <= LONGEST_SOCKET_PATH,
+        "launch.forkserver_socket",
+        path,
+        f"must be a path of 1 to {LONGEST_SOCKET_PATH} bytes: longer ones are no Unix socket addresses",
+    )
+
+
+def check_run(run: RunConfig) -> None:
+    """A name that is one folder, and a known resume policy."""
+    one_of(("never", "must", "auto"), "run.resume", run.resume)
+    require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must be a folder")
+    require(
+        run.name is None or RUN_NAME.fullmatch(run.name) is not None,
+        "run.name",
+        run.name,
+        "must be 1 to 100 letters, digits, dots, dashes or underscores and start with a letter or digit",
+    )
+    require(
+        run.resume != "must" or run.name is not None,
+        "run.name",
+        run.name,
+        "must be given with run.resume=must: it names the run to continue",
+    )
+
+
+def check_telemetry(telemetry: TelemetryConfig) -> None:
+    """Intervals and sink modes."""
+    at_least(1, "telemetry.log_interval_iterations", telemetry.log_interval_iterations)
+    at_least(0, "telemetry.expert_load_interval_iterations", telemetry.expert_load_interval_iterations)
+    one_of(("live", "plain", "auto"), "telemetry.progress", telemetry.progress)
+    one_of(("online", "offline", "disabled", "auto"), "telemetry.wandb", telemetry.wandb)
+    require(bool(telemetry.wandb_project), "telemetry.wandb_project", "''", "must not be empty")
+
+
+def check_names(config: JobConfig) -> None:
+    """The model's name starts run names."""
+    require(
+        RUN_NAME.fullmatch(config.model.name) is not None,
+        "model.name",
+        repr(config.model.name),
+        "must be letters, digits, dots, dashes or underscores and start with a letter or digit",
+    )
+    one_of(("table", "json"), "dry_run_format", config.dry_run_format)

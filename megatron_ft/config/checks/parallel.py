@@ -1,0 +1,113 @@
+"""Rules for parallel sizes: against the world, the model and the batch."""
+
+from megatron_ft.config.checks.primitives import at_least, divides, require
+from megatron_ft.config.job import JobConfig
+from megatron_ft.topology import Topology
+
+
+def check_parallel(config: JobConfig) -> None:
+    """Sizes fit the ranks (``Topology.of``), the layers, heads and experts, and the microbatches."""
+    parallel = config.parallel
+    at_least(1, "parallel.virtual_pipeline_model_parallel_size", parallel.virtual_pipeline_model_parallel_size)
+    require(
+        not parallel.overlap_param_gather,
+        "parallel.overlap_param_gather",
+        True,
+        "must be false: an iteration is committed only after its parameters are gathered",
+    )
+    topology = Topology.of(parallel, config.launch.num_nodes * config.launch.ranks_per_node)
+    _check_pipeline(config)
+    _check_tensor(config)
+    _check_experts(config)
+    _check_context(config)
+    _check_microbatches(config, topology)
+
+
+def _check_pipeline(config: JobConfig) -> None:
+    pp, vpp = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_model_parallel_size
+    require(
+        pp > 1 or vpp in (None, 1),
+        "parallel.virtual_pipeline_model_parallel_size",
+        vpp,
+        f"must be null with parallel.pipeline_model_parallel_size={pp}",
+    )
+    chunks, product = pp * (vpp or 1), "PP * VPP (parallel.{virtual_,}pipeline_model_parallel_size)"
+    divides(chunks, "model.num_layers", config.model.num_layers, product)
+
+
+def _check_tensor(config: JobConfig) -> None:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    name = "parallel.tensor_model_parallel_size"
+    divides(tp, "model.num_attention_heads", model.num_attention_heads, name)
+    divides(tp, "model.num_query_groups", model.num_query_groups or model.num_attention_heads, name)
+    divides(tp, "model.ffn_hidden_size", model.ffn_hidden_size, name)
+    divides(tp, "model.make_vocab_size_divisible_by", model.make_vocab_size_divisible_by, name)
+    if model.moe_shared_expert_intermediate_size is not None:
+        key = "model.moe_shared_expert_intermediate_size"
+        divides(tp, key, model.moe_shared_expert_intermediate_size, name)
+    sequence_ranks = tp * config.parallel.context_parallel_size
+    if tp > 1:
+        what = "TP * CP (sequence parallelism splits the sequence over parallel.tensor_model_parallel_size)"
+        divides(sequence_ranks, "model.seq_length", model.seq_length, what)
+
+
+def _check_experts(config: JobConfig) -> None:
+    model, ep = config.model, config.parallel.expert_model_parallel_size
+    etp = config.parallel.expert_tensor_parallel_size
+    if model.num_moe_experts is None:
+        dense = "must be 1 in a dense model (model.num_moe_experts=null)"
+        require(ep == 1, "parallel.expert_model_parallel_size", ep, dense)
+        require(etp == 1, "parallel.expert_tensor_parallel_size", etp, dense)
+        return
+    require(
+        model.num_moe_experts % ep == 0,
+        "parallel.expert_model_parallel_size",
+        ep,
+        f"must divide model.num_moe_experts={model.num_moe_experts}",
+    )
+    require(
+        etp == 1 or config.training.device != "cpu",
+        "parallel.expert_tensor_parallel_size",
+        etp,
+        "must be 1 with training.device=cpu: gloo gathers no uneven sizes",
+    )
+    require(
+        etp == 1 or not model.add_bias_linear,
+        "parallel.expert_tensor_parallel_size",
+        etp,
+        "must be 1 with model.add_bias_linear=true",
+    )
+    width = model.moe_ffn_hidden_size or model.ffn_hidden_size
+    divides(etp, "model.moe_ffn_hidden_size", width, "parallel.expert_tensor_parallel_size")
+
+
+def _check_context(config: JobConfig) -> None:
+    cp, key = config.parallel.context_parallel_size, "parallel.context_parallel_size"
+    if cp == 1:
+        return
+    training = config.training
+    require(training.device != "cpu", key, cp, "must be 1 with training.device=cpu: it needs Transformer Engine")
+    require(
+        training.transformer_impl != "local",
+        key,
+        cp,
+        "must be 1 with training.transformer_impl=local: it needs Transformer Engine's attention",
+    )
+    divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
+
+
+def _check_microbatches(config: JobConfig, topology: Topology) -> None:
+    """DP need not divide the microbatches (padding serves that); interleaving needs multiples of PP."""
+    if topology.virtual_pipeline_model_parallel_size == 1:
+        return
+    num_microbatches = config.training.global_batch_size // config.training.micro_batch_size
+    per_rank = -(-num_microbatches // topology.data_parallel_size)
+    pp = topology.pipeline_model_parallel_size
+    require(
+        per_rank % pp == 0,
+        "training.global_batch_size",
+        config.training.global_batch_size,
+        f"must give every rank a number of microbatches that parallel.pipeline_model_parallel_size={pp} divides when "
+        f"virtual pipelining is on; it gives {per_rank} "
+        f"(global_batch_size / micro_batch_size={config.training.micro_batch_size} / DP={topology.data_parallel_size})",
+    )

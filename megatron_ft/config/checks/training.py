@@ -1,0 +1,121 @@
+"""Rules for length, batch, policies, the optimizer and number formats."""
+
+from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.optimizer import OptimizerConfig
+from megatron_ft.config.precision import PrecisionConfig
+from megatron_ft.config.training import TrainingConfig
+
+FP8_RECIPES = ("tensorwise", "blockwise", "delayed", "mxfp8")
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+LARGEST_SEED = 2**31 - 1
+
+
+def check_training(training: TrainingConfig) -> None:
+    """Iterations, batch, devices and policies."""
+    for name in ("train_iterations", "micro_batch_size", "global_batch_size", "eval_iterations", "num_threads"):
+        at_least(1, f"training.{name}", getattr(training, name))
+    at_least(1, "training.exit_at_iteration", training.exit_at_iteration)
+    at_least(0, "training.eval_interval_iterations", training.eval_interval_iterations)
+    at_least(1, "training.max_consecutive_skips", training.max_consecutive_skips)
+    at_least(2, "training.loss_spike_window", training.loss_spike_window)
+    above(1, "training.loss_spike_factor", training.loss_spike_factor)
+    above(0, "training.distributed_timeout_seconds", training.distributed_timeout_seconds)
+    require(0 <= training.seed <= LARGEST_SEED, "training.seed", training.seed, f"must be in 0..{LARGEST_SEED}")
+    divides(
+        training.micro_batch_size,
+        "training.global_batch_size",
+        training.global_batch_size,
+        "training.micro_batch_size",
+    )
+    _check_words(training)
+    require(
+        training.transformer_impl != "transformer_engine" or training.device != "cpu",
+        "training.transformer_impl",
+        training.transformer_impl,
+        "must be local or auto with training.device=cpu: Transformer Engine needs CUDA",
+    )
+
+
+def _check_words(training: TrainingConfig) -> None:
+    one_of(("cpu", "cuda", "auto"), "training.device", training.device)
+    one_of(("local", "transformer_engine", "auto"), "training.transformer_impl", training.transformer_impl)
+    one_of(("stop", "skip"), "training.non_finite_policy", training.non_finite_policy)
+    one_of(("warn", "skip", "stop"), "training.loss_spike_policy", training.loss_spike_policy)
+    one_of(("full", "selective"), "training.recompute_granularity", training.recompute_granularity)
+
+
+def check_optimizer(optimizer: OptimizerConfig, train_iterations: int) -> None:
+    """Learning rates, schedule, moments and clipping."""
+    above(0, "optimizer.lr", optimizer.lr)
+    for name in ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad", "lr_warmup_iterations"):
+        at_least(0, f"optimizer.{name}", getattr(optimizer, name))
+    for name in ("min_lr", "lr_warmup_init"):
+        value = getattr(optimizer, name)
+        require(value <= optimizer.lr, f"optimizer.{name}", value, f"must not exceed optimizer.lr={optimizer.lr}")
+    share("optimizer.adam_beta1", optimizer.adam_beta1)
+    share("optimizer.adam_beta2", optimizer.adam_beta2)
+    above(0, "optimizer.adam_eps", optimizer.adam_eps)
+    one_of(LR_STYLES, "optimizer.lr_decay_style", optimizer.lr_decay_style)
+    styles = ("exponential", "linear", "cosine", "minus_sqrt")
+    one_of(styles, "optimizer.lr_wsd_decay_style", optimizer.lr_wsd_decay_style)
+    _check_schedule(optimizer, train_iterations)
+
+
+def _check_schedule(optimizer: OptimizerConfig, train_iterations: int) -> None:
+    at_least(1, "optimizer.lr_decay_iterations", optimizer.lr_decay_iterations)
+    decay = optimizer.lr_decay_iterations or train_iterations
+    named = "training.train_iterations" if optimizer.lr_decay_iterations is None else "optimizer.lr_decay_iterations"
+    require(
+        optimizer.lr_warmup_iterations < decay,
+        "optimizer.lr_warmup_iterations",
+        optimizer.lr_warmup_iterations,
+        f"must be less than {named}={decay}",
+    )
+    if optimizer.lr_decay_style != "WSD":
+        return
+    length = optimizer.lr_wsd_decay_iterations
+    require(
+        length is not None and 1 <= length <= decay,
+        "optimizer.lr_wsd_decay_iterations",
+        length,
+        f"must be in 1..{named}={decay} with optimizer.lr_decay_style=WSD",
+    )
+
+
+def check_precision(precision: PrecisionConfig) -> None:
+    """Formats and loss scaling. FP8 is refused: no provider is part of this version."""
+    one_of(("fp32", "bf16", "fp16"), "precision.params_dtype", precision.params_dtype)
+    one_of(("e4m3", "hybrid"), "precision.fp8", precision.fp8)
+    one_of(FP8_RECIPES, "precision.fp8_recipe", precision.fp8_recipe)
+    require(
+        precision.fp8 is None,
+        "precision.fp8",
+        precision.fp8,
+        "must be null: this version has no FP8 provider; use precision=bf16",
+    )
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        above(0, f"precision.{name}", getattr(precision, name))
+    at_least(1, "precision.loss_scale_window", precision.loss_scale_window)
+    at_least(1, "precision.hysteresis", precision.hysteresis)
+    require(
+        precision.loss_scale is None or precision.params_dtype == "fp16",
+        "precision.loss_scale",
+        precision.loss_scale,
+        f"must be null with precision.params_dtype={precision.params_dtype}: only fp16 scales the loss",
+    )
+    require(
+        precision.min_loss_scale <= precision.initial_loss_scale,
+        "precision.min_loss_scale",
+        precision.min_loss_scale,
+        f"must not exceed precision.initial_loss_scale={precision.initial_loss_scale}",
+    )
+
+
+def check_checkpoint(config: JobConfig) -> None:
+    """Intervals and retention."""
+    for name in ("save_interval_iterations", "keep_last", "keep_every_iterations"):
+        at_least(0, f"checkpoint.{name}", getattr(config.checkpoint, name))
+    interval, keep = config.checkpoint.save_interval_iterations, config.checkpoint.keep_every_iterations
+    if keep and interval:
+        divides(interval, "checkpoint.keep_every_iterations", keep, "checkpoint.save_interval_iterations")

@@ -1,0 +1,37 @@
+"""What is read (group ``data``)."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DataConfig:
+    """Token sources and the tokenizer.
+
+    A *source* is the path of an indexed dataset without its ``.bin``/``.idx`` suffix, or
+    ``python-stdlib``, the built-in corpus made of the sources and docstrings of the running Python.
+    """
+
+    train: list[str] = field(default_factory=lambda: ["python-stdlib"])
+    """Training sources."""
+    train_weights: list[float] | None = None
+    """Relative weights of the training sources; null weighs them by their tokens."""
+    valid: list[str] = field(default_factory=list)
+    """Validation sources; empty takes ``valid_fraction`` of the training documents."""
+    valid_weights: list[float] | None = None
+    """Relative weights of the validation sources."""
+    valid_fraction: float = 0.02
+    """Share of each training source's tokens, at its end, kept for validation when ``valid`` is empty."""
+    tokenizer: str = "bytes"
+    """``bytes``, ``huggingface`` (a ``tokenizers`` JSON file) or ``gpt2`` (vocab.json and merges.txt)."""
+    tokenizer_file: str | None = None
+    """JSON file for ``huggingface``."""
+    vocab_file: str | None = None
+    """Vocabulary for ``gpt2``."""
+    merges_file: str | None = None
+    """Merges for ``gpt2``."""
+    cache_dir: str = ".cache/data"
+    """Where built-in corpora are indexed, once."""
+    seed: int = 1234
+    """Seed of the sample order."""
+    mmap: bool = True
+    """Map the ``.bin`` file instead of reading it."""

@@ -1,0 +1,65 @@
+"""Names, types, defaults and one-line meanings of every key, read out of the dataclasses' sources."""
+
+import ast
+import dataclasses
+import inspect
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import type_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyDoc:
+    """One key: ``training.train_iterations``, its type, default and docstring (one paragraph)."""
+
+    key: str
+    type: str
+    default: str
+    doc: str
+
+
+def key_docs() -> list[KeyDoc]:
+    """Every leaf key of ``JobConfig`` in the order of its dataclasses."""
+    return list(_walk(JobConfig, ""))
+
+
+def group_docs() -> dict[str, str]:
+    """First line of each group's dataclass docstring, by group."""
+    groups = {name: hint for name, hint in typing.get_type_hints(JobConfig).items() if dataclasses.is_dataclass(hint)}
+    return {name: (inspect.getdoc(hint) or "").splitlines()[0] for name, hint in groups.items()}
+
+
+def _walk(cls: type[Any], prefix: str) -> typing.Iterator[KeyDoc]:
+    hints, docs = typing.get_type_hints(cls), _field_docstrings(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from _walk(hint, f"{prefix}{field.name}.")
+        else:
+            yield KeyDoc(
+                key=prefix + field.name, type=type_name(hint), default=_default(field), doc=docs.get(field.name, "")
+            )
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    value = field.default
+    if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def _field_docstrings(cls: type[Any]) -> dict[str, str]:
+    """The string written below each field."""
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef), f"{cls} has no class source"
+    docs: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        named = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[statement.target.id] = " ".join(str(following.value.value).split())  # type: ignore[union-attr]
+    return docs

@@ -1,0 +1,57 @@
+"""The text of ``--help``."""
+
+import textwrap
+from pathlib import Path
+
+from megatron_ft.config.docs import KeyDoc, group_docs, key_docs
+from megatron_ft.config.overrides import group_options
+from megatron_ft.errors import EXIT_CODES
+
+WIDTH = 110
+
+USAGE = """\
+Pretrain a mixture-of-experts model on Megatron-Core, on CPUs or GPUs.
+
+usage: python pretrain_moe.py [group=option ...] [key=value ...]
+
+examples:
+  python pretrain_moe.py                                           train the small default model
+  python pretrain_moe.py dry_run=true model=mixtral_8x7b           show the plan, start nothing
+  python pretrain_moe.py launch.ranks_per_node=2 parallel=ep2      two ranks, experts split over both
+  python pretrain_moe.py training.train_iterations=200 run.name=a  a longer run, named
+  python pretrain_moe.py run.name=a run.resume=must                continue it
+  python pretrain_moe.py experiment=fault_campaign 'launch.failpoints=["kill(rank=1,at_iteration=7)"]'
+  torchrun --nproc-per-node 2 pretrain_moe.py parallel=ep2         as ranks of another launcher
+
+options: --help, --version. Overrides follow Hydra's grammar; quote lists and special characters."""
+
+
+def help_text(conf: Path) -> str:
+    """Usage, groups with their options, every key with type, default and meaning, exit codes."""
+    return "\n\n".join([USAGE, _groups(conf), _keys(), _exit_codes()])
+
+
+def _groups(conf: Path) -> str:
+    options, docs = group_options(conf), group_docs()
+    lines = ["groups (group=option; files in conf/):"]
+    for group, names in options.items():
+        lines.append(f"  {group}: {', '.join(names)}")
+        if group in docs:
+            lines.append(f"      {docs[group]}")
+    return "\n".join(lines)
+
+
+def _keys() -> str:
+    return "\n".join(["keys (type, default):", *(line for doc in key_docs() for line in _key(doc))])
+
+
+def _key(doc: KeyDoc) -> list[str]:
+    text = doc.doc.replace("``", "")
+    return [
+        f"  {doc.key} ({doc.type}, {doc.default or repr('')})",
+        *textwrap.wrap(text, WIDTH, initial_indent="      ", subsequent_indent="      "),
+    ]
+
+
+def _exit_codes() -> str:
+    return "\n".join(["exit codes:", *(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())])

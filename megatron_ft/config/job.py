@@ -1,0 +1,34 @@
+"""``JobConfig``: everything a human chooses for one job."""
+
+from dataclasses import dataclass, field
+
+from megatron_ft.config.checkpoint import CheckpointConfig
+from megatron_ft.config.data import DataConfig
+from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.model import ModelConfig
+from megatron_ft.config.optimizer import OptimizerConfig
+from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.precision import PrecisionConfig
+from megatron_ft.config.run import RunConfig
+from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.config.training import TrainingConfig
+
+
+@dataclass
+class JobConfig:
+    """One job. Each field is a Hydra group of the same name; ``dry_run`` plans and exits."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    dry_run: bool = False
+    """Validate everything, print the resolved plan and exit, without ranks or GPUs."""
+    dry_run_format: str = "table"
+    """``table`` for people or ``json`` for programs: how ``dry_run`` prints the plan."""

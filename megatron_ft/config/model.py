@@ -1,0 +1,123 @@
+"""What is trained: the shape of a mixture-of-experts GPT (group ``model``)."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ModelConfig:
+    """Architecture of a decoder-only transformer whose MLPs may be mixtures of experts.
+
+    The names are those of Megatron-Core's ``TransformerConfig`` wherever it has one.
+    """
+
+    name: str = "moe_tiny"
+    """Short name used in run names and reports."""
+    num_layers: int = 4
+    """Transformer layers."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    num_attention_heads: int = 4
+    """Query heads; must divide ``hidden_size`` unless ``kv_channels`` is given."""
+    num_query_groups: int | None = None
+    """Key/value heads (grouped-query attention); null means one per query head."""
+    kv_channels: int | None = None
+    """Width of one attention head; null means ``hidden_size / num_attention_heads``."""
+    seq_length: int = 128
+    """Tokens per training sample."""
+    max_position_embeddings: int | None = None
+    """Rows of a learned position table; null means ``seq_length``."""
+    vocab_size: int | None = None
+    """Entries of the vocabulary; null takes the tokenizer's. Never smaller than the tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this. It does not depend on the layout, so it must
+    be a multiple of ``parallel.tensor_model_parallel_size``."""
+    untie_embeddings_and_output_weights: bool = True
+    """Whether the output head has weights of its own."""
+    position_embedding_type: str = "rope"
+    """``rope`` or ``learned_absolute``."""
+    rotary_base: int = 10000
+    """Base period of rotary position embeddings."""
+    rotary_percent: float = 1.0
+    """Share of a head's channels that is rotated."""
+    normalization: str = "RMSNorm"
+    """``RMSNorm`` or ``LayerNorm``."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance."""
+    gated_linear_unit: bool = True
+    """SwiGLU-style gate in every MLP and expert."""
+    activation: str = "silu"
+    """``silu`` or ``gelu``."""
+    add_bias_linear: bool = False
+    """Biases in linear layers."""
+    add_qkv_bias: bool = False
+    """Bias in the query/key/value projection only."""
+    qk_layernorm: bool = False
+    """Normalise queries and keys per head."""
+    ffn_hidden_size: int = 256
+    """Width of a dense MLP."""
+    hidden_dropout: float = 0.0
+    """Dropout probability after attention and MLP."""
+    attention_dropout: float = 0.0
+    """Dropout probability of attention weights."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; output projections use this over sqrt(2 * num_layers)."""
+
+    num_moe_experts: int | None = 8
+    """Routed experts per mixture layer; null makes a dense model."""
+    moe_layer_freq: int = 1
+    """Every n-th layer is a mixture layer (layers n, 2n, ... counted from 1) after the first
+    ``moe_first_dense_layers``."""
+    moe_first_dense_layers: int = 0
+    """Layers at the bottom that stay dense whatever ``moe_layer_freq`` says."""
+    moe_ffn_hidden_size: int | None = 256
+    """Width of one expert; null means ``ffn_hidden_size``."""
+    moe_router_topk: int = 2
+    """Experts per token."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Total width of the shared experts that see every token; null for none."""
+    moe_shared_expert_gate: bool = False
+    """Scale the shared expert's output by a learned sigmoid gate."""
+    moe_router_score_function: str = "softmax"
+    """``softmax`` or ``sigmoid``."""
+    moe_router_pre_softmax: bool = False
+    """Softmax before top-k instead of after it."""
+    moe_router_num_groups: int | None = None
+    """Groups for group-limited routing; null for none."""
+    moe_router_group_topk: int | None = None
+    """Groups a token may be routed to."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Multiplies the routing weights."""
+    moe_router_load_balancing_type: str = "aux_loss"
+    """``aux_loss``, ``seq_aux_loss``, ``global_aux_loss``, ``sinkhorn`` or ``none``."""
+    moe_aux_loss_coeff: float = 0.01
+    """Weight of the load-balancing loss."""
+    moe_z_loss_coeff: float | None = 0.001
+    """Weight of the router z-loss; null for none."""
+    moe_router_enable_expert_bias: bool = False
+    """Auxiliary-loss-free balancing by a bias per expert (needs ``sigmoid`` scores)."""
+    moe_router_bias_update_rate: float = 0.001
+    """Step of that bias per iteration."""
+    moe_expert_capacity_factor: float | None = None
+    """Tokens an expert accepts over its even share; null drops nothing."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Pad every expert's input to its capacity."""
+    moe_token_drop_policy: str = "probs"
+    """``probs`` or ``position``: which tokens go when capacity is short."""
+    multi_latent_attention: bool = False
+    """Multi-head latent attention (DeepSeek)."""
+    q_lora_rank: int | None = None
+    """Rank of the query projection; null for a full projection."""
+    kv_lora_rank: int = 512
+    """Rank of the joint key/value projection."""
+    qk_head_dim: int = 128
+    """Channels of a query/key head without position."""
+    qk_pos_emb_head_dim: int = 64
+    """Channels of a query/key head that carry position."""
+    v_head_dim: int = 128
+    """Channels of a value head."""
+    published_parameters: int | None = None
+    """Parameter count printed by the model's authors, for ``dry_run`` to compare with; null if none."""
+    published_active_parameters: int | None = None
+    """Parameters one token passes, as printed by the model's authors; null if none."""
+    published_parameters_source: str = ""
+    """Where that count is printed, and how it is rounded."""

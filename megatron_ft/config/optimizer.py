@@ -1,0 +1,35 @@
+"""How weights are updated (group ``optimizer``)."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with clipping and a learning-rate schedule."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float = 1e-4
+    """Learning rate the schedule ends at."""
+    lr_warmup_iterations: int = 10
+    """Iterations of linear warm-up from ``lr_warmup_init``."""
+    lr_warmup_init: float = 0.0
+    """Learning rate before the first iteration."""
+    lr_decay_style: str = "cosine"
+    """``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD``."""
+    lr_decay_iterations: int | None = None
+    """Iterations until ``min_lr``; null means ``training.train_iterations``."""
+    lr_wsd_decay_iterations: int | None = None
+    """Length of the final decay of ``WSD``."""
+    lr_wsd_decay_style: str = "exponential"
+    """Shape of that decay: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; biases and norms have none."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""

@@ -1,0 +1,111 @@
+"""What a wrong key, group, option or flag is told: one message with close matches. Knows no Hydra."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.config.docs import KeyDoc, group_docs, key_docs
+from megatron_ft.config.serialize import close_matches
+from megatron_ft.errors import ConfigError
+
+
+def group_options(conf: Path) -> dict[str, list[str]]:
+    """Names of the files of each group folder."""
+    folders = sorted(path for path in conf.iterdir() if path.is_dir())
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: bool) -> None:
+    """Refuse one override that names nothing, or asks for what this command does not do.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if sweeps:
+        raise ConfigError.of(key, value, "must be one value: this command runs no sweeps; run it once per value")
+    groups = group_options(conf)
+    if deletes:
+        raise ConfigError(f"~{key}: must not be deleted: every key has a value; set it to another or to null")
+    if key in groups:
+        _check_options(key, value, groups[key])
+    elif key not in known_keys():
+        raise ConfigError.of(key, value, "is not a known key" + _near(key, [*groups, *known_keys()]))
+
+
+def flag_error(argument: str) -> ConfigError:
+    """What to say to ``--num-layers``."""
+    flag, _, value = argument.lstrip("-").partition("=")
+    name = flag.replace("-", "_")
+    keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
+    if keys:
+        return ConfigError(f"{argument}: must be written as {keys[0]}={value or '<value>'} (docs/from-megatron-lm.md)")
+    return ConfigError(f"{argument}: is not an option; options are --help and --version, keys are written key=value")
+
+
+def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
+    """One message for an exception of the composing libraries; ``given`` holds the overrides' values."""
+    causes = list(_causes(error))
+    for cause in causes:
+        key = str(getattr(cause, "full_key", None) or "")
+        if key:
+            return _explain_key(key, cause, given)
+    return ConfigError(" ".join(str(causes[-1]).split()))
+
+
+def known_keys() -> dict[str, KeyDoc]:
+    """Documentation of every key, by key."""
+    return {doc.key: doc for doc in key_docs()}
+
+
+def _check_options(group: str, value: Any, options: list[str]) -> None:
+    if isinstance(value, dict) or value is None:
+        return
+    for option in value if isinstance(value, list) else [value]:
+        if str(option) not in options:
+            constraint = f"must be one of {', '.join(options)}{close_matches(str(option), options)}"
+            raise ConfigError.of(group, option, constraint)
+
+
+def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> ConfigError:
+    plain = key.partition("[")[0]
+    reason = str(getattr(cause, "msg", None) or cause).splitlines()[0]
+    value = _given(plain, given)
+    documented = known_keys().get(plain)
+    if documented is not None and "nterpolation" not in type(cause).__name__:
+        return ConfigError.of(key, value, f"must be of type {documented.type} ({reason})")
+    if documented is not None:
+        return ConfigError.of(key, value, f"must refer to something that exists ({reason})")
+    if plain in group_docs():
+        return ConfigError.of(key, value, f"must be a mapping of the keys of group {plain} ({reason})")
+    return ConfigError.of(key, value, "is not a known key" + _near(plain, list(known_keys())))
+
+
+def _given(key: str, given: Mapping[str, Any]) -> Any:
+    """The value of a key in the overrides, also inside ``group={key: value}``; else where it stands."""
+    if key in given:
+        return given[key]
+    group, _, name = key.partition(".")
+    inner = given.get(group)
+    return inner.get(name, "?") if isinstance(inner, dict) else "(in a file under conf/)"
+
+
+def _near(key: str, known: Iterable[str]) -> str:
+    """Keys whose last word is the given one, else close matches among whole keys, else among last words."""
+    keys, last = list(known), key.rpartition(".")[2]
+    ends = [candidate for candidate in keys if candidate.rpartition(".")[2] == last]
+    if ends:
+        return "; did you mean " + " or ".join(repr(end) for end in ends[:3]) + "?"
+    leaves = {candidate.rpartition(".")[2]: candidate for candidate in keys}
+    similar = difflib.get_close_matches(last, list(leaves), n=3, cutoff=0.7)
+    if similar:
+        return "; did you mean " + " or ".join(repr(leaves[leaf]) for leaf in similar) + "?"
+    return close_matches(key, keys)
+
+
+def _causes(error: BaseException | None) -> "list[BaseException]":
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain

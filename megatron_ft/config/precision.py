@@ -1,0 +1,27 @@
+"""Number formats (group ``precision``)."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class PrecisionConfig:
+    """Compute format and what goes with it."""
+
+    params_dtype: str = "fp32"
+    """``fp32``, ``bf16`` or ``fp16``: format of compute weights and activations."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in FP32."""
+    fp8: str | None = None
+    """``e4m3`` or ``hybrid``; null for none. Needs a provider (Transformer Engine)."""
+    fp8_recipe: str = "tensorwise"
+    """``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""
+    loss_scale: float | None = None
+    """Fixed loss scale for ``fp16``; null scales dynamically."""
+    initial_loss_scale: float = 65536.0
+    """First dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Smallest dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Iterations without overflow before the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows before the dynamic loss scale halves."""

@@ -1,0 +1,16 @@
+"""One run's name and place (group ``run``)."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class RunConfig:
+    """Directory of a run and whether it may continue an older one."""
+
+    dir: str = "runs"
+    """Folder that holds all runs."""
+    name: str | None = None
+    """Folder of this run; null numbers one from the model's name (``moe_tiny-001``)."""
+    resume: str = "never"
+    """``never``: an existing ``run.name`` is refused. ``must``: it has to exist and hold a checkpoint.
+    ``auto``: continue from its newest valid checkpoint if there is one, start otherwise."""

@@ -1,0 +1,49 @@
+"""Everything that can be said about a configuration without looking at files or devices."""
+
+import dataclasses
+
+from megatron_ft.config.checks.data import check_data_knobs
+from megatron_ft.config.checks.launch import check_launch, check_names, check_run, check_telemetry
+from megatron_ft.config.checks.model import check_model
+from megatron_ft.config.checks.moe import check_moe
+from megatron_ft.config.checks.parallel import check_parallel
+from megatron_ft.config.checks.primitives import finite_numbers
+from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import ConfigError
+from megatron_ft.failpoints import parse
+
+
+def validate(config: JobConfig) -> None:
+    """Check every knob and every combination of them; stops at the first that cannot run.
+
+    Raises:
+        ConfigError: names key, value and constraint.
+    """
+    for field in dataclasses.fields(config):
+        group = getattr(config, field.name)
+        if dataclasses.is_dataclass(group):
+            finite_numbers(field.name, group)
+    check_names(config)
+    check_launch(config.launch)
+    check_run(config.run)
+    check_telemetry(config.telemetry)
+    check_data_knobs(config.data)
+    check_model(config.model)
+    check_moe(config.model)
+    check_training(config.training)
+    check_precision(config.precision)
+    check_optimizer(config.optimizer, config.training.train_iterations)
+    check_checkpoint(config)
+    check_parallel(config)
+    _check_failpoints(config)
+
+
+def _check_failpoints(config: JobConfig) -> None:
+    """Each parses and names a rank and a node that exist: one that can never fire is a mistake."""
+    num_nodes, world_size = config.launch.num_nodes, config.launch.num_nodes * config.launch.ranks_per_node
+    for text in config.launch.failpoints:
+        failpoint = parse(text)
+        for name, value, bound in (("rank", failpoint.rank, world_size), ("node", failpoint.node, num_nodes)):
+            if value is not None and not 0 <= value < bound:
+                raise ConfigError.of("launch.failpoints", text, f"must name a {name} in 0..{bound - 1}")

@@ -1,0 +1,171 @@
+"""Operators: the parts a model's state is cut into, with exact parameter counts.
+
+An operator is one routed expert, one layer's gate (router), the rest of a layer, the embedding, or
+the head. The counts are those of Megatron-Core's GPTModel.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_ft.config.model import ModelConfig
+
+Kind = Literal["embedding", "non_expert", "gate", "expert", "head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class OperatorId:
+    """``layer`` is Megatron's number (from 1); the embedding is at 0, the head at ``num_layers + 1``."""
+
+    layer: int
+    kind: Kind
+    expert: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.layer}.{self.kind}" + ("" if self.expert is None else f".{self.expert}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator and its parameters: those tensor parallelism splits and those every rank repeats."""
+
+    id: OperatorId
+    num_split_parameters: int
+    num_repeated_parameters: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole operator."""
+        return self.num_split_parameters + self.num_repeated_parameters
+
+
+def is_moe_layer(model: ModelConfig, layer: int) -> bool:
+    """Whether layer number ``layer`` (from 1) is a mixture of experts."""
+    if model.num_moe_experts is None or layer <= model.moe_first_dense_layers:
+        return False
+    return layer % model.moe_layer_freq == 0
+
+
+def padded_vocab_size(model: ModelConfig, tokenizer_vocab_size: int | None = None) -> int:
+    """Rows of the embedding: the vocabulary rounded up to ``make_vocab_size_divisible_by``."""
+    size = model.vocab_size if model.vocab_size is not None else tokenizer_vocab_size
+    assert size is not None, "model.vocab_size is null and no tokenizer was given"
+    multiple = model.make_vocab_size_divisible_by
+    return -(-size // multiple) * multiple
+
+
+def head_channels(model: ModelConfig) -> int:
+    """Channels of one attention head."""
+    return model.kv_channels if model.kv_channels is not None else model.hidden_size // model.num_attention_heads
+
+
+def operators_of(model: ModelConfig, tokenizer_vocab_size: int | None = None) -> tuple[Operator, ...]:
+    """All operators from the embedding to the head, in layer order.
+
+    ``tokenizer_vocab_size`` stands in where ``model.vocab_size`` is null.
+    """
+    vocab = padded_vocab_size(model, tokenizer_vocab_size)
+    operators = [_embedding(model, vocab)]
+    for layer in range(1, model.num_layers + 1):
+        operators.extend(_layer(model, layer))
+    return (*operators, _head(model, vocab))
+
+
+def num_parameters(operators: tuple[Operator, ...]) -> int:
+    """Parameters of all operators together."""
+    return sum(operator.num_parameters for operator in operators)
+
+
+def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
+    """Parameters one token passes: everything but the routed experts it is not sent to."""
+    topk = model.moe_router_topk
+    chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)
+    return sum(operator.num_parameters for operator in chosen)
+
+
+def _embedding(model: ModelConfig, vocab: int) -> Operator:
+    rows = model.max_position_embeddings or model.seq_length
+    positions = rows * model.hidden_size if model.position_embedding_type == "learned_absolute" else 0
+    return Operator(
+        id=OperatorId(layer=0, kind="embedding"),
+        num_split_parameters=vocab * model.hidden_size,
+        num_repeated_parameters=positions,
+    )
+
+
+def _head(model: ModelConfig, vocab: int) -> Operator:
+    return Operator(
+        id=OperatorId(layer=model.num_layers + 1, kind="head"),
+        num_split_parameters=vocab * model.hidden_size if model.untie_embeddings_and_output_weights else 0,
+        num_repeated_parameters=_norm(model, model.hidden_size),
+    )
+
+
+def _layer(model: ModelConfig, layer: int) -> list[Operator]:
+    split, repeated = _latent_attention(model) if model.multi_latent_attention else _attention(model)
+    repeated += 2 * _norm(model, model.hidden_size)
+    if not is_moe_layer(model, layer):
+        mlp_split, mlp_repeated = _mlp(model, model.ffn_hidden_size)
+        return [_operator(layer, "non_expert", split + mlp_split, repeated + mlp_repeated)]
+    shared_split, shared_repeated = _shared_experts(model)
+    return [
+        _operator(layer, "non_expert", split + shared_split, repeated + shared_repeated),
+        _operator(layer, "gate", 0, _gate(model)),
+        *_experts(model, layer),
+    ]
+
+
+def _experts(model: ModelConfig, layer: int) -> list[Operator]:
+    assert model.num_moe_experts is not None, f"layer {layer} is dense"
+    split, repeated = _mlp(model, model.moe_ffn_hidden_size or model.ffn_hidden_size)
+    return [_operator(layer, "expert", split, repeated, expert) for expert in range(model.num_moe_experts)]
+
+
+def _operator(layer: int, kind: Kind, split: int, repeated: int, expert: int | None = None) -> Operator:
+    identity = OperatorId(layer=layer, kind=kind, expert=expert)
+    return Operator(id=identity, num_split_parameters=split, num_repeated_parameters=repeated)
+
+
+def _norm(model: ModelConfig, width: int) -> int:
+    return width * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _attention(model: ModelConfig) -> tuple[int, int]:
+    """Split and repeated parameters of query/key/value and output projection."""
+    hidden, channels = model.hidden_size, head_channels(model)
+    queries = model.num_attention_heads * channels
+    keys = (model.num_query_groups or model.num_attention_heads) * channels
+    qkv_bias = queries + 2 * keys if model.add_bias_linear or model.add_qkv_bias else 0
+    split = hidden * (queries + 2 * keys) + qkv_bias + queries * hidden
+    repeated = hidden if model.add_bias_linear else 0
+    return split, repeated + (2 * _norm(model, channels) if model.qk_layernorm else 0)
+
+
+def _latent_attention(model: ModelConfig) -> tuple[int, int]:
+    """Split and repeated parameters of multi-head latent attention (down projections are repeated)."""
+    hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
+    query_width += model.qk_pos_emb_head_dim
+    split = (model.q_lora_rank or hidden) * heads * query_width
+    split += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) + heads * model.v_head_dim * hidden
+    repeated = hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + hidden * (model.q_lora_rank or 0)
+    repeated += hidden if model.add_bias_linear else 0
+    norms = _norm(model, model.kv_lora_rank) + (_norm(model, model.q_lora_rank) if model.q_lora_rank else 0)
+    return split, repeated + (norms if model.qk_layernorm else 0)
+
+
+def _mlp(model: ModelConfig, width: int) -> tuple[int, int]:
+    """Split and repeated parameters of one MLP or expert."""
+    inner = 2 * width if model.gated_linear_unit else width
+    bias = model.add_bias_linear
+    return model.hidden_size * (inner + width) + (inner if bias else 0), model.hidden_size if bias else 0
+
+
+def _shared_experts(model: ModelConfig) -> tuple[int, int]:
+    if model.moe_shared_expert_intermediate_size is None:
+        return 0, 0
+    split, repeated = _mlp(model, model.moe_shared_expert_intermediate_size)
+    return split, repeated + (model.hidden_size if model.moe_shared_expert_gate else 0)
+
+
+def _gate(model: ModelConfig) -> int:
+    assert model.num_moe_experts is not None, "a dense layer has no gate"
+    return model.num_moe_experts * (model.hidden_size + (1 if model.add_bias_linear else 0))

@@ -1,0 +1,1 @@
+"""Decides. Pure functions from configurations and counts to frozen plans: no torch, clocks or files."""

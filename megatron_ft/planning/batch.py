@@ -1,0 +1,64 @@
+"""Which microbatch of an iteration runs where: the set of samples never depends on the layout.
+
+An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches. They are dealt
+to the data-parallel ranks in turn. Every rank runs the same number of microbatches, because expert
+all-to-all is collective; what is missing at the end is filled with *padding microbatches*, which count
+nowhere.
+"""
+
+from dataclasses import dataclass
+
+from megatron_ft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Microbatches of one iteration over ``data_parallel_size`` ranks.
+
+    ``num_microbatches_multiple`` is what the pipeline schedule wants the count per rank to be a multiple
+    of: the number of stages when it is interleaved, else 1.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int
+    num_microbatches_multiple: int = 1
+
+    def validate(self) -> None:
+        """Raise ConfigError unless whole microbatches make up the global batch."""
+        if self.global_batch_size % self.micro_batch_size:
+            raise ConfigError.of(
+                "training.global_batch_size",
+                self.global_batch_size,
+                f"must be a multiple of training.micro_batch_size={self.micro_batch_size}",
+            )
+
+    @property
+    def num_real_microbatches(self) -> int:
+        """Microbatches that carry samples, over all ranks."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches each rank runs, padding included."""
+        per_rank = -(-self.num_real_microbatches // self.data_parallel_size)
+        return -(-per_rank // self.num_microbatches_multiple) * self.num_microbatches_multiple
+
+    @property
+    def num_padding_microbatches(self) -> int:
+        """Microbatches without samples, over all ranks."""
+        return self.num_microbatches * self.data_parallel_size - self.num_real_microbatches
+
+    def first_sample(self, iteration: int, data_parallel_rank: int, microbatch: int) -> int | None:
+        """Index of the first sample of a rank's microbatch (iterations count from 1); None for padding."""
+        position = microbatch * self.data_parallel_size + data_parallel_rank
+        if position >= self.num_real_microbatches:
+            return None
+        return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
+
+    def summary(self) -> str:
+        """One line for logs."""
+        return (
+            f"{self.num_microbatches} microbatches of {self.micro_batch_size} on each of "
+            f"{self.data_parallel_size} data-parallel ranks, {self.num_padding_microbatches} of them padding"
+        )

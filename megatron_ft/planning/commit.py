@@ -1,0 +1,190 @@
+"""The commit vote: what every rank contributes, what the job knows afterwards, and what is done with it.
+
+A vote is settled when every rank of the job has contributed its ballot. Nothing that cannot be undone
+happens before. Its values are the per-iteration scalars that an exact replay needs.
+"""
+
+import math
+import statistics
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+
+from megatron_ft.errors import TrainingStopped
+
+_SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot:
+    """One rank's contribution to the vote of one iteration.
+
+    Sums are over this rank's real microbatches; ranks that do not hold them give zero. ``found_inf`` is 0 or 1.
+    """
+
+    generation: int
+    iteration: int
+    found_inf: int
+    grad_norm: float
+    loss_scale: float
+    loss_sum: float
+    num_tokens: int
+    aux_loss_sum: float
+    z_loss_sum: float
+
+    def to_row(self) -> tuple[float, ...]:
+        """The ballot as numbers that float64 holds exactly."""
+        return tuple(float(value) for value in astuple(self))
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> "Ballot":
+        """The inverse of ``to_row``."""
+        kinds = [field.type for field in fields(cls)]
+        return cls(**{f.name: (int(v) if k is int else v) for f, k, v in zip(fields(cls), kinds, row, strict=True)})
+
+
+BALLOT_FIELDS = len(fields(Ballot))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What all ranks know of an iteration once its vote is settled.
+
+    Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over
+    microbatches and mixture layers (unweighted). ``grad_norm`` is that of the unclipped gradient.
+    """
+
+    generation: int
+    iteration: int
+    found_inf: bool
+    grad_norm: float
+    clip_coefficient: float
+    loss_scale: float
+    loss: float
+    num_tokens: int
+    aux_loss: float
+    z_loss: float
+
+    def to_record(self) -> dict[str, object]:
+        """A JSON object that ``from_record`` reads back to the same bits."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, object]) -> "Vote":
+        """The inverse of ``to_record``."""
+        return cls(**record)  # type: ignore[arg-type]
+
+
+def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
+    """What gradients are multiplied by: 1 when clipping is off or not needed (Megatron's formula)."""
+    if clip_grad <= 0.0:
+        return 1.0
+    return min(1.0, clip_grad / (grad_norm + 1.0e-6))
+
+
+def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -> Vote:
+    """Settle a vote from the ballots of all ranks, in rank order.
+
+    ``num_moe_losses`` is the number of auxiliary losses in the sums: real microbatches times mixture layers.
+
+    Raises:
+        TrainingStopped: ranks disagree about a value that must be the same on all of them, to the bit.
+    """
+    for name in _SAME_ON_ALL_RANKS:
+        _check_agreement(name, [getattr(ballot, name) for ballot in ballots])
+    first = ballots[0]
+    num_tokens = sum(ballot.num_tokens for ballot in ballots)
+    per_moe_loss = 1.0 / num_moe_losses if num_moe_losses else 0.0
+    return Vote(
+        generation=first.generation,
+        iteration=first.iteration,
+        found_inf=any(ballot.found_inf for ballot in ballots),
+        grad_norm=first.grad_norm,
+        clip_coefficient=clip_coefficient(clip_grad, first.grad_norm),
+        loss_scale=first.loss_scale,
+        loss=sum(ballot.loss_sum for ballot in ballots) / num_tokens if num_tokens else math.nan,
+        num_tokens=num_tokens,
+        aux_loss=sum(ballot.aux_loss_sum for ballot in ballots) * per_moe_loss,
+        z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
+    )
+
+
+def _check_agreement(name: str, values: Sequence[float]) -> None:
+    bits = [struct.pack("<d", value) if not math.isnan(value) else b"nan" for value in values]
+    for rank, other in enumerate(bits):
+        if other != bits[0]:
+            raise TrainingStopped(
+                f"commit vote: {name} is {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}: "
+                "it must be the same on every rank; a device computes wrongly, or the ranks are not in step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is done with an iteration: ``commit``, ``skip`` (no update) or ``stop``, and why.
+
+    ``spike`` says that the loss was called a spike, whatever is done about it.
+    """
+
+    action: str
+    reason: str = ""
+    spike: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What earlier votes left behind: committed losses, oldest first, and skips in a row."""
+
+    losses: tuple[float, ...] = ()
+    num_consecutive_skips: int = 0
+
+    def after(self, vote: Vote, decision: Decision, window: int) -> "History":
+        """The history once ``decision`` is carried out, at most ``window`` losses long."""
+        if decision.action != "commit":
+            return History(losses=self.losses, num_consecutive_skips=self.num_consecutive_skips + 1)
+        return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitPolicy:
+    """Decides over an iteration from its vote. Same vote and history, same decision on every rank.
+
+    The knobs are those of ``config/training.py``. ``loss_scaling`` marks runs whose loss scale answers
+    overflows: those are skipped, not stopped.
+    """
+
+    non_finite_policy: str
+    max_consecutive_skips: int
+    loss_spike_factor: float | None
+    loss_spike_window: int
+    loss_spike_policy: str
+    loss_scaling: bool
+
+    def decide(self, vote: Vote, history: History) -> Decision:
+        """Commit, skip or stop."""
+        decision = self._judge(vote, history)
+        if decision.action == "skip" and history.num_consecutive_skips + 1 > self.max_consecutive_skips:
+            reason = (
+                f"{decision.reason}; more than training.max_consecutive_skips={self.max_consecutive_skips} in a row"
+            )
+            return Decision(action="stop", reason=reason, spike=decision.spike)
+        return decision
+
+    def _judge(self, vote: Vote, history: History) -> Decision:
+        if vote.found_inf and self.loss_scaling:
+            return Decision(action="skip", reason=f"gradient overflow at loss scale {vote.loss_scale:g}")
+        if vote.found_inf or not (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm)):
+            return Decision(
+                action=self.non_finite_policy, reason=f"loss={vote.loss} grad_norm={vote.grad_norm} is not finite"
+            )
+        return self._judge_spike(vote, history)
+
+    def _judge_spike(self, vote: Vote, history: History) -> Decision:
+        if self.loss_spike_factor is None or len(history.losses) < max(1, self.loss_spike_window // 2):
+            return Decision(action="commit")
+        median = statistics.median(history.losses)
+        if vote.loss <= self.loss_spike_factor * median:
+            return Decision(action="commit")
+        action = "commit" if self.loss_spike_policy == "warn" else self.loss_spike_policy
+        reason = f"loss={vote.loss:g} is above {self.loss_spike_factor:g} times the median {median:g}"
+        return Decision(action=action, reason=reason, spike=True)

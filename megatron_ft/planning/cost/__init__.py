@@ -1,0 +1,1 @@
+"""What a layout costs: parameters, bytes and microbatches per rank."""

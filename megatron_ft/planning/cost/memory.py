@@ -1,0 +1,137 @@
+"""Bytes a rank needs. State is counted; activations and process overhead are estimated, and said so."""
+
+from dataclasses import dataclass
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.model import ModelConfig
+from megatron_ft.operators import head_channels, is_moe_layer
+from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.topology import Topology
+
+BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp16": 2}
+FP32_BYTES = 4
+PROCESS_BYTES = 450_000_000
+"""Estimate of a rank's interpreter with torch and Megatron imported, on the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank's device.
+
+    ``weights`` .. ``moments`` are exact up to the padding of Megatron's flat buffers; ``activations``
+    is an estimate of the peak.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    master_bytes: int
+    moments_bytes: int
+    activations_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Without activations."""
+        return self.weights_bytes + self.gradients_bytes + self.master_bytes + self.moments_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """With the estimate of activations."""
+        return self.state_bytes + self.activations_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """What a dense checkpoint copies to the host from this rank before it is written."""
+        return self.weights_bytes + self.master_bytes + self.moments_bytes
+
+
+def memory_of_stage(
+    config: JobConfig, parameters: RankParameters, topology: Topology, pipeline_stage: int, vocab_size: int
+) -> RankMemory:
+    """Memory of each rank of a stage. ``vocab_size`` is the padded one.
+
+    FP32 weights are their own master weights. The distributed optimizer shards master weights and the
+    two FP32 moments: dense ones over DP * CP ranks, experts over expert-DP ranks.
+    """
+    value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+    gradient_bytes = FP32_BYTES if config.precision.grad_reduce_in_fp32 else value_bytes
+    updated = _updated_here(config, parameters, topology)
+    return RankMemory(
+        weights_bytes=parameters.total * value_bytes,
+        gradients_bytes=parameters.total * gradient_bytes,
+        master_bytes=0 if value_bytes == FP32_BYTES else updated * FP32_BYTES,
+        moments_bytes=updated * 2 * FP32_BYTES,
+        activations_bytes=activation_bytes(config, topology, pipeline_stage, vocab_size),
+    )
+
+
+def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
+    """Parameters whose optimizer state one rank keeps."""
+    if not config.parallel.use_distributed_optimizer:
+        return parameters.total
+    dense_shards = topology.data_parallel_size * topology.context_parallel_size
+    return -(-parameters.num_dense // dense_shards) + -(-parameters.num_expert // topology.expert_data_parallel_size)
+
+
+def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:
+    """Estimate of a rank's activations at their peak.
+
+    Counts what each layer keeps for its backward pass, times the microbatches a stage of the 1F1B
+    schedule has in flight, plus the logits (in the compute format and in FP32) on the last stage.
+    Experts are taken as evenly loaded.
+    """
+    model, last = config.model, topology.pipeline_model_parallel_size - 1
+    value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+    ranks_per_sequence = topology.tensor_model_parallel_size * topology.context_parallel_size
+    num_tokens = config.training.micro_batch_size * model.seq_length
+    recompute = config.training.recompute_granularity
+    layers = topology.stage_layers(model.num_layers, pipeline_stage)
+    values = sum(_layer_values(model, layer, recompute) for layer in layers)
+    num_microbatches = -(-config.training.global_batch_size // config.training.micro_batch_size)
+    per_rank = -(-num_microbatches // topology.data_parallel_size)
+    in_flight = min(per_rank, _microbatches_in_flight(topology, pipeline_stage))
+    kept = values * num_tokens * value_bytes // ranks_per_sequence * in_flight
+    logits = num_tokens * vocab_size * (value_bytes + FP32_BYTES) // ranks_per_sequence
+    return kept + (logits if pipeline_stage == last else 0)
+
+
+def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
+    """Forward passes a stage runs ahead of its backward passes (Megatron's 1F1B), plus the current one.
+
+    An interleaved schedule runs ahead by (PP - stage - 1) * 2 + (VPP - 1) * PP chunk passes; in whole
+    passes of all chunks that is rounded up.
+    """
+    pp, vpp = topology.pipeline_model_parallel_size, topology.virtual_pipeline_model_parallel_size
+    if vpp == 1:
+        return pp - pipeline_stage
+    return -(-((pp - pipeline_stage - 1) * 2 + (vpp - 1) * pp + 1) // vpp)
+
+
+def _layer_values(model: ModelConfig, layer: int, recompute: str | None) -> int:
+    """Values per token that one layer keeps for its backward pass."""
+    if recompute == "full":
+        return model.hidden_size
+    queries, keys = _attention_widths(model)
+    scores = 0 if recompute == "selective" else 2 * model.num_attention_heads * model.seq_length
+    attention = 2 * model.hidden_size + 2 * queries + 2 * keys + scores
+    return attention + 2 * model.hidden_size + _mlp_values(model, layer)
+
+
+def _attention_widths(model: ModelConfig) -> tuple[int, int]:
+    heads = model.num_attention_heads
+    if model.multi_latent_attention:
+        width = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+        return width, (width + heads * model.v_head_dim) // 2
+    channels = head_channels(model)
+    return heads * channels, (model.num_query_groups or heads) * channels
+
+
+def _mlp_values(model: ModelConfig, layer: int) -> int:
+    def kept(width: int) -> int:
+        return model.hidden_size + (3 if model.gated_linear_unit else 2) * width
+
+    if not is_moe_layer(model, layer):
+        return kept(model.ffn_hidden_size)
+    width = model.moe_ffn_hidden_size or model.ffn_hidden_size
+    shared = model.moe_shared_expert_intermediate_size
+    routed = model.moe_router_topk * (kept(width) + model.hidden_size)
+    return routed + (kept(shared) if shared else 0) + 3 * (model.num_moe_experts or 0)

@@ -1,0 +1,176 @@
+"""``JobPlan``: everything a configuration amounts to before anything runs."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.corpus.check import DataSummary
+from megatron_ft.errors import ConfigError
+from megatron_ft.operators import num_active_parameters, num_parameters, operators_of
+from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_of_stage
+from megatron_ft.planning.cost.parameters import RankParameters, parameters_of_stage
+from megatron_ft.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One pipeline stage; its numbers are those of each of its ranks."""
+
+    pipeline_stage: int
+    layers: tuple[int, ...]
+    parameters: RankParameters
+    memory: RankMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """The resolved plan of a job: layout, parameters, memory, batches, data."""
+
+    model: str
+    device: str
+    params_dtype: str
+    num_nodes: int
+    ranks_per_node: int
+    topology: Topology
+    num_parameters: int
+    num_active_parameters: int
+    published_parameters: int | None
+    published_active_parameters: int | None
+    published_parameters_source: str
+    stages: tuple[StagePlan, ...]
+    host_bytes_per_node: int
+    """Estimate for the node that needs most."""
+    gpu_memory_bytes: int | None
+    """Limit from the configuration; null checks nothing."""
+    host_memory_bytes: int | None
+    """Limit from the configuration; null checks nothing."""
+    train_iterations: int
+    num_microbatches: int
+    """Per iteration, over all ranks, without padding."""
+    num_microbatches_per_rank: int
+    num_padding_microbatches: int
+    """Masked microbatches per iteration, over all ranks, that make every rank run the same number."""
+    tokens_per_iteration: int
+    data: DataSummary
+
+    def validate(self) -> None:
+        """The plan fits the memory that the configuration grants.
+
+        Raises:
+            ConfigError: a rank or a node needs more.
+        """
+        needed = max(stage.memory.total_bytes for stage in self.stages)
+        if self.device == "cuda" and self.gpu_memory_bytes is not None and needed > self.gpu_memory_bytes:
+            raise ConfigError.of(
+                "launch.gpu_memory_bytes",
+                self.gpu_memory_bytes,
+                f"must be at least {needed}, what the largest rank needs (activations estimated); use more ranks, "
+                "larger parallel sizes, training.recompute_granularity=full or a smaller training.micro_batch_size",
+            )
+        if self.host_memory_bytes is not None and self.host_bytes_per_node > self.host_memory_bytes:
+            raise ConfigError.of(
+                "launch.host_memory_bytes",
+                self.host_memory_bytes,
+                f"must be at least {self.host_bytes_per_node}, what a node needs (estimated); use more nodes, "
+                "fewer ranks_per_node or a smaller model",
+            )
+
+    def summary(self) -> str:
+        """One log line."""
+        sizes = self.topology
+        return (
+            f"{self.model}: {self.num_parameters:,} parameters on {sizes.world_size} ranks "
+            f"(TP {sizes.tensor_model_parallel_size} PP {sizes.pipeline_model_parallel_size} "
+            f"EP {sizes.expert_model_parallel_size} CP {sizes.context_parallel_size} DP {sizes.data_parallel_size}), "
+            f"at most {max(stage.memory.total_bytes for stage in self.stages):,} bytes per rank"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, with the place of every rank."""
+        values = dataclasses.asdict(self)
+        places = [{"rank": rank, **dataclasses.asdict(place)} for rank, place in self.topology.ranks()]
+        return {**values, "ranks": places}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "JobPlan":
+        """Inverse of ``to_json``."""
+        values = {key: value for key, value in content.items() if key != "ranks"}
+        stages = tuple(_stage_from_json(stage) for stage in values["stages"])
+        data, topology = DataSummary.from_json(values["data"]), Topology(**values["topology"])
+        return cls(**{**values, "stages": stages, "data": data, "topology": topology})
+
+
+def _stage_from_json(content: dict[str, Any]) -> StagePlan:
+    return StagePlan(
+        pipeline_stage=content["pipeline_stage"],
+        layers=tuple(content["layers"]),
+        parameters=RankParameters(**content["parameters"]),
+        memory=RankMemory(**content["memory"]),
+    )
+
+
+def plan_job(config: JobConfig, data: DataSummary, *, device: str) -> JobPlan:
+    """Plan a validated configuration. ``device`` is ``cpu`` or ``cuda``, already decided.
+
+    Raises:
+        ConfigError: through ``JobPlan.validate``.
+    """
+    assert device in ("cpu", "cuda"), f"device {device!r} is not decided"
+    launch, model, training = config.launch, config.model, config.training
+    topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
+    operators = operators_of(model, data.tokenizer_vocab_size)
+    num_microbatches = training.global_batch_size // training.micro_batch_size
+    per_rank = -(-num_microbatches // topology.data_parallel_size)
+    stages = _stages(config, data, topology)
+    plan = JobPlan(
+        model=model.name,
+        device=device,
+        params_dtype=config.precision.params_dtype,
+        num_nodes=launch.num_nodes,
+        ranks_per_node=launch.ranks_per_node,
+        topology=topology,
+        num_parameters=num_parameters(operators),
+        num_active_parameters=num_active_parameters(model, operators),
+        published_parameters=model.published_parameters,
+        published_active_parameters=model.published_active_parameters,
+        published_parameters_source=model.published_parameters_source,
+        stages=stages,
+        host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device),
+        gpu_memory_bytes=launch.gpu_memory_bytes,
+        host_memory_bytes=launch.host_memory_bytes,
+        train_iterations=training.train_iterations,
+        num_microbatches=num_microbatches,
+        num_microbatches_per_rank=per_rank,
+        num_padding_microbatches=per_rank * topology.data_parallel_size - num_microbatches,
+        tokens_per_iteration=training.global_batch_size * model.seq_length,
+        data=data,
+    )
+    plan.validate()
+    return plan
+
+
+def _stages(config: JobConfig, data: DataSummary, topology: Topology) -> tuple[StagePlan, ...]:
+    operators = operators_of(config.model, data.tokenizer_vocab_size)
+    plans = []
+    for stage in range(topology.pipeline_model_parallel_size):
+        parameters = parameters_of_stage(config.model, operators, topology, stage)
+        memory = memory_of_stage(config, parameters, topology, stage, data.vocab_size)
+        layers = topology.stage_layers(config.model.num_layers, stage)
+        plans.append(StagePlan(pipeline_stage=stage, layers=layers, parameters=parameters, memory=memory))
+    return tuple(plans)
+
+
+def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topology: Topology, device: str) -> int:
+    """Largest over nodes: processes, on CPU the ranks' device bytes, and a checkpoint's staging copy."""
+
+    def host_bytes(rank: int) -> int:
+        memory = stages[rank // topology.stage_size].memory
+        staged = memory.saved_bytes if config.checkpoint.async_save else 0
+        return PROCESS_BYTES + staged + (memory.total_bytes if device == "cpu" else 0)
+
+    size = config.launch.ranks_per_node
+    return max(
+        sum(host_bytes(rank) for rank in range(node * size, (node + 1) * size))
+        for node in range(config.launch.num_nodes)
+    )

@@ -1,0 +1,131 @@
+"""A ``JobPlan`` as text for people."""
+
+from collections.abc import Sequence
+
+from megatron_ft.planning.job import JobPlan, StagePlan
+
+SHOWN_RANKS = 16
+"""Ranks listed one by one; JSON lists all."""
+
+
+def render(plan: JobPlan) -> str:
+    """Layout, parameters, memory, batches and data, one aligned block each."""
+    blocks = [_overview(plan), _parameters(plan), _memory(plan), _ranks(plan), _data(plan)]
+    return "\n\n".join(blocks)
+
+
+def readable_bytes(count: int) -> str:
+    """``1.4 GiB``; exact below 1 KiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(max(count, 1).bit_length() - 1, 59) // 10
+    return f"{count} B" if power == 0 else f"{count / 1024**power:.1f} {units[power]}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join([title, *(f"  {name.ljust(width)}  {text}" for name, text in pairs)])
+
+
+def _overview(plan: JobPlan) -> str:
+    sizes = plan.topology
+    layout = (
+        f"TP {sizes.tensor_model_parallel_size}, PP {sizes.pipeline_model_parallel_size}, "
+        f"VPP {sizes.virtual_pipeline_model_parallel_size}, EP {sizes.expert_model_parallel_size}, "
+        f"expert TP {sizes.expert_tensor_parallel_size}, CP {sizes.context_parallel_size}, "
+        f"DP {sizes.data_parallel_size}, expert DP {sizes.expert_data_parallel_size}"
+    )
+    microbatches = (
+        f"{plan.num_microbatches} per iteration, {plan.num_microbatches_per_rank} per data-parallel rank, "
+        f"{plan.num_padding_microbatches} of them masked padding"
+    )
+    return _pairs(
+        f"plan of {plan.model}",
+        [
+            ("ranks", f"{sizes.world_size} = {plan.num_nodes} nodes x {plan.ranks_per_node}, on {plan.device}"),
+            ("layout", layout),
+            ("format", plan.params_dtype),
+            ("iterations", f"{plan.train_iterations:,} of {plan.tokens_per_iteration:,} tokens"),
+            ("microbatches", microbatches),
+        ],
+    )
+
+
+def _parameters(plan: JobPlan) -> str:
+    rows = [("total", _against(plan.num_parameters, plan.published_parameters))]
+    rows.append(("active", _against(plan.num_active_parameters, plan.published_active_parameters)))
+    if plan.published_parameters_source:
+        rows.append(("published by", plan.published_parameters_source))
+    return _pairs("parameters", rows)
+
+
+def _against(count: int, published: int | None) -> str:
+    if published is None:
+        return f"{count:,}"
+    return f"{count:,} (published {published:,}: {100 * (count / published - 1):+.2f} %)"
+
+
+def _memory(plan: JobPlan) -> str:
+    head = ("stage", "layers", "parameters", "weights", "gradients", "master", "moments", "activations*", "sum")
+    lines = [*table([head, *(_memory_row(stage) for stage in plan.stages)]).splitlines()]
+    limits = [
+        ("host, largest node*", _with_limit(plan.host_bytes_per_node, plan.host_memory_bytes)),
+        (
+            f"{plan.device}, largest rank",
+            _with_limit(
+                max(s.memory.total_bytes for s in plan.stages), plan.gpu_memory_bytes if plan.device == "cuda" else None
+            ),
+        ),
+    ]
+    text = ["memory of each rank, by pipeline stage (* estimated)", *(f"  {line}" for line in lines)]
+    return "\n".join([*text, *_pairs("", limits).splitlines()[1:]])
+
+
+def _memory_row(stage: StagePlan) -> tuple[str, ...]:
+    memory = stage.memory
+    sizes = (memory.weights_bytes, memory.gradients_bytes, memory.master_bytes, memory.moments_bytes)
+    sizes += (memory.activations_bytes, memory.total_bytes)
+    layers = _spans(stage.layers)
+    return (str(stage.pipeline_stage), layers, f"{stage.parameters.total:,}", *(readable_bytes(size) for size in sizes))
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """``1-4 9-12``."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return " ".join(f"{first}-{last}" if first != last else str(first) for first, last in spans)
+
+
+def _with_limit(size: int, limit: int | None) -> str:
+    return readable_bytes(size) + ("" if limit is None else f" of {readable_bytes(limit)}")
+
+
+def _ranks(plan: JobPlan) -> str:
+    shown = min(plan.topology.world_size, SHOWN_RANKS)
+    rows = [("rank", "node", "pp", "dp", "cp", "tp", "ep", "expert dp")]
+    for rank in range(shown):
+        place = plan.topology.coordinates(rank)
+        numbers = (rank, rank // plan.ranks_per_node, place.pp, place.dp, place.cp, place.tp, place.ep, place.expert_dp)
+        rows.append(tuple(str(number) for number in numbers))  # type: ignore[arg-type]
+    hidden = plan.topology.world_size - shown
+    tail = [f"  and {hidden} more (dry_run_format=json lists all)"] if hidden else []
+    return "\n".join(["ranks", *(f"  {line}" for line in table(rows).splitlines()), *tail])
+
+
+def _data(plan: JobPlan) -> str:
+    return "\n".join(["data", *(f"  {line}" for line in plan.data.summary().splitlines())])

@@ -1,0 +1,223 @@
+"""The door: fills ``JobConfig`` from conf/ and the command line, then launches ranks or becomes one.
+
+Until a rank is started, nothing here imports torch, Megatron or wandb: help, dry runs and
+configuration errors take about a second.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ft import __version__
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronFtError
+
+if TYPE_CHECKING:
+    from megatron_ft.control.environment import RankEnvironment
+    from megatron_ft.planning.job import JobPlan
+
+CONF = Path(__file__).resolve().parent / "conf"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code (``--help`` lists them). Errors go to stderr, in one message."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run(arguments)
+    except MegatronFtError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted before ranks were started", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def compose(overrides: list[str]) -> tuple[JobConfig, str]:
+    """The configuration that conf/ and ``overrides`` amount to, and the same as YAML.
+
+    Raises:
+        ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
+    """
+    from megatron_ft.config.overrides import check_override, explain
+
+    values = {}
+    for override in _parse(overrides):
+        value = override.get_value_string() if override.is_sweep_override() else override.value()
+        check_override(
+            override.key_or_group,
+            value,
+            CONF,
+            deletes=override.is_delete(),
+            sweeps=override.is_sweep_override(),
+        )
+        values[override.key_or_group] = value
+    try:
+        return _compose(overrides)
+    except _composition_errors() as error:
+        raise explain(error, values) from error
+
+
+def _compose(overrides: list[str]) -> tuple[JobConfig, str]:
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    ConfigStore.instance().store(name="job_schema", node=JobConfig)
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        tree = hydra.compose("config", overrides=overrides)
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, JobConfig), f"conf/ composed a {type(config).__name__}"
+    return config, OmegaConf.to_yaml(tree, resolve=True)
+
+
+def _parse(overrides: list[str]) -> list[Any]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    parser = OverridesParser.create()
+    parsed = []
+    for text in overrides:
+        try:
+            parsed.extend(parser.parse_overrides([text]))
+        except OverrideParseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{text}: must be key=value in Hydra's grammar ({reason}); quote special characters, "
+                f"e.g. 'launch.failpoints=[\"kill(rank=1,at_iteration=7)\"]'"
+            ) from None
+    return parsed
+
+
+def _composition_errors() -> tuple[type[Exception], ...]:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    return HydraException, OmegaConfBaseException, YAMLError
+
+
+def _run(arguments: list[str]) -> int:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        from megatron_ft.config.help import help_text
+
+        print(help_text(CONF))
+        return EXIT_OK
+    if "--version" in arguments:
+        print(f"megatron-ft {__version__}")
+        return EXIT_OK
+    _refuse_flags(arguments)
+    return _start(*compose(arguments), arguments)
+
+
+def _refuse_flags(arguments: list[str]) -> None:
+    from megatron_ft.config.overrides import flag_error
+
+    for argument in arguments:
+        if argument.startswith("-"):
+            raise flag_error(argument)
+
+
+def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
+    from megatron_ft.config.validate import validate
+
+    environment = None if config.dry_run else _environment(config, overrides)
+    if environment is not None:
+        config = _adopt(config, environment, overrides)
+    validate(config)
+    plan = _plan(config)
+    if config.dry_run:
+        _show(plan, config)
+        return EXIT_OK
+    _check_machine(config, plan)
+    if environment is not None:
+        from megatron_ft.mcore.loop import standalone
+
+        return standalone.main(config, environment)
+    from megatron_ft.control.launch import launch
+
+    from megatron_ft.telemetry import open_sinks
+
+    return launch(config, config_yaml, open_sinks=open_sinks)
+
+
+def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
+    """The rank this process is under torchrun or srun, unless the command line chooses ``launch=local``.
+
+    Raises:
+        ConfigError: a mode was chosen whose variables are not set.
+    """
+    from megatron_ft.control.environment import detect, read_environment
+
+    chosen = bool({"launch", "launch.mode"} & _keys(overrides)) or config.launch.mode != "local"
+    mode = config.launch.mode if chosen else detect(os.environ)
+    if mode not in ("torchrun", "srun"):
+        return None
+    return read_environment(mode, os.environ, master_port=config.launch.master_port)
+
+
+def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[str]) -> JobConfig:
+    """Take mode and counts from the launcher that started this process; given ones must agree with it."""
+    mode, num_nodes, per_node = environment.launcher, environment.num_nodes, environment.local_world_size
+    found: dict[str, Any] = {"mode": mode, "num_nodes": num_nodes, "ranks_per_node": per_node}
+    for name, value in found.items():
+        key, given = f"launch.{name}", getattr(config.launch, name)
+        if key in _keys(overrides) and given != value:
+            raise ConfigError.of(key, given, f"must agree with {mode}, which started this process: {value}")
+    if environment.rank == 0:
+        print(f"this process is a rank of {mode}: {num_nodes} nodes x {per_node} ranks", file=sys.stderr)
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **found))
+
+
+def _keys(overrides: list[str]) -> set[str]:
+    return {text.partition("=")[0].lstrip("+") for text in overrides}
+
+
+def _plan(config: JobConfig) -> "JobPlan":
+    from megatron_ft.corpus.check import check_data
+    from megatron_ft.planning.job import plan_job
+
+    return plan_job(config, check_data(config), device=_planned_device(config))
+
+
+def _planned_device(config: JobConfig) -> str:
+    """``auto`` without asking torch: CUDA where GPU memory is given or a driver's device file exists."""
+    if config.training.device != "auto":
+        return config.training.device
+    return "cuda" if config.launch.gpu_memory_bytes or Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def _show(plan: "JobPlan", config: JobConfig) -> None:
+    from megatron_ft.planning.render import render
+
+    print(json.dumps(plan.to_json(), indent=2) if config.dry_run_format == "json" else render(plan))
+
+
+def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
+    """In local mode all nodes share this machine: its memory and, for CP, its Transformer Engine."""
+    if config.parallel.context_parallel_size > 1:
+        from importlib.util import find_spec
+
+        if find_spec("transformer_engine") is None:
+            size = config.parallel.context_parallel_size
+            raise ConfigError.of(
+                "parallel.context_parallel_size", size, "must be 1: Transformer Engine is not installed here"
+            )
+    if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
+        return
+    import psutil
+
+    present, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * plan.num_nodes
+    if needed > present:
+        raise ConfigError.of(
+            "launch.host_memory_bytes",
+            "null",
+            f"must allow {needed} bytes, what {plan.num_nodes} local nodes need (estimated); this machine has "
+            f"{present}; choose a smaller model or fewer ranks",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
