@@ -1,0 +1,359 @@
+"""Saving and loading dense checkpoints of a job."""
+
+import importlib.metadata
+import io
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from megatron_ft.config.checkpoint import CheckpointConfig
+from megatron_ft.errors import CheckpointError
+from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
+from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.checkpoint.loading import load_shards
+from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA
+from megatron_ft.mcore.checkpoint.state import (
+    RANK_STATE_KEY,
+    TrainingState,
+    build_shards,
+    common_state,
+    install,
+    rank_state,
+)
+from megatron_ft.mcore.checkpoint.writer import BACKEND, BACKEND_VERSION, Planner, WriteJob, metadata_bytes
+from megatron_ft.planning.retention import RetentionPolicy
+from megatron_ft.runtime.storage import checkpoints
+from megatron_ft.runtime.storage.files import FileEntry, fsync_directory, write_file
+from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, verify, write_manifest
+
+COMMON_NAME, METADATA_NAME, FORMAT_NAME = "common.pt", ".metadata", "metadata.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """What a load found."""
+
+    iteration: int
+    """Iterations done in the checkpoint."""
+    rng_restored: bool
+    """Whether every rank got its generators back; False on another layout, where they stay as seeded."""
+    manifest: Manifest | None
+    """None for a foreign checkpoint."""
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """A save on its way."""
+
+    iteration: int
+    consumed_samples: int
+    directory: Path
+    job: WriteJob
+    started: float
+    blocked_seconds: float
+
+
+class CheckpointManager:
+    """Saves in the background, commits when all ranks have written, and loads.
+
+    All methods are collective over ``group`` (the whole job) and are called by every rank in the
+    same order. A save that fails on any rank is reported as ``checkpoint_failed``, its directory is
+    removed, and training goes on: the checkpoints before it are untouched.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        run_dir: Path,
+        run_id: str,
+        topology_record: dict[str, int],
+        group: dist.ProcessGroup,
+        dp_cp_group: dist.ProcessGroup,
+        report: Callable[[dict[str, Any]], None],
+        config_digest: str = "",
+        generation: int = 0,
+    ) -> None:
+        """``dp_cp_group``: ranks that hold the same dense weights. ``report`` gets records on rank 0."""
+        self.folder = run_dir / "checkpoints"
+        self._config = config
+        self._run_id = run_id
+        self._topology = dict(topology_record)
+        self._agreement = Agreement(group)
+        self._dp_cp_group = dp_cp_group
+        self._report = report
+        self._config_digest = config_digest
+        self._generation = generation
+        self._planner = Planner(dp_cp_group, fully_parallel=config.fully_parallel)
+        self._retention = RetentionPolicy(
+            keep_last=config.keep_last, keep_every_iterations=config.keep_every_iterations
+        )
+        self._pending: _Pending | None = None
+        self._resumed_from: str | None = None
+        self.last_saved_iteration: int | None = None
+        """Iteration of the newest checkpoint that this manager completed or loaded."""
+
+    # -- saving
+
+    def save(self, state: TrainingState, iteration: int) -> None:
+        """Start saving ``state`` as it is now; waits for it unless ``checkpoint.async_save``.
+
+        A save still on its way is finished first.
+        """
+        assert iteration == state.iteration, f"saving iteration {iteration} of a state at {state.iteration}"
+        self.finish()
+        started = time.monotonic()
+        directory = self._open_directory(iteration)
+        if directory is None:
+            return
+        job = self._start(state, directory)
+        self._pending = _Pending(
+            iteration=iteration,
+            consumed_samples=state.consumed_samples,
+            directory=directory,
+            job=job,
+            started=started,
+            blocked_seconds=time.monotonic() - started,
+        )
+        if not self._config.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Complete a save whose writing has ended on all ranks; returns at once otherwise."""
+        if self._pending is not None and self._agreement.all(self._pending.job.done):
+            self._complete(self._pending)
+
+    def finish(self) -> None:
+        """Wait for the save on its way, if any, and complete it."""
+        if self._pending is not None:
+            began = time.monotonic()
+            self._pending.job.wait()
+            self._pending.blocked_seconds += time.monotonic() - began
+            self._complete(self._pending)
+
+    def _open_directory(self, iteration: int) -> Path | None:
+        name, error = None, None
+        if self._agreement.rank == 0:
+            try:
+                name = checkpoints.start_directory(self.folder, iteration).name
+            except OSError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        name, error = self._agreement.from_first([name, error])
+        if error is not None:
+            self._say_failed(iteration, self.folder / checkpoints.directory_name(iteration), error)
+            return None
+        return self.folder / name
+
+    def _start(self, state: TrainingState, directory: Path) -> WriteJob:
+        metadata = self._metadata()
+        content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+        tree = {
+            **build_shards(state, metadata, is_loading=False),
+            **common_state(state),
+            RANK_STATE_KEY: rank_state(),
+            "content_metadata": content_metadata,
+        }
+        shards, common = save_preprocess(tree, validate_access_integrity=False)
+        whole_files = {}
+        if self._agreement.rank == 0:
+            whole_files[COMMON_NAME] = _torch_bytes(common)
+        return WriteJob(self._planner.plan(shards, directory), directory, whole_files)
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            **SHARDING_METADATA,
+            "dp_cp_group": self._dp_cp_group,
+            "singleton_local_shards": True,
+            "non_homogeneous_layers": True,
+        }
+
+    def _complete(self, pending: _Pending) -> None:
+        began = time.monotonic()
+        self._pending = None
+        error = self._agreement.errors(pending.job.error)
+        if error is None:
+            written = self._agreement.gather(
+                {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
+            )
+            error, num_bytes = self._commit(pending, written)
+        if error is not None:
+            self._discard(pending, error)
+            return
+        self.last_saved_iteration = pending.iteration
+        self._tell(
+            CheckpointSaved(
+                iteration=pending.iteration,
+                path=str(pending.directory),
+                num_bytes=num_bytes,
+                seconds=time.monotonic() - pending.started,
+                blocked_seconds=pending.blocked_seconds + time.monotonic() - began,
+            ).to_record()
+        )
+        if self._agreement.rank == 0:
+            self._clean(pending)
+
+    def _commit(self, pending: _Pending, written: list[dict[str, Any]]) -> tuple[str | None, int]:
+        """Rank 0 writes what is left, the manifest last; all ranks learn how it went."""
+        error, num_bytes = None, 0
+        if self._agreement.rank == 0:
+            try:
+                num_bytes = self._write_manifest(pending, written)
+                checkpoints.move_latest(self.folder, pending.directory, pending.iteration)
+            except OSError as failure:
+                error = f"rank 0: {type(failure).__name__}: {failure}"
+        error, num_bytes = self._agreement.from_first([error, num_bytes])
+        return error, num_bytes
+
+    def _write_manifest(self, pending: _Pending, written: list[dict[str, Any]]) -> int:
+        directory = pending.directory
+        entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
+        content = metadata_bytes(pending.job.planned, [of_rank["results"] for of_rank in written])
+        entries.append(write_file(directory, METADATA_NAME, content))
+        form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
+        entries.append(write_file(directory, FORMAT_NAME, form))
+        fsync_directory(directory)
+        write_manifest(
+            directory,
+            Manifest(
+                run_id=self._run_id,
+                generation=self._generation,
+                topology=self._topology,
+                iteration=pending.iteration,
+                consumed_samples=pending.consumed_samples,
+                config_digest=self._config_digest,
+                software=_software(),
+                files=tuple(sorted(entries, key=lambda entry: entry.name)),
+            ),
+        )
+        return sum(entry.num_bytes for entry in entries)
+
+    def _discard(self, pending: _Pending, error: str) -> None:
+        if self._agreement.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
+            try:
+                checkpoints.delete(pending.directory)
+            except OSError as failure:
+                error += f"; its directory could not be removed: {failure}"
+        self._say_failed(pending.iteration, pending.directory, error)
+
+    def _clean(self, pending: _Pending) -> None:
+        """Apply the retention policy. Failing to delete harms nothing but space: it is reported."""
+        try:
+            checkpoints.sweep(self.folder, before_iteration=pending.iteration)
+            stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]
+            names = [(entry.iteration, entry.path.name) for entry in stored]
+            for name in self._retention.removable(names, in_use=self._in_use(len(names))):
+                checkpoints.delete(self.folder / name)
+        except OSError as failure:
+            self._say_failed(
+                pending.iteration, pending.directory, f"saved, but older ones could not be removed: {failure}"
+            )
+
+    def _in_use(self, num_complete: int) -> tuple[str, ...]:
+        return (self._resumed_from,) if self._resumed_from is not None and num_complete < 2 else ()
+
+    # -- loading
+
+    def newest(self, folder: Path | None = None) -> Path | None:
+        """The newest checkpoint in ``folder`` (this run's by default) whose every file verifies.
+
+        Damaged newer ones are reported and set aside; None when there is no valid one.
+        """
+        folder = folder or self.folder
+        while True:
+            names = [entry.path.name for entry in checkpoints.list_checkpoints(folder) if entry.complete]
+            name = self._agreement.from_first(names[-1] if names else None)
+            if name is None:
+                return None
+            try:
+                self.verify(folder / name)
+            except CheckpointError as error:
+                self._set_aside(folder / name, str(error))
+                continue
+            return folder / name
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        if self._agreement.rank == 0:
+            moved = checkpoints.set_aside(path)
+            iteration = int(path.name.split("_")[1].split(".")[0])
+            self._say_failed(iteration, path, f"damaged, set aside as {moved.name}: {reason}")
+        self._agreement.any(False)  # nobody looks again before it is renamed
+
+    def verify(self, directory: Path) -> Manifest:
+        """Check all files of ``directory``, the reading shared by the ranks.
+
+        Raises CheckpointError on every rank when one of them finds damage.
+        """
+        manifest, error = None, None
+        try:
+            manifest = verify(directory, part=self._agreement.rank, num_parts=self._agreement.num_ranks)
+        except CheckpointError as failure:
+            error = str(failure)
+        everywhere = self._agreement.errors(error)
+        if everywhere is not None:
+            raise CheckpointError(everywhere if error is None else error)
+        assert manifest is not None, "a manifest without an error"
+        return manifest
+
+    def load(self, state: TrainingState, directory: Path) -> LoadResult:
+        """Verify ``directory``, then fill ``state`` from it; no file is opened by Megatron before.
+
+        Raises CheckpointError when it is damaged, is not ours and ``checkpoint.trust`` is off, or does
+        not hold exactly what this model and optimizer need.
+        """
+        began = time.monotonic()
+        manifest = self._check(directory)
+        same_layout = manifest is not None and manifest.topology == self._topology
+        frame = build_shards(state, self._metadata(), is_loading=True)
+        wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state(empty=True)} if same_layout else {}
+        loaded = load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
+        install(state, frame, loaded)
+        if manifest is not None and manifest.iteration != state.iteration:
+            raise CheckpointError(
+                f"{directory}: holds iteration {state.iteration}, its manifest says {manifest.iteration}"
+            )
+        self.last_saved_iteration = state.iteration
+        self._resumed_from = directory.name if directory.parent == self.folder else None
+        seconds = time.monotonic() - began
+        self._tell(CheckpointLoaded(iteration=state.iteration, path=str(directory), seconds=seconds).to_record())
+        return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)
+
+    def _check(self, directory: Path) -> Manifest | None:
+        if not directory.is_dir():
+            raise CheckpointError(f"checkpoint.load={directory}: not a directory")
+        if not (directory / MANIFEST_NAME).exists():
+            if self._config.trust:
+                return None
+            raise CheckpointError(
+                f"{directory}: no {MANIFEST_NAME} of this project, so nothing vouches for its pickle files; "
+                "set checkpoint.trust=true only if you know who wrote it"
+            )
+        return self.verify(directory)
+
+    # -- reporting
+
+    def _say_failed(self, iteration: int, path: Path, error: str) -> None:
+        self._tell(CheckpointFailed(iteration=iteration, error=error, path=str(path)).to_record())
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        if self._agreement.rank == 0:
+            self._report(record)
+
+
+def _torch_bytes(content: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _software() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
+    return {"python": platform.python_version(), **packages}

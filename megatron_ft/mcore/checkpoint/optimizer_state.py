@@ -1,0 +1,132 @@
+"""An optimizer's state as Megatron shards it, split into tensors to store and a frame to put them in.
+
+The distributed optimizer is stored ``fully_reshardable``: its flat buffers are gathered over the
+data-parallel ranks and cut into tensors shaped like the model's, so another TP, PP, EP or DP size
+reads the same numbers. Masters and moments are FP32 copies: nothing is rounded.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+SHARDING_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""What Megatron is told about how to lay the optimizer out in a checkpoint."""
+
+
+def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers behind ``optimizer`` that own parameters, in order."""
+    chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [member for member in chain if member.optimizer is not None]
+
+
+def allocate_state(optimizer: MegatronOptimizer) -> None:
+    """Create moments and step counts that the first update would create: zeros, so no bit changes."""
+    for member in sub_optimizers(optimizer):
+        member.init_state_fn(member.optimizer, member.config)
+        if isinstance(member.optimizer, torch.optim.Adam):  # AdamW is one as well
+            for state in member.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def step_count(optimizer: MegatronOptimizer) -> int:
+    """Updates applied so far, the same for every parameter."""
+    steps = {int(step) for member in sub_optimizers(optimizer) for step in _steps(member)}
+    assert len(steps) <= 1, f"parameters have seen different numbers of updates: {sorted(steps)}"
+    return steps.pop() if steps else 0
+
+
+def _steps(member: MegatronOptimizer) -> Iterator[Any]:
+    for state in member.optimizer.state.values():
+        if "step" in state:
+            yield state["step"]
+    for group in member.optimizer.param_groups:
+        if group["params"] and "step" in group:
+            yield group["step"]
+
+
+def sharded_tree(
+    optimizer: MegatronOptimizer, model_shards: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
+) -> Any:
+    """Megatron's nested description of the optimizer's state; leaves are shards, numbers or strings."""
+    allocate_state(optimizer)
+    return optimizer.sharded_state_dict(model_shards, is_loading, metadata=metadata)
+
+
+def split_shards(tree: Any) -> dict[str, ShardedBase]:
+    """Shards of ``tree`` by their path."""
+    return {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if isinstance(leaf, ShardedBase)}
+
+
+def fill_frame(tree: Any, loaded: dict[str, Any], path: tuple[str, ...] = ()) -> Any:
+    """``tree`` with the shard at each path replaced by what was loaded for it."""
+    if isinstance(tree, dict):
+        return {key: fill_frame(value, loaded, (*path, str(key))) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(fill_frame(value, loaded, (*path, str(index))) for index, value in enumerate(tree))
+    if isinstance(tree, LocalNonpersistentObject):
+        return tree.unwrap()
+    return loaded["/".join(path)] if isinstance(tree, ShardedBase) else tree
+
+
+def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, (*path, str(index)))
+    else:
+        yield path, tree
+
+
+def scaler_state(optimizer: MegatronOptimizer) -> dict[str, Any] | None:
+    """State of the dynamic loss scale, None without one."""
+    for member in sub_optimizers(optimizer):
+        scaler = getattr(member, "grad_scaler", None)
+        if scaler:
+            return {
+                key: value.clone() if torch.is_tensor(value) else value for key, value in scaler.state_dict().items()
+            }
+    return None
+
+
+def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
+    """Give the optimizer the state in ``tree`` (from :func:`fill_frame`), its step count and loss scale.
+
+    Learning rate, weight decay and the like stay those of the living optimizer: they are the
+    configuration's and the scheduler's business.
+    """
+    chained = isinstance(optimizer, ChainedOptimizer) and len(optimizer.chained_optimizers) > 1
+    members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for index, member in enumerate(members):
+        _set_step(member, tree[index] if chained else tree, step)
+    optimizer.load_state_dict(tree)
+    for member in sub_optimizers(optimizer):
+        _own_steps(member)
+        if scaler is not None and getattr(member, "grad_scaler", None):
+            member.grad_scaler.load_state_dict(scaler)
+
+
+def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> None:
+    inner = frame["optimizer"] if "optimizer" in frame else frame
+    for group in inner["param_groups"]:
+        if isinstance(member, DistributedOptimizer) or "step" in group:
+            group["step"] = step
+    if not isinstance(member, DistributedOptimizer) and isinstance(member.optimizer, torch.optim.Adam):
+        inner["state"]["common_step"] = torch.tensor(float(step), dtype=torch.float32)
+
+
+def _own_steps(member: MegatronOptimizer) -> None:
+    """One step tensor per parameter: Megatron's load gives all of them the same object, which every
+    parameter's update would then advance."""
+    if isinstance(member.optimizer, torch.optim.Adam):
+        for state in member.optimizer.state.values():
+            state["step"] = state["step"].clone()

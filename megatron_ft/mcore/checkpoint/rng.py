@@ -1,0 +1,49 @@
+"""Random number generators of one rank, as plain tensors and numbers."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+
+
+def capture_rng() -> dict[str, Any]:
+    """State of Python's, numpy's, torch's (CPU, and CUDA where there is one) and Megatron's generators.
+
+    Tensors are copies: later draws do not change them.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state().clone(),
+        "tracker": {name: value.clone() for name, value in _tracker().get_states().items()},
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().clone()
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put back what :func:`capture_rng` returned."""
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    numpy = state["numpy"]
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    _tracker().set_states({name: value.clone() for name, value in state["tracker"].items()})
+
+
+def _tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()

@@ -1,0 +1,110 @@
+"""Everything a run needs to go on, and its form in a checkpoint."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_ft.errors import CheckpointError
+from megatron_ft.mcore.checkpoint import optimizer_state
+from megatron_ft.mcore.checkpoint.rng import capture_rng, restore_rng
+from megatron_ft.mcore.model.names import unwrap
+
+RANK_STATE_KEY = "rank_state"
+OURS_KEY = "megatron_ft"
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """What is saved, and what a load fills: objects are changed in place, numbers are assigned."""
+
+    model_chunks: list[torch.nn.Module]
+    """Model chunks of this rank, wrapped or not, in virtual-pipeline order."""
+    optimizer: MegatronOptimizer
+    """Megatron's optimizer, distributed or not, chained or not."""
+    scheduler: OptimizerParamScheduler
+    """Learning rate and weight decay by position."""
+    iteration: int = 0
+    """Iterations done."""
+    consumed_samples: int = 0
+    """Samples read."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Other state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
+
+
+def build_shards(state: TrainingState, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    """``{"model": ..., "optimizer": tree}``: Megatron's sharded description of weights and optimizer.
+
+    Collective over the data-parallel groups (the distributed optimizer is gathered) unless loading.
+    """
+    model = {
+        f"model{index}" if len(state.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(state.model_chunks)
+    }
+    tree = optimizer_state.sharded_tree(state.optimizer, model, metadata, is_loading=is_loading)
+    return {**model, "optimizer": tree}
+
+
+def rank_state(*, empty: bool = False) -> ShardedObject:
+    """This rank's own state (its generators) as an object of the checkpoint."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    return ShardedObject(RANK_STATE_KEY, None if empty else {"rng": capture_rng()}, (world,), (rank,), replica_id=0)
+
+
+def common_state(state: TrainingState) -> dict[str, Any]:
+    """What all ranks share, to be written once."""
+    return {
+        "iteration": state.iteration,
+        "checkpoint_version": 3.0,
+        "opt_param_scheduler": state.scheduler.state_dict(),
+        OURS_KEY: {
+            "consumed_samples": state.consumed_samples,
+            "optimizer_step": optimizer_state.step_count(state.optimizer),
+            "grad_scaler": optimizer_state.scaler_state(state.optimizer),
+            "extra": state.extra,
+        },
+    }
+
+
+def install(state: TrainingState, frame: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Fill ``state`` from what was loaded; ``frame`` is :func:`build_shards` of the living objects."""
+    ours = loaded.get(OURS_KEY)
+    if ours is None:
+        ours = _foreign(loaded)
+    for index, chunk in enumerate(state.model_chunks):
+        key = f"model{index}" if len(state.model_chunks) > 1 else "model"
+        unwrap(chunk).load_state_dict(loaded[key], strict=True)
+    tree = optimizer_state.fill_frame(frame["optimizer"], loaded["optimizer_shards"])
+    optimizer_state.install_state(state.optimizer, tree, step=ours["optimizer_step"], scaler=ours["grad_scaler"])
+    state.scheduler.num_steps = 0
+    state.scheduler.step(increment=loaded["opt_param_scheduler"]["num_steps"])
+    state.iteration = loaded["iteration"]
+    state.consumed_samples = ours["consumed_samples"]
+    state.extra = ours["extra"]
+    if RANK_STATE_KEY in loaded:
+        restore_rng(loaded[RANK_STATE_KEY]["rng"])
+
+
+def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
+    """Position of a checkpoint that Megatron-LM wrote, from its own fields."""
+    try:
+        optimizer = loaded["optimizer"]
+        first = optimizer[0] if 0 in optimizer else optimizer
+        inner = first.get("optimizer", first)
+        step = (
+            inner["state"]["common_step"]
+            if "common_step" in inner.get("state", {})
+            else inner["param_groups"][0]["step"]
+        )
+        return {
+            "consumed_samples": int(loaded["args"].consumed_train_samples) if "args" in loaded else 0,
+            "optimizer_step": int(step),
+            "grad_scaler": first.get("grad_scaler"),
+            "extra": {},
+        }
+    except (KeyError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"the foreign checkpoint lacks what a resume needs: {error!r}") from error

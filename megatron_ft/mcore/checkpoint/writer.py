@@ -1,0 +1,182 @@
+"""One save on one rank: Megatron plans which bytes go where, a thread writes a snapshot of them.
+
+Megatron's own background writer forks processes, and needs a manager process for their results;
+a rank killed meanwhile leaves those behind, and a fork copies locks held by the threads of gloo and
+gRPC. Here the tensors are copied at the call and a thread of the rank writes them: training may
+change its state at once, and a failed write is an exception that nobody can miss.
+"""
+
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StorageInfo, _write_item
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_ft.runtime.storage.files import FileEntry, HashedFile, write_file
+
+BACKEND, BACKEND_VERSION = "torch_dist", 1
+
+
+@dataclass(kw_only=True)
+class PlannedWrite:
+    """What this rank writes, with its own copy of every tensor."""
+
+    files: list[tuple[str, list[tuple[Any, Any]]]]
+    """Per file its name and (write item, bytes or CPU tensor)."""
+    writer: Any
+    """Megatron's storage writer, for the metadata at the end."""
+    metadata: Metadata | None
+    """Where every tensor lies; on rank 0 only."""
+
+
+class _PlanningStrategy(TorchDistSaveShardedStrategy):
+    """Stops after planning and keeps the plan."""
+
+    planned: PlannedWrite
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        buckets = _on_host(writer)
+        files = [(name, [*bytes_items, *_copies(tensors)]) for _, name, (bytes_items, tensors) in buckets]
+        self.planned = PlannedWrite(files=files, writer=writer, metadata=save_state_dict_ret[1])
+        return AsyncRequest(None, (), [])
+
+
+def _on_host(writer: Any) -> Any:
+    if not writer.write_buckets:
+        return []
+    return writer.preload_tensors(writer.write_buckets, True)
+
+
+def _copies(items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+    # Some are copies already (gathered or off the device); which ones is Megatron's secret.
+    return [(item, tensor.detach().clone()) for item, tensor in items]
+
+
+class Planner:
+    """Megatron's planning, with its distribution over ``dp_cp_group`` kept between saves."""
+
+    def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
+        self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
+        self._strategy: Any = self._base
+        if fully_parallel:
+            self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
+
+    def plan(self, shards: dict[str, Any], directory: Path) -> PlannedWrite:
+        """Plan this rank's part of the save into ``directory`` and copy it. Collective over the job."""
+        with _without_manager_process():
+            self._strategy.async_save(shards, directory)
+        planned = self._base.planned
+        del self._base.planned
+        return planned
+
+
+@contextmanager
+def _without_manager_process() -> Iterator[None]:
+    """Megatron's writer asks for a queue between processes while planning; a thread needs none."""
+    module: Any = filesystem_async
+    before, module._results_queue = module._results_queue, object()
+    try:
+        yield
+    finally:
+        module._results_queue = before
+
+
+class WriteJob:
+    """Writes a :class:`PlannedWrite` in a thread. ``error`` and ``entries`` are final once ``done``."""
+
+    def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
+        self.planned = planned
+        self.entries: list[FileEntry] = []
+        self.results: list[list[Any]] = []
+        self.error: str | None = None
+        self._directory = directory
+        self._whole_files = whole_files
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the thread has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when ``done``."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for name, content in self._whole_files.items():
+                self.entries.append(write_file(self._directory, name, content))
+            for name, items in self.planned.files:
+                self._write(name, items)
+        except BaseException as error:  # whatever it was: the save failed, and finalisation says so
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.planned.files = []
+            self._whole_files = {}
+
+    def _write(self, name: str, items: list[tuple[Any, Any]]) -> None:
+        with HashedFile(self._directory, name) as file:
+            for item, data in items:
+                result = _write_item(
+                    self.planned.writer.transforms,
+                    file,
+                    data,
+                    item,
+                    name,
+                    serialization_format=SerializationFormat.TORCH_SAVE,
+                )
+                self.results.append(_to_json(result))
+            self.entries.append(file.commit())
+
+
+def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> bytes:
+    """Content of ``.metadata``: the plan with the place of every item that some rank wrote."""
+    capture = _Capture()
+    writer = planned.writer
+    writer.fs, writer.sync_files = capture, False
+    writer.finish(planned.metadata, [[_from_json(record) for record in of_rank] for of_rank in results])
+    return capture.content
+
+
+class _Capture(FileSystem):
+    """Takes the one file that a writer's ``finish`` writes, in memory."""
+
+    content = b""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with io.BytesIO() as stream:
+            yield stream
+            self.content = stream.getvalue()
+
+    def exists(self, path: Any) -> bool:
+        return False
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        return None
+
+
+def _to_json(result: WriteResult) -> list[Any]:
+    index, place = result.index, result.storage_data
+    assert place.transform_descriptors is None, "a transform would need a place in the record"
+    offset = None if index.offset is None else list(index.offset)
+    return [index.fqn, offset, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length]
+
+
+def _from_json(record: list[Any]) -> WriteResult:
+    fqn, offset, index, num_bytes, path, start, length = record
+    key = MetadataIndex(fqn, None if offset is None else torch.Size(offset), index)
+    return WriteResult(index=key, size_in_bytes=num_bytes, storage_data=_StorageInfo(path, start, length))

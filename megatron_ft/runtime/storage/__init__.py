@@ -1,0 +1,1 @@
+"""Files of checkpoints: written with checksums, committed by a manifest, verified before use."""

@@ -1,0 +1,161 @@
+"""The folder of a run's checkpoints: names, completeness, ``latest``, damage and deletion.
+
+::
+
+    checkpoints/iter_0000030/        complete once it holds a manifest
+    checkpoints/iter_0000030.1/      saved again after the first one (a run that went back and forth)
+    checkpoints/damaged_iter_0000020 set aside by a resume that found it damaged
+    checkpoints/latest               JSON; the newest complete checkpoint, for people and tools
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.errors import CheckpointError
+from megatron_ft.runtime.storage.files import fsync_directory, write_atomically
+from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, verify
+
+LATEST_NAME = "latest"
+_DIRECTORY = re.compile(r"iter_(\d{7,})(?:\.(\d{1,6}))?")
+_TRASH_PREFIX = ".deleted_"
+_DAMAGED_PREFIX = "damaged_"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StoredCheckpoint:
+    """One directory of the folder; ordered by age, oldest first."""
+
+    iteration: int
+    attempt: int
+    """0 for the first save of this iteration."""
+    path: Path
+    complete: bool
+    """Whether it has a manifest. Its files may still be damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamageReport:
+    """A checkpoint that was passed over, and why."""
+
+    path: Path
+    reason: str
+
+
+def directory_name(iteration: int, attempt: int = 0) -> str:
+    """Name of the directory of ``iteration``."""
+    return f"iter_{iteration:07d}" + (f".{attempt}" if attempt else "")
+
+
+def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
+    """All checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for entry in os.scandir(folder):
+        match = _DIRECTORY.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            path = Path(entry.path)
+            complete = (path / MANIFEST_NAME).is_file()
+            found.append(StoredCheckpoint(int(match[1]), int(match[2] or 0), path, complete))
+    return sorted(found)
+
+
+def start_directory(folder: Path, iteration: int) -> Path:
+    """Create the directory a save of ``iteration`` writes into.
+
+    Leftovers of a crashed save of the same iteration are removed; a complete checkpoint of it is
+    never touched: the new one gets the next attempt number.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    same = [stored for stored in list_checkpoints(folder) if stored.iteration == iteration]
+    for stored in same:
+        if not stored.complete:
+            delete(stored.path)
+    taken = [stored.attempt for stored in same if stored.complete]
+    path = folder / directory_name(iteration, max(taken) + 1 if taken else 0)
+    path.mkdir()
+    fsync_directory(folder)
+    return path
+
+
+def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path | None, list[DamageReport]]:
+    """The newest checkpoint that passes ``check``, and a report on each newer one that did not.
+
+    Directories without a manifest are leftovers of a save that never finished: they are reported too.
+    """
+    reports = []
+    for stored in reversed(list_checkpoints(folder)):
+        if not stored.complete:
+            reports.append(DamageReport(path=stored.path, reason="incomplete: no manifest"))
+            continue
+        try:
+            check(stored.path)
+        except CheckpointError as error:
+            reports.append(DamageReport(path=stored.path, reason=str(error)))
+            continue
+        return stored.path, reports
+    return None, reports
+
+
+def move_latest(folder: Path, path: Path, iteration: int) -> None:
+    """Point ``latest`` at ``path``, in one atomic step. Call it when ``path`` is complete."""
+    assert (path / MANIFEST_NAME).is_file(), f"latest may not move to {path}: it has no manifest"
+    content = json.dumps({"checkpoint": path.name, "iteration": iteration}) + "\n"
+    write_atomically(folder, LATEST_NAME, content.encode())
+
+
+def read_latest(folder: Path) -> Path | None:
+    """What ``latest`` points at; None without it. Raises CheckpointError when it is damaged."""
+    path = folder / LATEST_NAME
+    try:
+        name = json.loads(path.read_bytes())["checkpoint"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+    if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
+        raise CheckpointError(f"{path}: {name!r} is not a checkpoint's name")
+    return folder / name
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that it no longer counts as one; its bytes are kept."""
+    for attempt in range(1_000_000):
+        target = path.with_name(f"{_DAMAGED_PREFIX}{path.name}" + (f"_{attempt}" if attempt else ""))
+        if not target.exists():
+            os.rename(path, target)
+            fsync_directory(path.parent)
+            return target
+    raise CheckpointError(f"{path}: no free name to set it aside")
+
+
+def delete(path: Path) -> None:
+    """Remove a checkpoint: renamed first, so that a crash leaves no half of it under its name."""
+    trash = path.with_name(_TRASH_PREFIX + path.name)
+    if trash.exists():
+        shutil.rmtree(trash)
+    os.rename(path, trash)
+    fsync_directory(path.parent)
+    shutil.rmtree(trash)
+
+
+def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
+    """Delete leftovers: half-deleted directories, and incomplete ones older than ``before_iteration``.
+
+    Call it after a checkpoint of ``before_iteration`` is complete and no save is in flight.
+    """
+    removed = []
+    for entry in list(os.scandir(folder)) if folder.is_dir() else []:
+        if entry.name.startswith(_TRASH_PREFIX) and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+            removed.append(Path(entry.path))
+    for stored in list_checkpoints(folder):
+        if not stored.complete and stored.iteration <= before_iteration:
+            delete(stored.path)
+            removed.append(stored.path)
+    return removed

@@ -1,0 +1,119 @@
+"""Durable files: checksummed while they are written, renamed into place only when on disk.
+
+Every byte of a checkpoint passes :func:`_write`, so a test can make any single write call fail.
+"""
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+CHUNK_BYTES = 1 << 20
+"""Bytes read at a time when a file is hashed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint as its manifest lists it."""
+
+    name: str
+    """Path below the checkpoint directory, with ``/``."""
+    num_bytes: int
+    """Size."""
+    xxh3_128: str
+    """Hexadecimal checksum of the content."""
+
+
+def _write(descriptor: int, data: memoryview) -> int:
+    """The one place where bytes go to the operating system."""
+    return os.write(descriptor, data)
+
+
+class HashedFile(io.RawIOBase):
+    """A new file that counts and hashes what is written to it.
+
+    Refuses to replace an existing file. :meth:`commit` makes the content durable.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.num_bytes = 0
+        self._hash = xxhash.xxh3_128()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+        self._descriptor = os.open(directory / name, flags, 0o644)
+
+    def writable(self) -> bool:
+        """Always: the file is write-only."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self.num_bytes
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data`` (any buffer) or raise OSError."""
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < len(view):
+            written += _write(self._descriptor, view[written:])
+        self._hash.update(view)
+        self.num_bytes += len(view)
+        return len(view)
+
+    def commit(self) -> FileEntry:
+        """Flush to the device, close, and say what was written."""
+        os.fsync(self._descriptor)
+        self.close()
+        return FileEntry(name=self.name, num_bytes=self.num_bytes, xxh3_128=self._hash.hexdigest())
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make names created in or moved into ``directory`` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(directory: Path, name: str, content: bytes) -> None:
+    """Put ``content`` under ``name``: readers see the old file or the new one, never a mix.
+
+    Raises OSError and leaves the old file as it was when the disk is full or fails.
+    """
+    temporary = f".{name}.{os.getpid()}.tmp"
+    (directory / temporary).unlink(missing_ok=True)
+    try:
+        with HashedFile(directory, temporary) as file:
+            file.write(content)
+            file.commit()
+        os.rename(directory / temporary, directory / name)
+    except OSError:
+        (directory / temporary).unlink(missing_ok=True)
+        raise
+    fsync_directory(directory)
+
+
+def write_file(directory: Path, name: str, content: bytes) -> FileEntry:
+    """Write a new durable file ``name`` and return its entry."""
+    with HashedFile(directory, name) as file:
+        file.write(content)
+        return file.commit()
+
+
+def hash_file(file: IO[bytes]) -> str:
+    """Checksum of what is left to read in ``file``."""
+    digest = xxhash.xxh3_128()
+    while chunk := file.read(CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
