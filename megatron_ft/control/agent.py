@@ -1,0 +1,360 @@
+"""A node's process: starts its ranks, watches them, relays what they say.
+
+``python -m megatron_ft.control.agent`` reads one line of JSON from standard input (address and token of the
+controller, node number, sockets) and keeps it open: when it closes, the launcher is gone and the node ends. The main
+thread owns everything and waits on sockets; one thread asks the controller for orders, one sends it what ranks report.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megatron_ft.control.forkserver import listen
+from megatron_ft.control.framing import FrameReader, Message, send
+from megatron_ft.control.outbox import Outbox
+from megatron_ft.errors import ControlError
+
+POLL_SECONDS = 10.0
+_LOG_TAIL_BYTES = 8192
+_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """What a node process is told through its standard input."""
+
+    controller_address: str
+    token: str
+    node: int
+    runtime_dir: str
+    """A directory of mode 0700 for the node's socket; removed by the last process of the job that leaves it."""
+    forkserver_socket: str
+    lost_controller_seconds: float = 5.0
+    """A controller that does not answer for so long is lost, and the node ends its ranks."""
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+@dataclass
+class _Rank:
+    rank: int
+    log: Path
+    reader: FrameReader | None = None
+    last: Message = field(default_factory=dict)
+    done: bool = False
+
+
+class Agent:
+    """The node's main thread."""
+
+    def __init__(self, spec: AgentSpec) -> None:
+        from megatron_ft.control.rpc import RpcClient
+
+        self._spec = spec
+        self._client = RpcClient(spec.controller_address, "Controller", token=spec.token)
+        self._wake_receive, self._wake_send = socket.socketpair()
+        self._wake_receive.setblocking(False)
+        self._orders: deque[Message] = deque()
+        self._outbox = Outbox(self._wake)
+        self._ranks: dict[int, _Rank] = {}
+        self._strangers: set[FrameReader] = set()
+        self._paused = False
+        self._exit_code: int | None = None
+        self._socket_path = Path(spec.runtime_dir) / f"node-{spec.node:03d}.sock"
+        self._listener = listen(self._socket_path)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._forkserver = FrameReader(_connect(spec.forkserver_socket))
+
+    def run(self) -> int:
+        """Serve until the controller says ``end`` or is lost; the process's exit code."""
+        for source, callback in (
+            (self._listener, self._accept),
+            (self._forkserver.sock, self._read_forkserver),
+            (self._wake_receive, self._woken),
+            (sys.stdin.fileno(), self._launcher_closed),
+        ):
+            self._selector.register(source, selectors.EVENT_READ, callback)
+        self._client.call("join", {"node": self._spec.node, "process_id": os.getpid()}, timeout_seconds=30)
+        for name, target in (("orders", self._ask_for_orders), ("sender", self._send_reports)):
+            threading.Thread(target=target, name=name, daemon=True).start()
+        while self._exit_code is None:
+            for key, _ in self._selector.select():
+                key.data()
+        return self._exit_code
+
+    def close(self) -> None:
+        """Let go of ranks (the fork server kills them) and of the socket file."""
+        self._forkserver.close()
+        self._listener.close()
+        self._socket_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(self._spec.runtime_dir)
+
+    # --- threads -------------------------------------------------------------------------------------------------
+
+    def _ask_for_orders(self) -> None:
+        """Thread: fetch orders by long polls, which tell the controller that this node lives."""
+        from megatron_ft.control.rpc import RpcError
+
+        after, last_answer = 0, time.monotonic()
+        while True:
+            request = {"node": self._spec.node, "after": after, "wait_seconds": POLL_SECONDS}
+            try:
+                orders = self._client.call("poll", request, timeout_seconds=POLL_SECONDS + 20)["orders"]
+            except RpcError as error:
+                if error.refused or time.monotonic() - last_answer > self._spec.lost_controller_seconds:
+                    self._order({"op": "lost", "reason": str(error)})
+                    return
+                self._retry_pause.wait(0.2)
+                continue
+            last_answer, after = time.monotonic(), after + len(orders)
+            for order in orders:
+                self._order(order)
+            if any(order["op"] == "end" for order in orders):
+                return
+
+    _retry_pause = threading.Event()
+
+    def _send_reports(self) -> None:
+        """Thread: deliver the outbox, in order, each item once."""
+        from megatron_ft.control.rpc import RpcError
+
+        while True:
+            first, items = self._outbox.wait_batch()
+            if not items:
+                return
+            body = {"node": self._spec.node, "first": first, "items": items}
+            try:
+                self._outbox.acknowledge(self._client.call("deliver", body, timeout_seconds=60)["next"])
+            except RpcError as error:
+                if error.refused:
+                    self._order({"op": "lost", "reason": str(error)})
+                    return
+                self._retry_pause.wait(0.2)
+
+    def _order(self, order: Message) -> None:
+        self._orders.append(order)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_send.send(b"\0")
+
+    # --- main thread ---------------------------------------------------------------------------------------------
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_receive.recv(4096)
+        while self._orders and self._exit_code is None:
+            self._obey(self._orders.popleft())
+        if self._paused and not self._outbox.is_full:
+            self._paused = False
+            for state in self._ranks.values():
+                if state.reader is not None:
+                    self._watch(state, state.reader)
+
+    def _obey(self, order: Message) -> None:
+        match order["op"]:
+            case "start":
+                self._start(order)
+            case "stop":
+                self._signal_all(signal.SIGTERM)
+            case "kill":
+                self._signal_all(signal.SIGKILL)
+            case "end":
+                self._exit_code = 0
+            case "lost":
+                self._lost(order["reason"])
+            case other:
+                self._lost(f"unknown order {other!r}")
+
+    def _lost(self, reason: str) -> None:
+        print(f"node {self._spec.node}: lost the controller, ending ranks: {reason}", file=sys.stderr, flush=True)
+        self._exit_code = ControlError.exit_code
+
+    def _launcher_closed(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            self._lost("the launcher has gone")
+
+    def _start(self, order: Message) -> None:
+        shared = {name: value for name, value in order.items() if name not in ("op", "ranks")}
+        for local_rank, rank in enumerate(order["ranks"][str(self._spec.node)]):
+            log = Path(order["run_dir"]) / "logs" / f"rank-{rank:05d}.log"
+            self._ranks[rank] = _Rank(rank, log)
+            spec = {
+                **shared,
+                "rank": rank,
+                "local_rank": local_rank,
+                "node": self._spec.node,
+                "agent_socket": str(self._socket_path),
+                "environment": dict(os.environ),
+            }
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                send(self._forkserver.sock, {"op": "spawn", "rank": rank, "spec": spec}, [descriptor])
+            finally:
+                os.close(descriptor)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            send(self._forkserver.sock, {"op": "signal", "rank": rank, "signal": int(number)})
+
+    def _read_forkserver(self) -> None:
+        messages, closed = self._forkserver.pump()
+        for message in messages:
+            if message["op"] == "exited":
+                self._rank_exited(self._ranks[message["rank"]], message)
+        if closed:
+            self._lost("the fork server has gone")
+
+    def _rank_exited(self, state: _Rank, message: Message) -> None:
+        """Everything the rank said comes before its exit: it waits in sockets of this process."""
+        self._accept()
+        for stranger in list(self._strangers):
+            self._read_stranger(stranger)
+        if state.reader is not None:
+            self._read_rank(state, state.reader, until_empty=True)
+        tail = "" if state.done else tail_of(state.log)
+        about = {"node": self._spec.node, "done": state.done, "log": str(state.log), "log_tail": tail}
+        self._outbox.put({**message, **about, **state.last})
+        del self._ranks[state.rank]
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._greet(FrameReader(connection))
+
+    def _greet(self, reader: FrameReader) -> None:
+        self._strangers.add(reader)
+        self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_stranger(reader))
+
+    def _read_stranger(self, reader: FrameReader) -> None:
+        """The first message of a connection says which rank it is."""
+        if reader not in self._strangers:
+            return
+        messages, closed = reader.pump()
+        if not messages and not closed:
+            return
+        self._strangers.discard(reader)
+        self._selector.unregister(reader.sock)
+        state = self._ranks.get(messages[0].get("rank", -1)) if messages else None
+        if state is None or state.reader is not None or messages[0]["op"] != "hello":
+            reader.close()
+            return
+        state.reader = reader
+        self._outbox.put({"op": "reported", "rank": state.rank})
+        for message in messages[1:]:
+            self._rank_said(state, message)
+        if not closed and not self._paused:
+            self._watch(state, reader)
+
+    def _watch(self, state: _Rank, reader: FrameReader) -> None:
+        self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_rank(state, reader))
+
+    def _read_rank(self, state: _Rank, reader: FrameReader, *, until_empty: bool = False) -> None:
+        if state.reader is None:
+            return
+        while True:
+            messages, closed = reader.pump()
+            for message in messages:
+                self._rank_said(state, message)
+            if closed:
+                self._forget(state, reader)
+                return
+            if not (until_empty and messages):
+                break
+        if self._outbox.is_full and not self._paused:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Read no rank until the controller has caught up; their sockets fill and they wait."""
+        self._paused = True
+        for state in self._ranks.values():
+            if state.reader is not None:
+                self._selector.unregister(state.reader.sock)
+
+    def _forget(self, state: _Rank, reader: FrameReader) -> None:
+        if reader.sock in self._selector.get_map():
+            self._selector.unregister(reader.sock)
+        reader.close()
+        state.reader = None
+
+    def _rank_said(self, state: _Rank, message: Message) -> None:
+        match message["op"]:
+            case "record":
+                self._outbox.put({"op": "record", "rank": state.rank, "record": message["record"]})
+            case "progress":
+                state.last = {"iteration": message["iteration"], "phase": message["phase"]}
+            case "done":
+                state.done = True
+            case "raised":
+                self._outbox.put({**message, "rank": state.rank, "node": self._spec.node, **state.last})
+
+
+def _connect(path: str) -> socket.socket:
+    """Connect to a fork server whose socket is about to appear."""
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(path)
+            return sock
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            sock.close()
+            if time.monotonic() > deadline:
+                raise ControlError(f"launch.forkserver_socket={path}: nobody listens there ({error})") from error
+            threading.Event().wait(0.02)
+
+
+def tail_of(path: Path) -> str:
+    """The last lines of a log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            size = file.tell()
+            file.seek(max(0, size - _LOG_TAIL_BYTES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-30:])
+    except OSError as error:
+        return f"(cannot read {path}: {error})"
+
+
+def _read_spec() -> AgentSpec:
+    """One line from standard input, read byte by byte so that its end can be waited for later."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(sys.stdin.fileno(), 1)
+        if not byte:
+            raise ControlError("the launcher closed standard input before it sent the node's spec")
+        line += byte
+    return AgentSpec(**json.loads(line))
+
+
+def main() -> int:
+    """Entry of the node process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    agent = Agent(_read_spec())
+    try:
+        return agent.run()
+    except (ControlError, ConnectionError) as error:
+        print(f"node agent: {error}", file=sys.stderr, flush=True)
+        return ControlError.exit_code
+    finally:
+        agent.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

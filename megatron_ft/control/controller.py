@@ -1,0 +1,196 @@
+"""The job's controller: agents report to it, it decides by ``membership`` and gives orders.
+
+Calls of agents arrive in gRPC's threads and only enqueue; one thread, in ``run``, takes facts in order, asks the state
+machine and writes orders, which agents fetch by long polls.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_ft.control import membership
+from megatron_ft.control.framing import Message
+from megatron_ft.control.membership import Decision, Failure, MembershipPolicy, Outcome, Phase, State
+from megatron_ft.control.rpc import RpcServer
+from megatron_ft.errors import ControlError
+
+RecordSink = Callable[[Message], None]
+StepSink = Callable[[membership.Step], None]
+
+MAX_WAITING_ITEMS = 4096
+_MAX_POLL_SECONDS = 30.0
+_ACCEPT_SECONDS = 20.0
+
+
+@dataclass
+class JobEnd:
+    """How the job ended, and what is known of every rank that did not end well."""
+
+    outcome: Outcome
+    reason: str
+    first_failure: Failure | None
+    details: dict[int, Message] = field(default_factory=dict)
+    """Rank to what was said of its end: ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase,
+    log, log_tail``, as far as known."""
+
+
+class Controller:
+    """One job, one membership."""
+
+    def __init__(
+        self,
+        policy: MembershipPolicy,
+        *,
+        interface: str,
+        token: str,
+        start_order: Message,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Bind the service.
+
+        Args:
+            start_order: fields of the order ``start`` that do not depend on the membership.
+        """
+        self._policy = policy
+        self._clock = clock
+        self._start_order = start_order
+        self._state = membership.initial(policy, clock())
+        self._inbox: queue.SimpleQueue[Message | membership.Event] = queue.SimpleQueue()
+        self._room = threading.BoundedSemaphore(MAX_WAITING_ITEMS)
+        self._orders: list[Message] = []
+        self._changed = threading.Condition()
+        self._next_item = dict.fromkeys(range(policy.num_nodes), 0)
+        self._delivery = {node: threading.Lock() for node in range(policy.num_nodes)}
+        self._details: dict[int, Message] = {}
+        methods = {"join": self._join, "poll": self._poll, "deliver": self._deliver}
+        num_threads = 4 * policy.num_nodes + 4
+        self._server = RpcServer("Controller", methods, interface=interface, token=token, num_threads=num_threads)
+        self.address = self._server.address
+
+    @property
+    def state(self) -> State:
+        """Where the job stands."""
+        return self._state
+
+    def post(self, event: membership.Event) -> None:
+        """Tell a fact; safe in any thread and in signal handlers."""
+        self._inbox.put(event)
+
+    def run(self, on_record: RecordSink, on_step: StepSink) -> JobEnd:
+        """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread."""
+        self._server.start()
+        while True:
+            item = self._take()
+            if isinstance(item, dict):
+                self._room.release()
+                event = self._event_of(item, on_record)
+            else:
+                event = item
+            step = membership.advance(self._policy, self._state, event, self._clock())
+            self._state = step.state
+            if step.decision is not Decision.WAIT:
+                on_step(step)
+            if self._execute(step):
+                return JobEnd(step.state.outcome, step.reason, step.state.first_failure, self._details)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.stop()
+
+    def _take(self) -> Message | membership.Event:
+        deadline = self._state.deadline_seconds
+        try:
+            if deadline is None:
+                return self._inbox.get()
+            return self._inbox.get(timeout=max(0.0, deadline - self._clock()))
+        except queue.Empty:
+            return membership.Tick()
+
+    def _event_of(self, item: Message, on_record: RecordSink) -> membership.Event:
+        match item["op"]:
+            case "record":
+                on_record(item["record"])
+                return membership.Tick()
+            case "reported":
+                return membership.RankReported(item["rank"])
+            case "raised":
+                self._note(item)
+                return membership.RankRaised(item["rank"], item["at_seconds"])
+            case "exited":
+                self._note(item)
+                return membership.RankExited(item["rank"], item["returncode"], item["at_seconds"], item["done"])
+        raise ControlError(f"unknown item {item['op']!r}")
+
+    def _note(self, item: Message) -> None:
+        details = self._details.setdefault(item["rank"], {})
+        failed_at_seconds = min(item["at_seconds"], details.get("at_seconds", item["at_seconds"]))
+        details.update({name: value for name, value in item.items() if name not in ("op", "rank")})
+        details["at_seconds"] = failed_at_seconds
+        details["caused_by_us"] = details.get("caused_by_us", self._state.phase is Phase.KILLING)
+
+    def _execute(self, step: membership.Step) -> bool:
+        """Carry a decision out; whether the job has ended."""
+        match step.decision:
+            case Decision.START:
+                ranks = {str(node): list(self._policy.ranks_of(node)) for node in range(self._policy.num_nodes)}
+                self._order({**self._start_order, "op": "start", "generation": step.state.generation, "ranks": ranks})
+            case Decision.STOP:
+                self._order({"op": "stop", "reason": step.reason})
+            case Decision.KILL:
+                self._order({"op": "kill", "reason": step.reason})
+            case Decision.END:
+                self._order({"op": "end", "reason": step.reason})
+                return True
+        return False
+
+    def _order(self, order: Message) -> None:
+        with self._changed:
+            self._orders.append(order)
+            self._changed.notify_all()
+
+    # --- what agents call, in gRPC's threads -----------------------------------------------------------------------
+
+    def _join(self, request: Message) -> Message:
+        self.post(membership.NodeJoined(self._known(request)))
+        return {}
+
+    def _poll(self, request: Message) -> Message:
+        node, after = self._known(request), int(request["after"])
+        wait_seconds = min(float(request["wait_seconds"]), _MAX_POLL_SECONDS)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._orders) > after, timeout=wait_seconds)
+            return {"node": node, "orders": self._orders[after:]}
+
+    def _deliver(self, request: Message) -> Message:
+        """Take items not taken before; says which one is expected next."""
+        node, first = self._known(request), int(request["first"])
+        deadline = time.monotonic() + _ACCEPT_SECONDS
+        with self._delivery[node]:
+            for number, item in enumerate(request["items"], start=first):
+                if number < self._next_item[node]:
+                    continue
+                self._check(node, item)
+                if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    break
+                self._inbox.put(item)
+                self._next_item[node] = number + 1
+            return {"next": self._next_item[node]}
+
+    def _known(self, request: Message) -> int:
+        node = int(request["node"])
+        if not 0 <= node < self._policy.num_nodes:
+            raise ControlError(f"node {node}: the job has nodes 0 to {self._policy.num_nodes - 1}")
+        return node
+
+    def _check(self, node: int, item: Message) -> None:
+        """Refuse items that are malformed or speak for another node's ranks."""
+        if item["op"] not in ("record", "reported", "raised", "exited"):
+            raise ControlError(f"unknown item {item['op']!r}")
+        if int(item["rank"]) not in self._policy.ranks_of(node):
+            raise ControlError(f"rank {item['rank']} is not of node {node}")
+        if item["op"] in ("raised", "exited"):
+            float(item["at_seconds"])
+        if item["op"] == "exited":
+            int(item["returncode"]), bool(item["done"])

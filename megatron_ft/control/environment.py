@@ -1,0 +1,206 @@
+"""What ``torchrun`` and ``srun`` say about a process, read from their environment variables. Pure.
+
+Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section
+"OUTPUT ENVIRONMENT VARIABLES").
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ft.errors import ConfigError
+
+_KEY = "launch.mode"
+_FIRST_PORT = 20000
+_NUM_PORTS = 20000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnvironment:
+    """A rank that somebody else started. ``attempt`` counts restarts, for names that must not repeat."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    job_id: str
+    attempt: int = 0
+    store_is_served: bool = False
+    """Whether the launcher already serves a ``TCPStore`` at the master's address."""
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node, ranks being dealt node by node."""
+        return self.rank // self.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the job."""
+        return self.world_size // self.local_world_size
+
+
+def detect(variables: Mapping[str, str]) -> str:
+    """``torchrun``, ``srun`` or ``local``: who started this process, from ``os.environ``.
+
+    A torchrun started by srun counts as torchrun. An interactive shell inside a Slurm job step has
+    ``SLURM_PROCID`` as well; choose ``launch=local`` there.
+    """
+    if "TORCHELASTIC_RUN_ID" in variables and "RANK" in variables:
+        return "torchrun"
+    if "SLURM_PROCID" in variables and "SLURM_STEP_ID" in variables:
+        return "srun"
+    return "local"
+
+
+def read_environment(mode: str, variables: Mapping[str, str], *, master_port: int = 0) -> RankEnvironment:
+    """The rank this process is.
+
+    Args:
+        mode: ``torchrun`` or ``srun``.
+        master_port: ``launch.master_port``; 0 derives one from Slurm's job and step.
+
+    Raises:
+        ConfigError: a variable is missing, no number, or contradicts another.
+    """
+    assert mode in ("torchrun", "srun"), f"no environment of mode {mode}"
+    environment = _torchrun(variables) if mode == "torchrun" else _srun(variables, master_port)
+    _check(environment)
+    return environment
+
+
+def _torchrun(variables: Mapping[str, str]) -> RankEnvironment:
+    return RankEnvironment(
+        launcher="torchrun",
+        rank=_number(variables, "RANK"),
+        world_size=_number(variables, "WORLD_SIZE"),
+        local_rank=_number(variables, "LOCAL_RANK"),
+        local_world_size=_number(variables, "LOCAL_WORLD_SIZE"),
+        master_addr=_text(variables, "MASTER_ADDR"),
+        master_port=_number(variables, "MASTER_PORT"),
+        job_id=_text(variables, "TORCHELASTIC_RUN_ID"),
+        attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        store_is_served=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
+    nodes = expand_nodelist(_text(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+    world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    per_node = expand_counts(_text(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    if len(per_node) != len(nodes) or sum(per_node) != world_size:
+        raise ConfigError.of(_KEY, "srun", f"tasks per node {per_node} must fit {len(nodes)} nodes, {world_size} tasks")
+    if len(set(per_node)) != 1:
+        raise ConfigError.of(_KEY, "srun", f"must have the same number of tasks on every node, has {per_node}")
+    job, step = _text(variables, "SLURM_JOB_ID"), _text(variables, "SLURM_STEP_ID")
+    return RankEnvironment(
+        launcher="srun",
+        rank=_number(variables, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(variables, "SLURM_LOCALID"),
+        local_world_size=per_node[0],
+        master_addr=nodes[0],
+        master_port=master_port or _FIRST_PORT + (int(job) * 16 + int(step)) % _NUM_PORTS,
+        job_id=f"{job}.{step}",
+        attempt=int(variables.get("SLURM_RESTART_COUNT", "0")),
+    )
+
+
+def _check(environment: RankEnvironment) -> None:
+    def require(condition: bool, constraint: str) -> None:
+        if not condition:
+            raise ConfigError.of(_KEY, environment.launcher, constraint)
+
+    rank, world_size, local = environment.rank, environment.world_size, environment.local_world_size
+    require(world_size >= 1 and 0 <= rank < world_size, f"rank {rank} must lie within world size {world_size}")
+    require(local >= 1 and world_size % local == 0, f"world size {world_size} must be a multiple of {local} per node")
+    require(0 <= environment.local_rank < local, f"local rank {environment.local_rank} must be below {local} per node")
+    require(
+        rank % local == environment.local_rank,
+        f"rank {rank} with local rank {environment.local_rank}: must be dealt node by node (block), {local} per node",
+    )
+
+
+def check_layout(environment: RankEnvironment, *, num_nodes: int, ranks_per_node: int) -> None:
+    """Refuse a job whose launcher started other ranks than the configuration says.
+
+    Raises:
+        ConfigError: ``launch.num_nodes`` or ``launch.ranks_per_node`` differ from the launcher's.
+    """
+    found = (environment.num_nodes, environment.local_world_size)
+    for key, wanted, have in zip(("num_nodes", "ranks_per_node"), (num_nodes, ranks_per_node), found, strict=True):
+        if wanted != have:
+            raise ConfigError.of(f"launch.{key}", wanted, f"must be {have}, as {environment.launcher} started it")
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Host names of a Slurm nodelist in its order, e.g. ``a[01-03,7],b`` gives ``a01 a02 a03 a7 b``.
+
+    Raises:
+        ConfigError: the text is no nodelist.
+    """
+    hosts = [host for part in _split_outside_brackets(text) for host in _expand_part(part, text)]
+    if not hosts:
+        raise ConfigError.of("SLURM_STEP_NODELIST", text, "must name at least one node")
+    return hosts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    return re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text) if _is_balanced(text) else [text]
+
+
+def _is_balanced(text: str) -> bool:
+    return re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])*", text) is not None
+
+
+def _expand_part(part: str, text: str) -> list[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", part)
+    if match is None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", part):
+            raise ConfigError.of("SLURM_STEP_NODELIST", text, "must be a Slurm nodelist such as node[0-3,7]")
+        return [part]
+    prefix, ranges, rest = match.groups()
+    numbers = [number for piece in ranges.split(",") for number in _expand_range(piece, text)]
+    return [host for number in numbers for host in _expand_part(f"{prefix}{number}{rest}", text)]
+
+
+def _expand_range(piece: str, text: str) -> list[str]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+    if match is None:
+        raise ConfigError.of("SLURM_STEP_NODELIST", text, f"has a range {piece!r} that is no number or low-high")
+    first, last = match.group(1), match.group(2) or match.group(1)
+    if not int(first) <= int(last) < int(first) + 1_000_000:
+        raise ConfigError.of("SLURM_STEP_NODELIST", text, f"has a range {piece!r} that does not rise")
+    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's tasks per node, e.g. ``2(x3),1`` gives ``2 2 2 1``.
+
+    Raises:
+        ConfigError: the text is no such list.
+    """
+    counts: list[int] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+        if match is None:
+            raise ConfigError.of("SLURM_STEP_TASKS_PER_NODE", text, "must look like 2(x3),1")
+        counts += [int(match.group(1))] * int(match.group(2) or "1")
+    return counts
+
+
+def _text(variables: Mapping[str, str], *names: str) -> str:
+    """The first of ``names`` that is set."""
+    for name in names:
+        if variables.get(name):
+            return variables[name]
+    raise ConfigError.of(" or ".join(names), None, "must be set by the launcher that launch.mode names")
+
+
+def _number(variables: Mapping[str, str], *names: str) -> int:
+    text = _text(variables, *names)
+    if not re.fullmatch(r"\d+", text):
+        raise ConfigError.of(" or ".join(names), text, "must be a whole number")
+    return int(text)

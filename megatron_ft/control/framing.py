@@ -1,0 +1,109 @@
+"""JSON messages over local stream sockets: four bytes of length (big endian), then UTF-8 JSON.
+
+Used between processes of one node (rank and agent, agent and fork server). File descriptors may travel with a
+message; they are queued in the order they arrive.
+"""
+
+import array
+import json
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ft.errors import ControlError
+
+Message = dict[str, Any]
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+_HEADER_BYTES = 4
+_READ_BYTES = 256 * 1024
+_MAX_DESCRIPTORS = 16
+
+
+def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Send one message, blocking while the peer's buffer is full.
+
+    Raises:
+        ControlError: the message is larger than ``MAX_FRAME_BYTES``.
+        OSError: the peer is gone.
+    """
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ControlError(f"message of {len(payload)} bytes: must have at most {MAX_FRAME_BYTES}")
+    data = len(payload).to_bytes(_HEADER_BYTES, "big") + payload
+    sent = socket.send_fds(sock, [data], list(descriptors)) if descriptors else 0
+    sock.sendall(memoryview(data)[sent:])
+
+
+class FrameReader:
+    """Cuts the bytes of one socket into messages."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.descriptors: deque[int] = deque()
+        self._buffer = bytearray()
+
+    def pump(self) -> tuple[list[Message], bool]:
+        """Read once: the messages completed by it, and whether the peer has closed.
+
+        Blocks when nothing is there and the socket blocks; a non-blocking socket with nothing to read gives
+        ``([], False)``.
+
+        Raises:
+            ControlError: a frame that is too large or is no JSON object.
+        """
+        try:
+            data = self._receive()
+        except BlockingIOError:
+            return [], False
+        except ConnectionError:
+            return [], True
+        self._buffer += data
+        return list(iter(self._next_message, None)), not data
+
+    def _receive(self) -> bytes:
+        ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+        data, ancillary, flags, _ = self.sock.recvmsg(_READ_BYTES, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                self.descriptors.extend(received)
+        if flags & socket.MSG_CTRUNC:
+            raise ControlError("a peer sent more file descriptors than a message may carry")
+        return data
+
+    def _next_message(self) -> Message | None:
+        if len(self._buffer) < _HEADER_BYTES:
+            return None
+        size = int.from_bytes(self._buffer[:_HEADER_BYTES], "big")
+        if size > MAX_FRAME_BYTES:
+            raise ControlError(f"a peer announced a message of {size} bytes: at most {MAX_FRAME_BYTES} are read")
+        if len(self._buffer) < _HEADER_BYTES + size:
+            return None
+        payload = bytes(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size])
+        del self._buffer[: _HEADER_BYTES + size]
+        return decode(payload)
+
+    def close(self) -> None:
+        """Close the socket and descriptors nobody took."""
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
+        self.sock.close()
+
+
+def decode(payload: bytes) -> Message:
+    """A JSON object from bytes.
+
+    Raises:
+        ControlError: the bytes are no JSON object.
+    """
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise ControlError(f"a peer sent bytes that are no JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise ControlError(f"a peer sent a JSON {type(message).__name__}: must be an object")
+    return message

@@ -1,0 +1,130 @@
+"""What the launcher prints at the end of a job that did not end well. Pure: facts in, text out."""
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ft.control.controller import JobEnd
+from megatron_ft.control.framing import Message
+from megatron_ft.control.membership import describe_returncode, signal_name
+from megatron_ft.events import RankFailed
+
+_WIDTH = 100
+_MAX_LINES = 40
+
+
+def failure_screen(end: JobEnd, run_dir: Path, resume: str, node_log: str = "") -> str:
+    """Which rank died first, how, why, what became of the others, where logs are, how to resume.
+
+    Args:
+        node_log: last lines of a lost node's own log, shown when no rank is to blame.
+    """
+    first = end.first_failure
+    rank = first.rank if first else None
+    details = end.details.get(rank, {}) if rank is not None else {}
+    body = details.get("traceback") or details.get("log_tail") or (node_log if rank is None else "")
+    blocks = [_headline(end, rank, details), _indent(body), _others(end, rank), _logs(run_dir, details), resume]
+    rule = "=" * _WIDTH
+    return "\n".join([rule, *("\n".join(block.splitlines()) + "\n" for block in blocks if block), rule])
+
+
+def _headline(end: JobEnd, rank: int | None, details: Message) -> str:
+    if rank is None:
+        return f"THE JOB FAILED: {end.reason}"
+    place = f"node {details['node']}" if "node" in details else "node unknown"
+    if "iteration" in details:
+        place += f", iteration {details['iteration']}, phase {details['phase']}"
+    return f"RANK {rank} FAILED FIRST ({place}): {_how(details)}, at {_clock(details)}"
+
+
+def _how(details: Message) -> str:
+    how = f"raised {_short(details['error'])}" if "error" in details else ""
+    if "returncode" in details and (not how or details["returncode"] < 0):
+        how += (", " if how else "") + describe_returncode(details["returncode"])
+    return how or "ended"
+
+
+def _short(text: str, limit: int = 160) -> str:
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _clock(details: Message) -> str:
+    at_seconds = float(details.get("at_seconds", 0.0))
+    return time.strftime("%H:%M:%S", time.localtime(at_seconds)) + f".{int(at_seconds * 1000) % 1000:03d}"
+
+
+def _indent(text: str) -> str:
+    lines = text.rstrip().splitlines()
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[: _MAX_LINES // 3], f"... {len(lines) - _MAX_LINES} lines ...", *lines[-2 * _MAX_LINES // 3 :]]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _others(end: JobEnd, first: int | None) -> str:
+    """Those that failed later, probably because the first was gone, and those the launcher ended."""
+    begin = end.details.get(first, {}).get("at_seconds", 0.0) if first is not None else 0.0
+    failed = [(about["at_seconds"], rank, about) for rank, about in end.details.items() if rank != first]
+    failed = [entry for entry in failed if not entry[2]["caused_by_us"] and not entry[2].get("done")]
+    lines = [f"  rank {rank}, {at - begin:.3f} s later: {_how(about)}" for at, rank, about in sorted(failed)[:8]]
+    if len(failed) > 8:
+        lines.append(f"  and {len(failed) - 8} more")
+    ended = sorted(rank for rank, about in end.details.items() if about["caused_by_us"] and rank != first)
+    if ended:
+        lines.append(f"  ended by the launcher: {'ranks' if len(ended) > 1 else 'rank'} {_ranges(ended)}")
+    return "\n".join(["The others:", *lines]) if lines else ""
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``0-3, 7`` for ``0 1 2 3 7``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _logs(run_dir: Path, details: Message) -> str:
+    log = details.get("log")
+    return (f"Its log:  {log}\n" if log else "") + f"All logs: {run_dir / 'logs'}"
+
+
+def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool) -> str:
+    """The command that continues the run.
+
+    Args:
+        command: how this job was started, ``sys.argv`` with the interpreter.
+    """
+    kept = [word for word in command if not word.startswith(("run.name=", "run.resume=", "run.dir="))]
+    mode = "must" if has_checkpoint else "auto"
+    line = shlex.join([*kept, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", f"run.resume={mode}"])
+    note = "" if has_checkpoint else " (it saved no checkpoint and starts over)"
+    return f"To continue this run{note}:\n  {line}"
+
+
+def failed_records(end: JobEnd, num_nodes_of: Mapping[int, int]) -> list[RankFailed]:
+    """One event for each rank that failed, the first one first; those the launcher ended are not among them."""
+    first = end.first_failure.rank if end.first_failure else None
+    failed = [item for item in end.details.items() if not item[1]["caused_by_us"] and not item[1].get("done")]
+    return [
+        _failed_record(rank, details, first=rank == first, node=num_nodes_of[rank])
+        for rank, details in sorted(failed, key=lambda item: (item[0] != first, item[1]["at_seconds"]))
+    ]
+
+
+def _failed_record(rank: int, details: Message, *, first: bool, node: int) -> RankFailed:
+    returncode = details.get("returncode")
+    return RankFailed(
+        time_unix_seconds=details["at_seconds"],
+        rank=rank,
+        node=node,
+        exit_code=returncode if returncode is not None and returncode >= 0 else None,
+        signal=signal_name(-returncode) if returncode is not None and returncode < 0 else None,
+        first=first,
+        phase=details.get("phase"),
+        iteration=details.get("iteration"),
+        error=_short(details["error"]) if "error" in details else None,
+    )

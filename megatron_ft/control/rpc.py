@@ -1,0 +1,185 @@
+"""Calls between machines: gRPC with JSON bodies and a token on every call.
+
+One service has a fixed table of methods; each is a function from a JSON object to a JSON object. The token is a
+random 256-bit number of the job, sent as metadata and compared in constant time before the body is looked at. A
+server binds to one named address, never to all of them.
+
+gRPC does not survive ``fork``: create servers and clients only in processes that do not fork afterwards
+(``subprocess`` is fine).
+"""
+
+import hmac
+import ipaddress
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from megatron_ft.control.framing import Message, decode
+from megatron_ft.errors import ConfigError, ControlError
+
+Method = Callable[[Message], Message]
+
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+_TOKEN_KEY = "x-megatron-ft-token"
+
+
+def new_token() -> str:
+    """A random 256-bit token, as 64 hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def check_interface(interface: str) -> None:
+    """Refuse addresses that mean every interface.
+
+    Raises:
+        ConfigError: ``launch.interface`` is empty or a wildcard.
+    """
+    host = interface.strip("[]")
+    try:
+        unspecified = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        unspecified = host in ("", "*")
+    if unspecified:
+        raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+class RpcServer:
+    """Serves one table of methods on one address."""
+
+    def __init__(
+        self,
+        service: str,
+        methods: Mapping[str, Method],
+        *,
+        interface: str,
+        token: str,
+        port: int = 0,
+        num_threads: int = 8,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Bind; ``start`` begins to serve.
+
+        Raises:
+            ConfigError: ``interface`` is a wildcard.
+            ControlError: the address cannot be bound.
+        """
+        check_interface(interface)
+        options = [
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.so_reuseport", 0),
+        ]
+        self._server = grpc.server(
+            ThreadPoolExecutor(num_threads, thread_name_prefix="rpc"),
+            handlers=[_Handlers(service, methods, token)],
+            options=options,
+        )
+        try:
+            bound = self._server.add_insecure_port(join_address(interface, port))
+        except RuntimeError as error:
+            raise ControlError(f"cannot listen on launch.interface={interface} port {port}: {error}") from error
+        self.address = join_address(interface, bound)
+
+    def start(self) -> None:
+        """Serve in threads of its own."""
+        self._server.start()
+
+    def stop(self) -> None:
+        """Stop serving; calls under way are cancelled."""
+        self._server.stop(grace=None).wait()
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    def __init__(self, service: str, methods: Mapping[str, Method], token: str) -> None:
+        self._methods = {f"/{service}/{name}": method for name, method in methods.items()}
+        self._token = token.encode()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        if not self._authentic(handler_call_details):
+            return grpc.unary_unary_rpc_method_handler(_refuse)
+        method = self._methods.get(handler_call_details.method)
+        return None if method is None else grpc.unary_unary_rpc_method_handler(_answer(method))
+
+    def _authentic(self, details: grpc.HandlerCallDetails) -> bool:
+        given = [value for key, value in details.invocation_metadata or () if key == _TOKEN_KEY]
+        return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._token)
+
+
+def _refuse(_request: bytes, context: grpc.ServicerContext) -> bytes:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
+    raise AssertionError("abort returns never")
+
+
+def _answer(method: Method) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+    def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            return json.dumps(method(decode(request))).encode()
+        except ControlError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except (KeyError, TypeError, ValueError) as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed request: {error!r}")
+        raise AssertionError("abort returns never")
+
+    return handle
+
+
+class RpcError(ControlError):
+    """A call that did not get an answer. ``refused``: the peer is there and said no."""
+
+    def __init__(self, message: str, *, refused: bool) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+_REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+class RpcClient:
+    """Calls one service."""
+
+    def __init__(self, address: str, service: str, *, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        options = [
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        self.address = address
+        self._service = service
+        self._metadata = ((_TOKEN_KEY, token),)
+        self._channel = grpc.insecure_channel(address, options=options)
+
+    def call(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
+        """Call ``method`` and wait for its answer.
+
+        Raises:
+            RpcError: no answer in time, peer gone, or refused.
+        """
+        stub = self._channel.unary_unary(f"/{self._service}/{method}")
+        try:
+            answer = stub(json.dumps(body).encode(), timeout=timeout_seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            message = f"{self._service}.{method} at {self.address}: {error.code().name}: {error.details()}"
+            raise RpcError(message, refused=error.code() in _REFUSALS) from None
+        return decode(answer)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()

@@ -1,0 +1,147 @@
+"""The folder of a run: claimed by one job at a time.
+
+``<run.dir>/<run.name>/`` holds ``config.yaml``, ``logs/``, ``checkpoints/`` and what sinks write.
+"""
+
+import fcntl
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.config.run import RunConfig
+from megatron_ft.errors import ConfigError
+
+_LOCK_FILE = ".lock"
+_RESUME = ("never", "must", "auto")
+
+
+@dataclass
+class RunDir:
+    """A claimed run folder. The claim lasts until ``release`` or the end of the process."""
+
+    path: Path
+    resume_from: Path | None
+    """``checkpoints`` when the run is to be continued, else ``None``."""
+    _lock: int
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    def release(self) -> None:
+        """Let another job claim the folder."""
+        os.close(self._lock)
+
+
+def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
+    """Create or reopen the folder that ``run`` asks for, lock it and write ``config.yaml``.
+
+    Without ``run.name`` the next free ``<model_name>-001`` is taken. A configuration that differs from the one of an
+    earlier attempt replaces it; the earlier one stays as ``config-001.yaml`` (and so on).
+
+    Raises:
+        ConfigError: the name is no name, ``run.resume`` does not allow what was found, or another job has the folder.
+    """
+    _check(run)
+    parent = Path(run.dir).absolute()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path, existed = _number(parent, model_name) if run.name is None else _take(parent / run.name)
+    except OSError as error:
+        raise ConfigError.of("run.dir", run.dir, f"must be a folder this user can write: {error}") from error
+    claimed = RunDir(path, None, _lock(path))
+    try:
+        claimed.resume_from = _resume(run, path) if existed else _fresh(run, path)
+    except ConfigError:
+        claimed.release()
+        raise
+    for folder in ("logs", "checkpoints"):
+        (path / folder).mkdir(exist_ok=True)
+    _write_config(path, config_yaml)
+    return claimed
+
+
+def _check(run: RunConfig) -> None:
+    if run.resume not in _RESUME:
+        raise ConfigError.of("run.resume", run.resume, f"must be one of {', '.join(_RESUME)}")
+    if run.name is None:
+        if run.resume == "must":
+            raise ConfigError.of("run.name", None, "must name the run that run.resume=must continues")
+        return
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", run.name) or run.name.strip(".") == "":
+        raise ConfigError.of("run.name", run.name, "must have 1 to 128 of the characters A-Z a-z 0-9 . _ -")
+
+
+def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
+    """Make the folder with the first number above those taken; two jobs never get the same."""
+    pattern = re.compile(re.escape(model_name) + r"-(\d{3,})")
+    taken = [int(match.group(1)) for entry in os.listdir(parent) if (match := pattern.fullmatch(entry))]
+    number = max(taken, default=0) + 1
+    while True:
+        path = parent / f"{model_name}-{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path, False
+
+
+def _take(path: Path) -> tuple[Path, bool]:
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return path, True
+    return path, False
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError.of("run.name", path.name, f"is in use by a running job ({path})") from None
+    return descriptor
+
+
+def _fresh(run: RunConfig, path: Path) -> None:
+    if run.resume == "must":
+        (path / _LOCK_FILE).unlink()
+        path.rmdir()
+        raise ConfigError.of("run.name", run.name, f"must exist in {path.parent} because run.resume=must")
+
+
+def _resume(run: RunConfig, path: Path) -> Path | None:
+    """Where an existing run continues from."""
+    if run.resume == "never":
+        constraint = f"exists in {path.parent}; continue it with run.resume=must (or auto), or choose another name"
+        raise ConfigError.of("run.name", run.name, constraint)
+    checkpoints = path / "checkpoints"
+    if checkpoints.is_dir() and any(not entry.name.startswith(".") for entry in checkpoints.iterdir()):
+        return checkpoints
+    if run.resume == "must":
+        raise ConfigError.of("run.resume", "must", f"finds no checkpoint in {checkpoints}")
+    return None
+
+
+def _write_config(path: Path, config_yaml: str) -> None:
+    target = path / "config.yaml"
+    if target.exists():
+        if target.read_text() == config_yaml:
+            return
+        number = 1
+        while (kept := path / f"config-{number:03d}.yaml").exists():
+            number += 1
+        os.replace(target, kept)
+    with target.open("w") as file:
+        file.write(config_yaml)
+        file.flush()
+        os.fsync(file.fileno())
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

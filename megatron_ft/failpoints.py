@@ -1,0 +1,206 @@
+"""Named points where tests and campaigns inject faults.
+
+A spec is a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It fires in
+every rank it matches, once per process, and is recorded durably *before* the fault, so that a trial can prove
+that it injected. ``hit`` costs one truth test while nothing is armed.
+"""
+
+import ast
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.events import FailpointHit
+
+PHASES = (
+    "build",
+    "data",
+    "forward",
+    "dispatch",
+    "backward",
+    "grad_sync",
+    "vote_before",
+    "vote_inside",
+    "vote_after",
+    "update",
+    "gather",
+    "checkpoint",
+    "teardown",
+)
+"""Phases a failpoint can name, in the order an iteration passes them."""
+
+_SELECTORS: dict[str, type] = {"rank": int, "node": int, "at_iteration": int, "phase": str}
+_OPTIONS: dict[str, dict[str, type]] = {
+    "kill": {},
+    "stop": {},
+    "exit": {"code": int},
+    "raise": {"message": str},
+    "delay": {"seconds": float},
+}
+_REQUIRED = {"exit": "code", "delay": "seconds"}
+_KEY = "launch.failpoints"
+
+Record = dict[str, Any]
+
+
+class InjectedFault(RuntimeError):
+    """What the action ``raise`` raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failpoint:
+    """One fault: what happens, and where.
+
+    ``rank``, ``node`` and ``at_iteration`` match anything when ``None``.
+    """
+
+    action: str
+    phase: str
+    rank: int | None = None
+    node: int | None = None
+    at_iteration: int | None = None
+    code: int = 0
+    message: str = "injected fault"
+    seconds: float = 0.0
+    text: str = ""
+
+    def matches(self, *, rank: int, node: int) -> bool:
+        """Whether this rank is meant."""
+        return self.rank in (None, rank) and self.node in (None, node)
+
+
+def parse(text: str) -> Failpoint:
+    """Read one spec.
+
+    Raises:
+        ConfigError: unknown action, keyword or phase; a value that is no literal of the right type.
+    """
+    match = re.fullmatch(r"\s*([A-Za-z_]+)\s*(\(.*\))\s*", text, re.DOTALL)
+    if match is None or match.group(1) not in _OPTIONS:
+        raise ConfigError.of(_KEY, text, f"must be a call of one of {', '.join(_OPTIONS)}, e.g. kill(rank=1, ...)")
+    action = match.group(1)
+    values = _keywords(text, match.group(2), _SELECTORS | _OPTIONS[action])
+    _check_values(text, action, values)
+    return Failpoint(action=action, text=text.strip(), **values)  # type: ignore[arg-type]
+
+
+def _keywords(text: str, arguments: str, types: dict[str, type]) -> dict[str, object]:
+    try:
+        call = ast.parse("call" + arguments, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ConfigError.of(_KEY, text, f"must be one call with keyword arguments ({error})") from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ConfigError.of(_KEY, text, "must be one call with keyword arguments only")
+    values: dict[str, object] = {}
+    for keyword in call.keywords:
+        name = keyword.arg or "**"
+        if name not in types:
+            raise ConfigError.of(_KEY, text, f"has no keyword {name}; it takes {', '.join(types)}")
+        values[name] = _literal(text, name, keyword.value, types[name])
+    return values
+
+
+def _literal(text: str, name: str, node: ast.expr, wanted: type) -> object:
+    value = node.value if isinstance(node, ast.Constant) else None
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise ConfigError.of(_KEY, text, f"must give {name} as a literal of type {wanted.__name__}")
+    return value
+
+
+def _check_values(text: str, action: str, values: dict[str, object]) -> None:
+    if values.get("phase") not in PHASES:
+        raise ConfigError.of(_KEY, text, f"must name a phase of {', '.join(PHASES)}")
+    if action in _REQUIRED and _REQUIRED[action] not in values:
+        raise ConfigError.of(_KEY, text, f"must give {_REQUIRED[action]}")
+    if not 0 <= int(values.get("code", 0)) <= 255:  # type: ignore[call-overload]
+        raise ConfigError.of(_KEY, text, "must give a code between 0 and 255")
+
+
+def append_to(path: Path) -> Callable[[Record], None]:
+    """A recorder that appends each hit to ``path`` as a JSON line and returns when it is on disk.
+
+    Lines are written with one ``write`` in append mode, so the ranks of a job may share the file.
+    """
+
+    def record(hit_record: Record) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, json.dumps(hit_record).encode() + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    return record
+
+
+@dataclass
+class _Armed:
+    failpoints: list[Failpoint]
+    rank: int
+    node: int
+    record: Callable[[Record], None]
+
+
+_armed: _Armed | None = None
+
+
+def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record], None]) -> None:
+    """Make this process obey those of ``specs`` that mean it; replaces what was armed before.
+
+    Args:
+        specs: e.g. ``config.launch.failpoints``.
+        record: called with a ``FailpointHit`` record before the fault; must be durable (``append_to``).
+
+    Raises:
+        ConfigError: a spec that does not parse.
+    """
+    global _armed
+    mine = [failpoint for failpoint in map(parse, specs) if failpoint.matches(rank=rank, node=node)]
+    _armed = _Armed(mine, rank, node, record) if mine else None
+
+
+def hit(phase: str, iteration: int) -> None:
+    """Say that this process reaches ``phase`` of ``iteration``; an armed fault happens here.
+
+    Raises:
+        InjectedFault: the action ``raise`` is armed here.
+    """
+    if _armed is None:
+        return
+    assert phase in PHASES, f"unknown phase {phase}"
+    for failpoint in tuple(_armed.failpoints):
+        if failpoint.phase == phase and failpoint.at_iteration in (None, iteration):
+            _fire(_armed, failpoint, iteration)
+
+
+def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
+    armed.failpoints.remove(failpoint)
+    hit_event = FailpointHit(
+        time_unix_seconds=time.time(),
+        action=failpoint.action,
+        phase=failpoint.phase,
+        iteration=iteration,
+        rank=armed.rank,
+        node=armed.node,
+    )
+    armed.record(hit_event.to_record())
+    match failpoint.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(failpoint.code)
+        case "raise":
+            raise InjectedFault(f"{failpoint.message} (rank {armed.rank}, iteration {iteration}, {failpoint.phase})")
+        case "delay":
+            time.sleep(failpoint.seconds)

@@ -1,0 +1,49 @@
+"""A rank without a model: what ``launch`` tests run instead of ``run_rank``. Behaviour comes from ``run.name``-free
+knobs that every job has: ``training.train_iterations`` and failpoints."""
+
+import time
+from pathlib import Path
+
+from megatron_ft import failpoints
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.worker import RankContext
+from megatron_ft.errors import TrainingStopped
+
+ITERATION_SECONDS = 0.02
+
+
+def run(config: JobConfig, context: RankContext) -> None:
+    """Count iterations, report them from rank 0, obey failpoints and stop requests."""
+    record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
+    failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, record=record)
+    print(f"rank {context.rank} of {context.world_size} on node {context.node}", flush=True)
+    (context.run_dir / "logs" / f"started-{context.rank}").write_text(str(time.time()))
+    for iteration in range(1, config.training.train_iterations + 1):
+        for phase in ("forward", "backward"):
+            context.worker.progress(iteration, phase)
+            failpoints.hit(phase, iteration)
+        time.sleep(ITERATION_SECONDS)
+        if context.rank == 0:
+            context.worker.report({"kind": "metrics", "iteration": iteration, "loss": 1.0 / iteration})
+        if context.worker.stop_requested():
+            (context.run_dir / "checkpoints" / f"iteration-{iteration}-rank-{context.rank}").touch()
+            return
+
+
+def run_stubborn(config: JobConfig, context: RankContext) -> None:
+    """Never ends by itself and does not look at stop requests."""
+    context.worker.report({"kind": "metrics", "iteration": 1, "loss": 1.0})
+    while True:
+        time.sleep(1.0)
+
+
+def run_stopped_by_policy(config: JobConfig, context: RankContext) -> None:
+    """Ends with an error of the project's own."""
+    raise TrainingStopped("training.non_finite_policy=stop: loss is NaN at iteration 3")
+
+
+def run_chatty(config: JobConfig, context: RankContext) -> None:
+    """Reports as fast as it can."""
+    for iteration in range(1, config.training.train_iterations + 1):
+        context.worker.report({"kind": "metrics", "iteration": iteration, "loss": float(context.rank)})
+    Path(context.run_dir / f"chatty-{context.rank}").touch()
