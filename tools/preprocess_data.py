@@ -16,7 +16,7 @@ if __package__ in (None, ""):
 from megatron_ft.config.data import DataConfig
 from megatron_ft.corpus.documents import json_documents, text_documents
 from megatron_ft.corpus.indexed import IndexedWriter, token_dtype
-from megatron_ft.corpus.tokenizers import Tokenizer, build_tokenizer
+from megatron_ft.corpus.tokenizers import Tokenizer, build_tokenizer, losses
 from megatron_ft.errors import MegatronFtError
 
 BATCH_DOCUMENTS = 256
@@ -85,6 +85,8 @@ def run(options: argparse.Namespace) -> None:
             merges_file=options.merges_file,
         )
     )
+    if warning := losses(tokenizer):
+        print(f"preprocess_data: warning: {warning}", file=sys.stderr)
     dtype = token_dtype(tokenizer.vocab_size)
     with IndexedWriter(options.output_prefix, dtype, overwrite=options.overwrite) as writer:
         num_empty = write(writer, tokenizer, documents(options), append_eod=options.append_eod)

@@ -9,7 +9,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus import sources as src
 from megatron_ft.corpus import stdlib
 from megatron_ft.corpus.indexed import IndexInfo, bin_path, idx_path
-from megatron_ft.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
+from megatron_ft.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, losses
 from megatron_ft.errors import ConfigError, DataError
 
 PROBE_WINDOWS = 64
@@ -38,6 +38,7 @@ class DataSummary:
     vocab_size: int
     """Entries the model has, padding included."""
     eod: int
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for ``json.dump``."""
@@ -46,15 +47,16 @@ class DataSummary:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "DataSummary":
         """Inverse of ``to_json``."""
-        return cls(**{**content, "sources": tuple(SourceSummary(**source) for source in content["sources"])})
+        sources = tuple(SourceSummary(**source) for source in content["sources"])
+        return cls(**{**content, "sources": sources, "warnings": tuple(content["warnings"])})
 
     def summary(self) -> str:
-        """One line per source, and one on the vocabulary."""
+        """One line per source, one on the vocabulary, and the warnings."""
         lines = [f"{source.split}: {_counts(source)} in {source.name} ({source.checked})" for source in self.sources]
         lines.append(
             f"vocabulary: {self.tokenizer_vocab_size:,} entries, padded to {self.vocab_size:,}; eod {self.eod}"
         )
-        return "\n".join(lines)
+        return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
 
 
 def _counts(source: SourceSummary) -> str:
@@ -80,6 +82,7 @@ def check_data(config: JobConfig) -> DataSummary:
         tokenizer_vocab_size=tokenizer.vocab_size,
         vocab_size=_padded(config, vocabulary_entries(config, tokenizer)),
         eod=tokenizer.eod,
+        warnings=tuple(filter(None, [losses(tokenizer)])),
     )
 
 

@@ -4,6 +4,7 @@ The ``tokenizers`` library is imported only where one of the latter two is built
 """
 
 import hashlib
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +34,10 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Hexadecimal digest of all that decides how text is encoded."""
 
+    @property
+    def dropped(self) -> str:
+        """Printable ASCII characters that encode to no token at all: text loses them."""
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids ``[num_tokens]`` without ``eod``."""
 
@@ -49,6 +54,7 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256
     fingerprint = "bytes"
+    dropped = ""
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -76,6 +82,7 @@ class LibraryTokenizer:
         self.eod = known[0] if known else size
         self.vocab_size = max(size, self.eod + 1)
         self.fingerprint = fingerprint
+        self.dropped = "".join(letter for letter in string.printable if not self.encode(letter).size)
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -87,6 +94,13 @@ class LibraryTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         kept = [int(number) for number in ids if number != self.eod]
         return str(self._backend.decode(kept, skip_special_tokens=False))
+
+
+def losses(tokenizer: Tokenizer) -> str:
+    """A sentence on the characters ``tokenizer`` drops; empty where there are none."""
+    if not tokenizer.dropped:
+        return ""
+    return f"the tokenizer has no entry for, and drops, {len(tokenizer.dropped)} characters: {tokenizer.dropped!r}"
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
