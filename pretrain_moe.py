@@ -137,7 +137,6 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
         return standalone.main(config, environment)
     from megatron_ft.control.launch import launch
-
     from megatron_ft.telemetry import open_sinks
 
     return launch(config, config_yaml, open_sinks=open_sinks)

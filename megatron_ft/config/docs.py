@@ -59,7 +59,8 @@ def _field_docstrings(cls: type[Any]) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef), f"{cls} has no class source"
     docs: dict[str, str] = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
-        named = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            docs[statement.target.id] = " ".join(str(following.value.value).split())  # type: ignore[union-attr]
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[statement.target.id] = " ".join(str(following.value.value).split())
     return docs

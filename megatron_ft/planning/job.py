@@ -7,7 +7,8 @@ from typing import Any
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import DataSummary
 from megatron_ft.errors import ConfigError
-from megatron_ft.operators import num_active_parameters, num_parameters, operators_of
+from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
+from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_of_stage
 from megatron_ft.planning.cost.parameters import RankParameters, parameters_of_stage
 from megatron_ft.topology import Topology
@@ -120,9 +121,8 @@ def plan_job(config: JobConfig, data: DataSummary, *, device: str) -> JobPlan:
     launch, model, training = config.launch, config.model, config.training
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     operators = operators_of(model, data.tokenizer_vocab_size)
-    num_microbatches = training.global_batch_size // training.micro_batch_size
-    per_rank = -(-num_microbatches // topology.data_parallel_size)
-    stages = _stages(config, data, topology)
+    batch = _batch(config, topology)
+    stages = _stages(config, operators, data, topology)
     plan = JobPlan(
         model=model.name,
         device=device,
@@ -140,9 +140,9 @@ def plan_job(config: JobConfig, data: DataSummary, *, device: str) -> JobPlan:
         gpu_memory_bytes=launch.gpu_memory_bytes,
         host_memory_bytes=launch.host_memory_bytes,
         train_iterations=training.train_iterations,
-        num_microbatches=num_microbatches,
-        num_microbatches_per_rank=per_rank,
-        num_padding_microbatches=per_rank * topology.data_parallel_size - num_microbatches,
+        num_microbatches=batch.num_real_microbatches,
+        num_microbatches_per_rank=batch.num_microbatches,
+        num_padding_microbatches=batch.num_padding_microbatches,
         tokens_per_iteration=training.global_batch_size * model.seq_length,
         data=data,
     )
@@ -150,8 +150,19 @@ def plan_job(config: JobConfig, data: DataSummary, *, device: str) -> JobPlan:
     return plan
 
 
-def _stages(config: JobConfig, data: DataSummary, topology: Topology) -> tuple[StagePlan, ...]:
-    operators = operators_of(config.model, data.tokenizer_vocab_size)
+def _batch(config: JobConfig, topology: Topology) -> BatchPlan:
+    interleaved = topology.virtual_pipeline_model_parallel_size > 1
+    return BatchPlan(
+        global_batch_size=config.training.global_batch_size,
+        micro_batch_size=config.training.micro_batch_size,
+        data_parallel_size=topology.data_parallel_size,
+        num_microbatches_multiple=topology.pipeline_model_parallel_size if interleaved else 1,
+    )
+
+
+def _stages(
+    config: JobConfig, operators: tuple[Operator, ...], data: DataSummary, topology: Topology
+) -> tuple[StagePlan, ...]:
     plans = []
     for stage in range(topology.pipeline_model_parallel_size):
         parameters = parameters_of_stage(config.model, operators, topology, stage)

@@ -94,8 +94,8 @@ def _memory(plan: JobPlan) -> str:
 
 def _memory_row(stage: StagePlan) -> tuple[str, ...]:
     memory = stage.memory
-    sizes = (memory.weights_bytes, memory.gradients_bytes, memory.master_bytes, memory.moments_bytes)
-    sizes += (memory.activations_bytes, memory.total_bytes)
+    state = (memory.weights_bytes, memory.gradients_bytes, memory.master_bytes, memory.moments_bytes)
+    sizes = (*state, memory.activations_bytes, memory.total_bytes)
     layers = _spans(stage.layers)
     return (str(stage.pipeline_stage), layers, f"{stage.parameters.total:,}", *(readable_bytes(size) for size in sizes))
 
@@ -117,11 +117,11 @@ def _with_limit(size: int, limit: int | None) -> str:
 
 def _ranks(plan: JobPlan) -> str:
     shown = min(plan.topology.world_size, SHOWN_RANKS)
-    rows = [("rank", "node", "pp", "dp", "cp", "tp", "ep", "expert dp")]
+    rows: list[Sequence[str]] = [("rank", "node", "pp", "dp", "cp", "tp", "ep", "expert dp")]
     for rank in range(shown):
         place = plan.topology.coordinates(rank)
         numbers = (rank, rank // plan.ranks_per_node, place.pp, place.dp, place.cp, place.tp, place.ep, place.expert_dp)
-        rows.append(tuple(str(number) for number in numbers))  # type: ignore[arg-type]
+        rows.append(tuple(str(number) for number in numbers))
     hidden = plan.topology.world_size - shown
     tail = [f"  and {hidden} more (dry_run_format=json lists all)"] if hidden else []
     return "\n".join(["ranks", *(f"  {line}" for line in table(rows).splitlines()), *tail])

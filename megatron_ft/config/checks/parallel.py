@@ -1,4 +1,7 @@
-"""Rules for parallel sizes: against the world, the model and the batch."""
+"""Rules for parallel sizes, against the world and the model.
+
+Nothing ties the batch to them: padding microbatches serve what ranks do not divide.
+"""
 
 from megatron_ft.config.checks.primitives import at_least, divides, require
 from megatron_ft.config.job import JobConfig
@@ -6,27 +9,27 @@ from megatron_ft.topology import Topology
 
 
 def check_parallel(config: JobConfig) -> None:
-    """Sizes fit the ranks (``Topology.of``), the layers, heads and experts, and the microbatches."""
+    """Sizes fit the ranks (``Topology.of``), the layers, heads and experts."""
     parallel = config.parallel
-    at_least(1, "parallel.virtual_pipeline_model_parallel_size", parallel.virtual_pipeline_model_parallel_size)
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    at_least(2, "parallel.virtual_pipeline_model_parallel_size", virtual)
     require(
         not parallel.overlap_param_gather,
         "parallel.overlap_param_gather",
         True,
         "must be false: an iteration is committed only after its parameters are gathered",
     )
-    topology = Topology.of(parallel, config.launch.num_nodes * config.launch.ranks_per_node)
+    Topology.of(parallel, config.launch.num_nodes * config.launch.ranks_per_node)
     _check_pipeline(config)
     _check_tensor(config)
     _check_experts(config)
     _check_context(config)
-    _check_microbatches(config, topology)
 
 
 def _check_pipeline(config: JobConfig) -> None:
     pp, vpp = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_model_parallel_size
     require(
-        pp > 1 or vpp in (None, 1),
+        pp > 1 or vpp is None,
         "parallel.virtual_pipeline_model_parallel_size",
         vpp,
         f"must be null with parallel.pipeline_model_parallel_size={pp}",
@@ -94,20 +97,3 @@ def _check_context(config: JobConfig) -> None:
         "must be 1 with training.transformer_impl=local: it needs Transformer Engine's attention",
     )
     divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
-
-
-def _check_microbatches(config: JobConfig, topology: Topology) -> None:
-    """DP need not divide the microbatches (padding serves that); interleaving needs multiples of PP."""
-    if topology.virtual_pipeline_model_parallel_size == 1:
-        return
-    num_microbatches = config.training.global_batch_size // config.training.micro_batch_size
-    per_rank = -(-num_microbatches // topology.data_parallel_size)
-    pp = topology.pipeline_model_parallel_size
-    require(
-        per_rank % pp == 0,
-        "training.global_batch_size",
-        config.training.global_batch_size,
-        f"must give every rank a number of microbatches that parallel.pipeline_model_parallel_size={pp} divides when "
-        f"virtual pipelining is on; it gives {per_rank} "
-        f"(global_batch_size / micro_batch_size={config.training.micro_batch_size} / DP={topology.data_parallel_size})",
-    )

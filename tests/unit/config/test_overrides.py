@@ -1,0 +1,47 @@
+"""What wrong keys, groups and flags are told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.overrides import check_override, flag_error, group_options
+from megatron_ft.errors import ConfigError
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("modle.num_layers", 3, "modle.num_layers=3.*did you mean 'model.num_layers'"),
+        ("train_iterations", 3, "did you mean 'training.train_iterations'"),
+        ("model", "mixtral", "must be one of.*did you mean 'mixtral_8x7b'"),
+        ("hydra.run.dir", "x", "not a known key"),
+    ],
+)
+def test_close_matches_are_named(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_override(key, value, CONF, deletes=False, sweeps=False)
+
+
+def test_known_keys_and_options_pass() -> None:
+    check_override("model.num_layers", 3, CONF, deletes=False, sweeps=False)
+    check_override("model", "moe_micro", CONF, deletes=False, sweeps=False)
+    check_override("experiment", None, CONF, deletes=False, sweeps=False)
+
+
+def test_sweeps_and_deletions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no sweeps"):
+        check_override("model.num_layers", "1,2", CONF, deletes=False, sweeps=True)
+    with pytest.raises(ConfigError, match="must not be deleted"):
+        check_override("model.num_layers", None, CONF, deletes=True, sweeps=False)
+
+
+def test_flags_are_translated() -> None:
+    assert "model.num_layers=12" in str(flag_error("--num-layers=12"))
+    assert "--help" in str(flag_error("--nonsense"))
+
+
+def test_every_group_has_an_option() -> None:
+    assert all(group_options(CONF).values())

@@ -1,0 +1,138 @@
+"""One row per rule: what breaks it, and the key its message names."""
+
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.validate import validate
+from megatron_ft.errors import ConfigError
+
+NAN = float("nan")
+
+
+def job(changes: dict[str, Any]) -> JobConfig:
+    """The defaults with dotted keys changed."""
+    values: dict[str, Any] = {}
+    for key, value in changes.items():
+        *groups, name = key.split(".")
+        target = values
+        for group in groups:
+            target = target.setdefault(group, {})
+        target[name] = value
+    return from_dict(values)
+
+
+def ranks(number: int) -> dict[str, Any]:
+    return {"launch.ranks_per_node": number}
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({**ranks(3), "parallel.tensor_model_parallel_size": 2}, "launch.num_nodes"),
+    ({**ranks(2), "parallel.expert_model_parallel_size": 4}, "parallel.expert_model_parallel_size"),
+    ({**ranks(3), "parallel.expert_model_parallel_size": 3}, "parallel.expert_model_parallel_size"),
+    ({**ranks(3), "parallel.pipeline_model_parallel_size": 3}, "model.num_layers"),
+    ({"parallel.virtual_pipeline_model_parallel_size": 2}, "parallel.virtual_pipeline_model_parallel_size"),
+    ({**ranks(2), "parallel.context_parallel_size": 2, "training.device": "cpu"}, "parallel.context_parallel_size"),
+    ({"parallel.overlap_param_gather": True}, "parallel.overlap_param_gather"),
+    (
+        {**ranks(2), "parallel.tensor_model_parallel_size": 2, "model.num_query_groups": 1},
+        "model.num_query_groups",
+    ),
+    ({**ranks(2), "parallel.tensor_model_parallel_size": 2, "model.seq_length": 33}, "model.seq_length"),
+    (
+        {**ranks(2), "parallel.tensor_model_parallel_size": 2, "model.make_vocab_size_divisible_by": 1},
+        "model.make_vocab_size_divisible_by",
+    ),
+    (
+        {
+            **ranks(2),
+            "parallel.tensor_model_parallel_size": 2,
+            "parallel.expert_tensor_parallel_size": 2,
+            "training.device": "cpu",
+        },
+        "parallel.expert_tensor_parallel_size",
+    ),
+    ({"model.num_attention_heads": 3}, "model.num_attention_heads"),
+    ({"model.num_query_groups": 3}, "model.num_query_groups"),
+    ({"model.max_position_embeddings": 64}, "model.seq_length"),
+    ({"model.position_embedding_type": "alibi"}, "model.position_embedding_type"),
+    ({"model.hidden_dropout": 1.0}, "model.hidden_dropout"),
+    ({"model.rotary_percent": 0.0}, "model.rotary_percent"),
+    ({"model.num_layers": 0}, "model.num_layers"),
+    ({"model.moe_router_topk": 9}, "model.moe_router_topk"),
+    ({"model.moe_router_topk": 1}, "model.moe_router_pre_softmax"),
+    ({"model.moe_router_load_balancing_type": "sinkhorn"}, "model.moe_aux_loss_coeff"),
+    ({"model.moe_router_load_balancing_type": "aux"}, "model.moe_router_load_balancing_type"),
+    ({"model.moe_router_enable_expert_bias": True}, "model.moe_router_enable_expert_bias"),
+    ({"model.moe_pad_expert_input_to_capacity": True}, "model.moe_pad_expert_input_to_capacity"),
+    ({"model.moe_router_num_groups": 4}, "model.moe_router_num_groups"),
+    ({"model.moe_router_num_groups": 3, "model.moe_router_group_topk": 1}, "model.moe_router_num_groups"),
+    ({"model.moe_layer_freq": 5}, "model.moe_layer_freq"),
+    ({"model.num_moe_experts": None}, "model.moe_ffn_hidden_size"),
+    ({"model.moe_shared_expert_gate": True}, "model.moe_shared_expert_gate"),
+    (
+        {"model.moe_shared_expert_intermediate_size": 64, "model.add_bias_linear": True},
+        "model.add_bias_linear",
+    ),
+    ({"training.global_batch_size": 15}, "training.global_batch_size"),
+    ({"training.train_iterations": 0}, "training.train_iterations"),
+    ({"training.loss_spike_factor": 1.0}, "training.loss_spike_factor"),
+    ({"training.device": "tpu"}, "training.device"),
+    ({"optimizer.lr": 0.0}, "optimizer.lr"),
+    ({"optimizer.lr": NAN}, "optimizer.lr"),
+    ({"optimizer.min_lr": 1.0}, "optimizer.min_lr"),
+    ({"optimizer.adam_beta1": 1.0}, "optimizer.adam_beta1"),
+    ({"optimizer.lr_warmup_iterations": 60}, "optimizer.lr_warmup_iterations"),
+    ({"optimizer.lr_decay_style": "WSD"}, "optimizer.lr_wsd_decay_iterations"),
+    ({"precision.fp8": "e4m3"}, "precision.fp8"),
+    ({"precision.params_dtype": "int8"}, "precision.params_dtype"),
+    ({"precision.loss_scale": 2.0}, "precision.loss_scale"),
+    ({"launch.num_nodes": 0}, "launch.num_nodes"),
+    ({"launch.interface": "0.0.0.0"}, "launch.interface"),
+    ({"launch.interface": "::"}, "launch.interface"),
+    ({"launch.master_port": 70000}, "launch.master_port"),
+    ({"launch.failpoints": ["explode()"]}, "launch.failpoints"),
+    ({"launch.failpoints": ['kill(rank=7, at_iteration=1, phase="forward")']}, "launch.failpoints"),
+    ({"launch.failure_domains": ["a", "b"]}, "launch.failure_domains"),
+    ({"run.name": "../up"}, "run.name"),
+    ({"run.resume": "must"}, "run.name"),
+    ({"data.train": []}, "data.train"),
+    ({"data.train_weights": [1.0, 2.0]}, "data.train_weights"),
+    ({"data.train_weights": [-1.0]}, "data.train_weights"),
+    ({"data.tokenizer": "gpt2"}, "data.vocab_file"),
+    ({"data.vocab_file": "x"}, "data.vocab_file"),
+    ({"telemetry.wandb": "maybe"}, "telemetry.wandb"),
+    ({"checkpoint.keep_last": -1}, "checkpoint.keep_last"),
+    ({"dry_run_format": "xml"}, "dry_run_format"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key"), BROKEN, ids=[str(number) for number in range(len(BROKEN))])
+def test_broken_configurations_are_refused_by_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(job(changes))
+    message = str(caught.value)
+    assert message.startswith(key), message
+    assert "\n" not in message and "must" in message
+
+
+WORKING: list[dict[str, Any]] = [
+    {},
+    {**ranks(3), "training.global_batch_size": 16},
+    {**ranks(2), "parallel.tensor_model_parallel_size": 2, "parallel.expert_model_parallel_size": 2},
+    {**ranks(2), "parallel.pipeline_model_parallel_size": 2, "parallel.virtual_pipeline_model_parallel_size": 2},
+    {**ranks(4), "parallel.pipeline_model_parallel_size": 2, "parallel.expert_model_parallel_size": 2},
+    {"model.num_moe_experts": None, "model.moe_ffn_hidden_size": None},
+    {"model.moe_router_load_balancing_type": "sinkhorn", "model.moe_aux_loss_coeff": 0.0},
+    {"model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2},
+    {"model.multi_latent_attention": True},
+    {"launch.failpoints": ['kill(rank=0, at_iteration=1, phase="forward")']},
+    {"optimizer.lr_decay_style": "WSD", "optimizer.lr_wsd_decay_iterations": 10},
+]
+
+
+@pytest.mark.parametrize("changes", WORKING, ids=[str(number) for number in range(len(WORKING))])
+def test_working_configurations_pass(changes: dict[str, Any]) -> None:
+    validate(job(changes))
