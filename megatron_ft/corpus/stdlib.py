@@ -83,8 +83,15 @@ def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
     if not idx_path(prefix).exists():
         with _locked(Path(f"{prefix}.lock")):
             if not idx_path(prefix).exists():
+                _remove_partial(prefix)
                 _write(prefix, tokenizer)
     return prefix
+
+
+def _remove_partial(prefix: Path) -> None:
+    """What a killed writer left; the lock says that no other one lives."""
+    for path in prefix.parent.glob(f"{prefix.name}.*.tmp-*"):
+        path.unlink()
 
 
 def _write(prefix: Path, tokenizer: Tokenizer) -> None:

@@ -72,7 +72,7 @@ class Samples:
         """``count`` tokens from ``start`` on; documents lie back to back in the file, so they may be crossed."""
         dataset = self._datasets[source]
         dtype = dataset.index.dtype
-        tokens = dataset.bin_reader.read(dtype=dtype, count=count, offset=start * dataset.index.dtype_size)
+        tokens: np.ndarray = dataset.bin_reader.read(dtype=dtype, count=count, offset=start * dataset.index.dtype_size)
         return tokens.astype(np.int64)
 
     def _foreign_token(self, span: Span, start: int, tokens: np.ndarray) -> DataError:

@@ -27,6 +27,14 @@ def test_corpus_is_python_text_and_quick(tmp_path: Path) -> None:
     assert np.count_nonzero(tokens == ByteTokenizer.eod) == len(files)
 
 
+def test_leavings_of_a_killed_writer_go(tmp_path: Path) -> None:
+    prefix = stdlib.corpus_prefix(str(tmp_path), ByteTokenizer())
+    Path(f"{prefix}.bin.tmp-1").write_bytes(b"x")
+    Path(f"{prefix}.bin").write_bytes(b"x")
+    assert IndexInfo.read(stdlib.ensure_corpus(str(tmp_path), ByteTokenizer())).num_tokens > 1000
+    assert {path.suffix for path in tmp_path.iterdir()} == {".bin", ".idx", ".lock"}
+
+
 def test_second_call_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = stdlib.ensure_corpus(str(tmp_path), ByteTokenizer())
     monkeypatch.setattr(stdlib, "_write", lambda *_: pytest.fail("written twice"))
