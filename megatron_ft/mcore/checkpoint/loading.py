@@ -34,14 +34,15 @@ def load_shards(
         strategy = get_default_load_sharded_strategy(str(directory))
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(strategy, dp_cp_group)
-        loaded, missing, unexpected = dist_checkpointing.load(
+        # Megatron calls stored tensors that nobody asked for "missing", asked-for ones not stored "unexpected".
+        loaded, unclaimed, absent = dist_checkpointing.load(
             request, str(directory), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
         )
     except CheckpointingException as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    foreign = sorted(key for key in unexpected if not key.startswith(_RANK_STATE_PREFIX))
-    if missing or foreign:
+    unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
+    if absent or unclaimed:
         raise CheckpointError(
-            f"{directory}: does not fit this model: it lacks {sorted(missing)[:3]} and has beyond it {foreign[:3]}"
+            f"{directory}: does not fit this model: it lacks {sorted(absent)[:3]} and has beyond it {unclaimed[:3]}"
         )
     return loaded

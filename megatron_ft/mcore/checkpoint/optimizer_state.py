@@ -6,6 +6,7 @@ reads the same numbers. Masters and moments are FP32 copies: nothing is rounded.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,15 +105,36 @@ def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler:
     Learning rate, weight decay and the like stay those of the living optimizer: they are the
     configuration's and the scheduler's business.
     """
-    chained = isinstance(optimizer, ChainedOptimizer) and len(optimizer.chained_optimizers) > 1
     members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for index, member in enumerate(members):
-        _set_step(member, tree[index] if chained else tree, step)
-    optimizer.load_state_dict(tree)
-    for member in sub_optimizers(optimizer):
-        _own_steps(member)
-        if scaler is not None and getattr(member, "grad_scaler", None):
-            member.grad_scaler.load_state_dict(scaler)
+    frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
+    for member, frame in zip(members, frames, strict=True):
+        if member.optimizer is not None:
+            _install_member(member, frame, step, scaler)
+
+
+def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int, scaler: dict[str, Any] | None) -> None:
+    tensors = frame.pop("param_state", None)
+    _set_step(member, frame, step)
+    member.load_state_dict(frame)
+    _own_steps(member, step)
+    if tensors is not None:
+        with _steps_put_away(member):
+            member.load_parameter_state_from_fully_reshardable(tensors)
+    if scaler is not None and getattr(member, "grad_scaler", None):
+        member.grad_scaler.load_state_dict(scaler)
+
+
+@contextmanager
+def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
+    """Megatron copies every entry of the inner state from the stored tensors; step counts are not among them."""
+    states = list(member.optimizer.state.values())
+    steps = [state.pop("step", None) for state in states]
+    try:
+        yield
+    finally:
+        for state, step in zip(states, steps, strict=True):
+            if step is not None:
+                state["step"] = step
 
 
 def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> None:
@@ -124,9 +146,9 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
         inner["state"]["common_step"] = torch.tensor(float(step), dtype=torch.float32)
 
 
-def _own_steps(member: MegatronOptimizer) -> None:
+def _own_steps(member: MegatronOptimizer, step: int) -> None:
     """One step tensor per parameter: Megatron's load gives all of them the same object, which every
     parameter's update would then advance."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
-            state["step"] = state["step"].clone()
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)

@@ -93,7 +93,7 @@ def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
     """Position of a checkpoint that Megatron-LM wrote, from its own fields."""
     try:
         optimizer = loaded["optimizer"]
-        first = optimizer[0] if 0 in optimizer else optimizer
+        first = optimizer.get(0, optimizer)
         inner = first.get("optimizer", first)
         step = (
             inner["state"]["common_step"]

@@ -121,7 +121,7 @@ class WriteJob:
                 self.entries.append(write_file(self._directory, name, content))
             for name, items in self.planned.files:
                 self._write(name, items)
-        except BaseException as error:  # whatever it was: the save failed, and finalisation says so
+        except BaseException as error:  # noqa: BLE001 - whatever it was, finalisation reports it
             self.error = f"{type(error).__name__}: {error}"
         finally:
             self.planned.files = []
@@ -129,17 +129,18 @@ class WriteJob:
 
     def _write(self, name: str, items: list[tuple[Any, Any]]) -> None:
         with HashedFile(self._directory, name) as file:
-            for item, data in items:
-                result = _write_item(
-                    self.planned.writer.transforms,
-                    file,
-                    data,
-                    item,
-                    name,
-                    serialization_format=SerializationFormat.TORCH_SAVE,
-                )
-                self.results.append(_to_json(result))
+            try:
+                for item, data in items:
+                    self.results.append(_to_json(self._write_one(file, name, item, data)))
+            except RuntimeError:
+                if file.failure is not None:  # torch's writer raises its own error over it
+                    raise file.failure from None
+                raise
             self.entries.append(file.commit())
+
+    def _write_one(self, file: HashedFile, name: str, item: Any, data: Any) -> WriteResult:
+        transforms = self.planned.writer.transforms
+        return _write_item(transforms, file, data, item, name, serialization_format=SerializationFormat.TORCH_SAVE)
 
 
 def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> bytes:

@@ -1,0 +1,76 @@
+"""The project's exceptions, and the exit code each one ends a process with.
+
+A message says what is wrong, the value received, the constraint, and the key to change.
+"""
+
+
+class MegatronFtError(Exception):
+    """Root of all errors of this project."""
+
+    exit_code = 1
+
+
+class ConfigError(MegatronFtError):
+    """A configuration that cannot run. Raised before any rank starts."""
+
+    exit_code = 2
+
+    @classmethod
+    def of(cls, key: str, value: object, constraint: str) -> "ConfigError":
+        """``key=value`` does not meet ``constraint`` (a clause that starts with a verb)."""
+        return cls(f"{key}={value}: {constraint}")
+
+
+class DataError(ConfigError):
+    """An input file that is missing, damaged or empty."""
+
+    exit_code = 3
+
+
+class SoftwareError(MegatronFtError):
+    """The machine's software cannot run what was asked (half-installed Transformer Engine, ...)."""
+
+    exit_code = 4
+
+
+class CheckpointError(MegatronFtError):
+    """A checkpoint that is damaged, foreign or missing."""
+
+    exit_code = 5
+
+
+class TrainingStopped(MegatronFtError):
+    """A policy stopped the run (non-finite values, loss spike, too many skipped updates)."""
+
+    exit_code = 6
+
+
+class RankFailed(MegatronFtError):
+    """A rank died or raised."""
+
+    exit_code = 7
+
+
+class ControlError(MegatronFtError):
+    """The control plane refused or lost a peer."""
+
+    exit_code = 8
+
+
+EXIT_OK = 0
+EXIT_INTERRUPTED = 130
+"""Stopped by Ctrl-C or SIGTERM; the run can be resumed."""
+
+EXIT_CODES: dict[int, str] = {
+    EXIT_OK: "the run ended as planned",
+    MegatronFtError.exit_code: "an error without a class of its own; see the traceback",
+    ConfigError.exit_code: "the configuration cannot run; nothing was started",
+    DataError.exit_code: "an input file is missing, damaged or empty; nothing was started",
+    SoftwareError.exit_code: "the installed software cannot run what was asked",
+    CheckpointError.exit_code: "a checkpoint is damaged, foreign or missing",
+    TrainingStopped.exit_code: "a policy stopped the run (non-finite values, loss spike)",
+    RankFailed.exit_code: "a rank died; the first one and its traceback were shown",
+    ControlError.exit_code: "the control plane refused or lost a peer",
+    EXIT_INTERRUPTED: "stopped by Ctrl-C or SIGTERM; resume with run.resume=must",
+}
+"""Every exit code of ``pretrain_moe.py`` and what it means."""

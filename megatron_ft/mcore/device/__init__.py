@@ -1,0 +1,1 @@
+"""Prepares a process for Megatron-Core on its device. ``install`` comes before any import of megatron."""

@@ -1,0 +1,199 @@
+"""Lets unmodified Megatron-Core 0.16.1 train on a CPU with gloo.
+
+Megatron calls ``torch.cuda`` without asking, writes ``device="cuda"`` into some factories and compares
+tensor type names. ``install`` answers these calls for the CPU: before Megatron is imported it patches
+``torch.cuda``, afterwards it gives the few modules with literals their own view of ``torch``.
+It is meant for processes that have no GPU, and it refuses to run where one is visible.
+"""
+
+import contextlib
+import importlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_ft.errors import SoftwareError
+
+_CPU = torch.device("cpu")
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "rand", "randn")
+
+_MODULES_WITH_CUDA_LITERALS = (
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.mapping",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel.data",
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.utils",
+    "megatron.core.utils",
+)
+
+
+class _Stream:
+    """A stream on a device where everything is in order already."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record_event(self, event: object = None) -> "_Event":
+        return _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Event:
+    """An event that has happened by the time anybody asks."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _on_stream(stream: object) -> Iterator[None]:
+    yield
+
+
+_ONE_STREAM = _Stream()
+
+
+def _no_op(name: str) -> Callable[..., None]:
+    # One distinct function per name: torch._dynamo's trace rules refuse a shared one.
+    def call(*args: object, **kwargs: object) -> None:
+        return None
+
+    call.__name__ = name
+    return call
+
+
+def _patch_torch_cuda() -> None:
+    cuda: Any = torch.cuda
+    for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
+        setattr(cuda, name, _no_op(name))
+    cuda.current_device = lambda: _CPU
+    cuda.device_count = lambda: 1
+    cuda.current_stream = lambda device=None: _ONE_STREAM
+    cuda.default_stream = lambda device=None: _ONE_STREAM
+    cuda.stream = _on_stream
+    cuda.Stream = _Stream
+    cuda.Event = _Event
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed)) and None
+    cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device="cpu": torch.set_rng_state(state)
+    cuda.random.get_rng_state = cuda.get_rng_state
+
+
+def _patch_tensor_methods() -> None:
+    original_type = torch.Tensor.type
+
+    def named_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original_type(self, dtype, *args, **kwargs)
+        return original_type(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = named_type  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+class _CpuView(types.ModuleType):
+    """``torch`` as the modules with ``device="cuda"`` literals see it."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.__dict__.update({name: value for name, value in torch.__dict__.items() if name != "__getattr__"})
+        for name in _FACTORIES:
+            setattr(self, name, _redirected(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _import_megatron_eagerly() -> None:
+    """Import Megatron with its ``torch.compile`` fusions left out: compiling costs minutes on a CPU."""
+    compiler = torch.compile
+    torch.compile = lambda function=None, **kwargs: function  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core")
+        for name in _MODULES_WITH_CUDA_LITERALS:
+            importlib.import_module(name)
+    finally:
+        torch.compile = compiler
+
+
+def _patch_megatron() -> None:
+    view = _CpuView()
+    for name in _MODULES_WITH_CUDA_LITERALS:
+        importlib.import_module(name).torch = view  # type: ignore[attr-defined]
+
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = move_to_cpu
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = move_to_cpu
+
+
+_installed = False
+
+
+def install() -> None:
+    """Make Megatron-Core usable on this process's CPU. Calling it again does nothing.
+
+    Raises:
+        SoftwareError: a GPU is visible to this process.
+    """
+    global _installed
+    if _installed:
+        return
+    if torch.cuda.is_available():
+        raise SoftwareError(
+            "training.device=cpu in a process that sees a GPU: hide it (CUDA_VISIBLE_DEVICES=) or set training.device=cuda"
+        )
+    _patch_torch_cuda()
+    _patch_tensor_methods()
+    _import_megatron_eagerly()
+    _patch_megatron()
+    _installed = True

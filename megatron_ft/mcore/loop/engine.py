@@ -1,0 +1,302 @@
+"""The training engine: one rank's model and optimizer, driven an iteration at a time up to its commit point.
+
+Everything here can be called again in the same process: ``build`` after ``teardown``, on other groups.
+"""
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_ft import failpoints
+from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.data.batches import BatchReader, Samples
+from megatron_ft.mcore.groups import Groups
+from megatron_ft.mcore.loop.forward import forward_step
+from megatron_ft.mcore.loop.undo import UndoRecord
+from megatron_ft.mcore.model.build import build_model
+from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
+from megatron_ft.mcore.moe.layer import MixtureLayer
+from megatron_ft.mcore.moe.observation import take_auxiliary_losses, take_expert_load
+from megatron_ft.mcore.optimizer import commit
+from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
+from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, tally
+from megatron_ft.runtime.vote import exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """An iteration whose gradients are reduced and measured, and nothing else: it can still be undone."""
+
+    ballot: Ballot
+    undo: UndoRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationResult:
+    """One iteration as every rank knows it."""
+
+    vote: Vote
+    decision: Decision
+    learning_rate: float
+
+
+class TrainingEngine:
+    """Model, optimizer and data of one rank.
+
+    Args:
+        config: the job.
+        device: where this rank computes.
+        transformer_impl: ``local`` or ``transformer_engine``.
+        vocab_size: padded vocabulary.
+        samples: token sequences of the splits ``train`` and ``valid``.
+    """
+
+    model_chunks: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        device: torch.device,
+        transformer_impl: str,
+        vocab_size: int,
+        samples: Mapping[str, Samples],
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.transformer_impl = transformer_impl
+        self.vocab_size = vocab_size
+        self.samples = samples
+        self.iteration = 0
+        self.history = History()
+        training = config.training
+        self.policy = CommitPolicy(
+            non_finite_policy=training.non_finite_policy,
+            max_consecutive_skips=training.max_consecutive_skips,
+            loss_spike_factor=training.loss_spike_factor,
+            loss_spike_window=training.loss_spike_window,
+            loss_spike_policy=training.loss_spike_policy,
+            loss_scaling=config.precision.params_dtype == "fp16",
+        )
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def build(self, groups: Groups) -> None:
+        """Build model, optimizer and communication on ``groups``; weights are those of iteration 0."""
+        failpoints.hit("build", self.iteration)
+        self.groups = groups
+        self.pg = pg = groups.pg_collection
+        torch.manual_seed(self.config.training.seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
+        model_parallel_cuda_manual_seed(
+            self.config.training.seed + 100 * pg.pp.rank(),
+            force_reset_rng=True,
+            tp_rank=pg.tp.rank(),
+            ep_rank=pg.ep.rank(),
+            etp_rank=pg.expt_tp.rank(),
+        )
+        self.transformer_config = build_transformer_config(self.config, self.transformer_impl)
+        self.model_chunks = build_model(
+            self.config,
+            self.transformer_config,
+            vocab_size=self.vocab_size,
+            device=self.device,
+            pg_collection=pg,
+        )
+        self.optimizer = build_optimizer(self.config, self.model_chunks, pg)
+        self.scheduler = build_scheduler(self.config, self.optimizer)
+        self._connect_schedule()
+        self.batch = self._batch_plan()
+
+    def teardown(self) -> None:
+        """Let go of everything that holds the groups; the caller dissolves them next."""
+        failpoints.hit("teardown", self.iteration)
+        take_auxiliary_losses()
+        for name in ("model_chunks", "optimizer", "scheduler", "p2p", "pg", "groups", "transformer_config"):
+            delattr(self, name)
+        gc.collect()
+
+    def _connect_schedule(self) -> None:
+        config, chunks = self.transformer_config, self.model_chunks
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = self._finalize_gradients
+        no_sync: Any = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+        if self.config.parallel.overlap_grad_reduce and len(chunks) > 1:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]  # type: ignore[misc]
+        self.p2p = P2PCommunicator(self.pg.pp, config)
+        self.forward_backward = get_forward_backward_func(
+            self.pg.pp.size(), self.config.parallel.virtual_pipeline_model_parallel_size
+        )
+
+    def _batch_plan(self) -> BatchPlan:
+        training, interleaved = self.config.training, len(self.model_chunks) > 1
+        return BatchPlan(
+            global_batch_size=training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+            data_parallel_size=self.pg.dp.size(),
+            num_microbatches_multiple=self.pg.pp.size() if interleaved else 1,
+        )
+
+    # -- one iteration ------------------------------------------------------------------------------------
+
+    def run_iteration(self, iteration: int) -> IterationResult:
+        """Run iteration ``iteration`` (counted from 1) to its end, whatever the vote decides."""
+        prepared = self.prepare(iteration)
+        vote = self.vote(prepared)
+        decision = self.policy.decide(vote, self.history)
+        learning_rate = self._learning_rate()
+        if decision.action == "commit":
+            self.commit(vote)
+            self.gather()
+        elif decision.action == "skip":
+            prepared.undo.restore_expert_bias(self.model_chunks)
+        else:
+            # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
+            self.abort(prepared)
+            return IterationResult(vote=vote, decision=decision, learning_rate=learning_rate)
+        self.history = self.history.after(vote, decision, self.config.training.loss_spike_window)
+        self.iteration = iteration
+        return IterationResult(vote=vote, decision=decision, learning_rate=learning_rate)
+
+    def prepare(self, iteration: int) -> Prepared:
+        """Forward, backward and gradient reduction of all microbatches; the norm; this rank's ballot."""
+        failpoints.hit("data", iteration)
+        self._current_iteration = iteration
+        set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
+        undo = UndoRecord.take(self.model_chunks, self.optimizer)
+        self._start_iteration(iteration)
+        reports = self._run_microbatches("train", iteration, self.batch, forward_only=False)
+        loss_scale = float(self.optimizer.get_loss_scale())
+        found_inf, grad_norm = commit.prepare(self.optimizer)
+        loss_sum, num_tokens = self._own_share(reports)
+        aux_loss_sum, z_loss_sum = take_auxiliary_losses()
+        ballot = Ballot(
+            generation=self.groups.generation,
+            iteration=iteration,
+            found_inf=int(found_inf),
+            grad_norm=grad_norm,
+            loss_scale=loss_scale,
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            aux_loss_sum=aux_loss_sum,
+            z_loss_sum=z_loss_sum,
+        )
+        return Prepared(ballot=ballot, undo=undo)
+
+    def vote(self, prepared: Prepared) -> Vote:
+        """Settle the vote over the whole job."""
+        iteration = prepared.ballot.iteration
+        failpoints.hit("vote_before", iteration)
+        ballots = exchange(prepared.ballot, self.groups.vote)
+        failpoints.hit("vote_after", iteration)
+        num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
+        return tally(
+            ballots,
+            clip_grad=self.config.optimizer.clip_grad,
+            num_moe_losses=num_moe_losses if self.config.model.num_moe_experts else 0,
+        )
+
+    def commit(self, vote: Vote) -> None:
+        """Update master weights, moments and this rank's compute weights with the voted values."""
+        failpoints.hit("update", vote.iteration)
+        commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
+
+    def gather(self) -> None:
+        """Bring every rank's compute weights up to date."""
+        failpoints.hit("gather", self._current_iteration)
+        commit.gather(self.optimizer, self.model_chunks)
+
+    def abort(self, prepared: Prepared) -> None:
+        """Undo an iteration that is not committed."""
+        prepared.undo.restore(self.model_chunks, self.optimizer)
+        set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> tuple[float, int]:
+        """(mean loss per token, tokens) over ``training.eval_iterations`` batches of the validation split."""
+        for chunk in self.model_chunks:
+            chunk.eval()
+        rng = torch.get_rng_state()
+        totals = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for batch in range(1, self.config.training.eval_iterations + 1):
+                reports = self._run_microbatches("valid", batch, self.batch, forward_only=True)
+                totals += torch.tensor(self._own_share(reports), dtype=torch.float64)
+        torch.set_rng_state(rng)
+        for chunk in self.model_chunks:
+            chunk.train()
+        dist.all_reduce(totals, group=self.groups.vote)
+        return float(totals[0] / totals[1]), int(totals[1])
+
+    def take_expert_load(self) -> torch.Tensor:
+        """Tokens per expert over the job since the last call: int64 [num_layers, num_moe_experts], CPU."""
+        model = self.config.model
+        load = take_expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
+        dist.all_reduce(load, group=self.groups.vote)
+        return load
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    def _start_iteration(self, iteration: int) -> None:
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+            for module in chunk.modules():
+                if isinstance(module, MixtureLayer):
+                    module.iteration = iteration
+        self.optimizer.zero_grad()
+
+    def _run_microbatches(
+        self, split: str, iteration: int, batch: BatchPlan, *, forward_only: bool
+    ) -> list[torch.Tensor]:
+        pg = self.pg
+        reader = BatchReader(
+            samples=self.samples[split],
+            plan=batch,
+            seq_length=self.config.model.seq_length,
+            data_parallel_rank=pg.dp.rank(),
+            needs_tokens=pg.pp.rank() in (0, pg.pp.size() - 1),
+            device=self.device,
+            context_parallel_rank=pg.cp.rank(),
+            context_parallel_size=pg.cp.size(),
+        )
+        reports: list[torch.Tensor] = self.forward_backward(
+            forward_step_func=partial(forward_step, iteration=iteration),
+            data_iterator=[reader.microbatches(iteration) for _ in self.model_chunks],
+            model=self.model_chunks,
+            num_microbatches=batch.num_microbatches,
+            seq_length=self.config.model.seq_length,
+            micro_batch_size=batch.micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=self.p2p,
+            pg_collection=pg,
+        )
+        return reports
+
+    def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
+        failpoints.hit("grad_sync", self._current_iteration)
+        finalize_model_grads(*args, **kwargs)
+
+    def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
+        """(loss sum, tokens) this rank answers for: tensor-parallel ranks hold the same loss, one reports it."""
+        if not reports or self.pg.tp.rank() != 0:
+            return 0.0, 0
+        loss_sum, num_tokens = torch.stack(reports).sum(dim=0).tolist()
+        return loss_sum, int(num_tokens)
+
+    def _learning_rate(self) -> float:
+        return float(max(group["lr"] for group in self.optimizer.param_groups))

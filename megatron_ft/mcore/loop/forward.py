@@ -1,0 +1,45 @@
+"""One microbatch through the model, as Megatron's schedules want it."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from megatron_ft import failpoints
+from megatron_ft.mcore.data.batches import Microbatch
+
+LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
+    """Loss of a microbatch from per-token ``losses`` [micro_batch_size, seq_length].
+
+    Returns:
+        (loss_sum, num_tokens int32, report float64 [2] of both): zero throughout for padding.
+    """
+    loss_sum, num_tokens = losses.float().sum(), losses.numel()
+    if is_padding:
+        loss_sum, num_tokens = loss_sum * 0.0, 0
+    tokens = torch.tensor(num_tokens, dtype=torch.int32, device=losses.device)
+    return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
+
+
+def forward_step(
+    microbatches: Iterator[Microbatch], model: torch.nn.Module, *, iteration: int
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
+    """Run the next microbatch through one model chunk; returns its output and the loss function."""
+    failpoints.hit("forward", iteration)
+    batch = next(microbatches)
+    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=_padding_mask(batch))
+    if output.requires_grad:
+        output.register_hook(lambda gradient: failpoints.hit("backward", iteration))
+    return output, partial(sum_of_losses, batch.is_padding)
+
+
+def _padding_mask(batch: Microbatch) -> torch.Tensor | None:
+    """The router takes any mask as the word that this microbatch is padding; the embedding checks its shape."""
+    if not batch.is_padding:
+        return None
+    if batch.tokens is None:
+        return torch.ones((1, 1), dtype=torch.bool)
+    return torch.ones_like(batch.tokens, dtype=torch.bool)

@@ -1,0 +1,60 @@
+"""The layer specs of the model: Megatron's, with our norm and router put in."""
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ft.mcore.model.norm import SequenceParallelNorm
+from megatron_ft.mcore.moe.layer import MixtureLayer
+from megatron_ft.mcore.moe.router import PaddingAwareRouter
+
+
+def build_block_spec(
+    config: TransformerConfig,
+    transformer_impl: str,
+    *,
+    vp_stage: int | None,
+    pg_collection: ProcessGroupCollection,
+) -> TransformerBlockSubmodules:
+    """Layers of one model chunk: this rank's pipeline stage, virtual chunk ``vp_stage``."""
+    local = transformer_impl == "local"
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=not local,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+        pp_rank=pg_collection.pp.rank(),
+    )
+    for layer in block.layer_specs:
+        if local:
+            _use_own_norms(layer.submodules)
+        _use_own_mixture(layer.submodules.mlp, pg_collection)
+    if local:
+        block.layer_norm = SequenceParallelNorm
+    return block
+
+
+def _use_own_norms(submodules: Any) -> None:
+    attention = submodules.self_attention.submodules
+    for owner, name in (
+        (submodules, "input_layernorm"),
+        (submodules, "pre_mlp_layernorm"),
+        (attention, "q_layernorm"),
+        (attention, "k_layernorm"),
+        (attention, "kv_layernorm"),
+    ):
+        if getattr(owner, name, None) not in (None, IdentityOp):
+            setattr(owner, name, SequenceParallelNorm)
+
+
+def _use_own_mixture(mlp: Any, pg_collection: ProcessGroupCollection) -> None:
+    if isinstance(mlp.submodules, MoESubmodules):
+        mlp.module = MixtureLayer
+        # Megatron hands its groups to its own MoELayer only, and would leave a subclass to look for globals.
+        mlp.params = {"pg_collection": pg_collection}
+        mlp.submodules.router = PaddingAwareRouter

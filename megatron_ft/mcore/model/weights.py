@@ -1,0 +1,62 @@
+"""Weights at start: a pure function of (seed, global parameter name), never of the layout."""
+
+import hashlib
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ft.config.model import ModelConfig
+from megatron_ft.mcore.model.names import named_parameters
+from megatron_ft.mcore.model.transformer_config import output_layer_std
+
+_RESIDUAL_WRITERS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def initialize_weights(
+    model: torch.nn.Module, config: ModelConfig, *, seed: int, pg_collection: ProcessGroupCollection
+) -> None:
+    """Set every parameter of a model chunk in place.
+
+    Matrices are normal with ``init_method_std`` (over sqrt(2 * num_layers) where they write into the
+    residual stream), norms are one, biases zero. Each is drawn whole, on the CPU in FP32, from a generator
+    seeded by its name; a tensor-parallel rank keeps its part.
+    """
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            group = pg_collection.expt_tp if ".experts." in name else pg_collection.tp
+            tp_rank, tp_size = group.rank(), group.size()
+            full = _draw(name, _full_shape(parameter, tp_size), config, seed)
+            parameter.copy_(_shard(full, parameter, name, config, tp_rank, tp_size))
+
+
+def _is_sharded(parameter: torch.nn.Parameter, tp_size: int) -> bool:
+    return tp_size > 1 and getattr(parameter, "tensor_model_parallel", False)
+
+
+def _full_shape(parameter: torch.nn.Parameter, tp_size: int) -> torch.Size:
+    shape = list(parameter.shape)
+    if _is_sharded(parameter, tp_size):
+        shape[parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
+    return torch.Size(shape)
+
+
+def _draw(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> torch.Tensor:
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "norm" in name.rsplit(".", 2)[-2] or name.endswith("layer_norm_weight"):
+        return torch.ones(shape)
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    std = output_layer_std(config) if name.endswith(_RESIDUAL_WRITERS) else config.init_method_std
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def _shard(
+    full: torch.Tensor, parameter: torch.nn.Parameter, name: str, config: ModelConfig, tp_rank: int, tp_size: int
+) -> torch.Tensor:
+    if not _is_sharded(parameter, tp_size):
+        return full
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    # A gated first layer stacks [gate; up]: each rank holds its part of both.
+    parts = full.chunk(2, dim) if config.gated_linear_unit and "linear_fc1." in name else (full,)
+    return torch.cat([part.chunk(tp_size, dim)[tp_rank] for part in parts], dim)

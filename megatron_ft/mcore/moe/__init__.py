@@ -1,0 +1,1 @@
+"""Mixture-of-experts parts of the model that differ from Megatron's."""

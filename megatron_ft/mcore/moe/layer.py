@@ -1,0 +1,17 @@
+"""Megatron's MoE layer with the project's named points in it."""
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_ft import failpoints
+
+
+class MixtureLayer(MoELayer):
+    """Megatron's MoE layer; ``iteration`` is set by the engine, for failpoints in the dispatch."""
+
+    iteration: int = 0
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send tokens to the ranks of their experts (all-to-all)."""
+        failpoints.hit("dispatch", self.iteration)
+        return super().dispatch(hidden_states, probs)

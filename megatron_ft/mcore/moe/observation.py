@@ -1,0 +1,36 @@
+"""Reads what the mixture layers of a rank counted: auxiliary losses and tokens per expert."""
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+from megatron_ft.mcore.model.names import unwrap
+from megatron_ft.mcore.moe.router import PaddingAwareRouter
+
+_Z_LOSS = "z_loss"
+
+
+def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
+    """The routers of a rank, bottom layer first within each chunk."""
+    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
+
+
+def take_auxiliary_losses() -> tuple[float, float]:
+    """(sum of balancing losses, sum of z-losses) since the last call, unweighted, over layers and microbatches."""
+    balancing = z = 0.0
+    for name, entry in get_moe_layer_wise_logging_tracker().items():
+        total = float(entry["values"].sum())
+        entry["values"].zero_()
+        if name == _Z_LOSS:
+            z += total
+        else:
+            balancing += total
+    return balancing, z
+
+
+def take_expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
+    """Tokens this rank gave to each expert since the last call: int64 [num_layers, num_experts], on the CPU."""
+    load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+    for router in routers(model_chunks):
+        load[router.layer_number - 1] = router.load.cpu()
+        router.load.zero_()
+    return load

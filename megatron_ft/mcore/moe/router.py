@@ -1,0 +1,86 @@
+"""A router for which padding microbatches do not exist, and which counts what it routes.
+
+Notation: T tokens of a microbatch on this rank, E experts.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class PaddingAwareRouter(TopKRouter):
+    """Megatron's top-k router, except that a microbatch given with a ``padding_mask`` is padding.
+
+    Such a microbatch is routed and dispatched like any other (the all-to-all is collective) but adds
+    nothing to auxiliary losses, z-loss, router bias or load counts. Megatron attaches auxiliary losses
+    through an autograd function whatever the loss value is, so masking the loss alone is not enough.
+
+    ``load`` [E] int64 holds the tokens given to each expert since it was last taken.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_padding = False
+        self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route ``logits`` [sequence, batch, E]; returns probs [T, E] and routing_map [T, E]."""
+        self.is_padding = padding_mask is not None
+        probs, routing_map = super().routing(logits)
+        # Under full recomputation only the second pass runs with gradients: count once.
+        if self.training and torch.is_grad_enabled() and not self.is_padding:
+            self.load += routing_map.sum(dim=0)
+        return probs, routing_map
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attach the z-loss (ST-MoE, arXiv 2202.08906, eq. 5) to ``logits`` [T, E], except for padding."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or self.is_padding or not (self.training and torch.is_grad_enabled()):
+            return logits
+        mean = z_loss_func(logits, 1.0)
+        save_to_aux_losses_tracker("z_loss", mean / self._num_shares(), self.layer_number, self.config.num_layers)
+        return MoEAuxLossAutoScaler.apply(logits, mean * (coefficient * logits.shape[0]))
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: torch.Tensor,
+        aux_loss_coeff: float,
+        aux_loss: torch.Tensor,
+        *args: Any,
+        valid_token_count: int,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attach a balancing loss to ``activation``, except for padding.
+
+        With per-token losses Megatron weighs the loss by the tokens of this rank. Where tensor or context
+        parallel ranks hold a part of the tokens each, that is too little by their number.
+        """
+        if self.is_padding:
+            return activation
+        return super().attach_and_log_load_balancing_loss(
+            activation, aux_loss_coeff, aux_loss, *args, valid_token_count=valid_token_count * self._num_shares(), **kwargs
+        )
+
+    def _num_shares(self) -> int:
+        """Ranks that each route a part of the same microbatch's tokens."""
+        return self.tp_cp_group.size()
+
+    def _apply_global_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        # This loss reduces over data-parallel ranks, some of which may have a real microbatch.
+        counted = torch.zeros_like(routing_map) if self.is_padding else routing_map
+        return super()._apply_global_aux_loss(probs, scores_for_aux_loss, counted, with_padding_mask)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        if self.enable_expert_bias and torch.is_grad_enabled() and not self.is_padding:
+            with torch.no_grad():
+                self.local_tokens_per_expert += routing_map.sum(dim=0)

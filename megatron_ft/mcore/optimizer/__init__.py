@@ -1,0 +1,1 @@
+"""Megatron's optimizer, taken apart at the commit point."""

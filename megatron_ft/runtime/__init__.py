@@ -1,0 +1,1 @@
+"""Mechanisms over torch and torch.distributed; knows nothing of Megatron."""
