@@ -59,10 +59,10 @@ class Record:
 
     @classmethod
     def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
-        hints = _hints(cls)
+        hints = _hints(cls.kind)
         if unknown := [name for name in values if name not in hints]:
             raise ValueError(f"{cls.kind}.{unknown[0]}: is no field of it; fields are {', '.join(hints)}")
-        if missing := [name for name in _required(cls) if name not in values]:
+        if missing := [name for name in _required(cls.kind) if name not in values]:
             raise ValueError(f"{cls.kind}.{missing[0]}: is required")
         return cls(**{name: decode(hints[name], value, f"{cls.kind}.{name}") for name, value in values.items()})
 
@@ -83,7 +83,7 @@ class Metrics(Record):
 
     def to_record(self) -> dict[str, JsonValue]:
         record = super(Metrics, self).to_record()
-        values = record.pop("values")
+        values: dict[str, JsonValue] = record.pop("values")
         return record | values
 
     @classmethod
@@ -92,7 +92,7 @@ class Metrics(Record):
         if "iteration" not in own:
             raise ValueError("metrics.iteration: is required")
         figures = {name: _figure(value, name) for name, value in values.items() if name not in own}
-        hints = _hints(cls)
+        hints = _hints(cls.kind)
         return cls(values=figures, **{name: decode(hints[name], own[name], f"metrics.{name}") for name in own})
 
 
@@ -411,8 +411,8 @@ def schema() -> dict[str, JsonValue]:
         kind: {
             "meaning": (found.__doc__ or "").strip().splitlines()[0],
             "fields": {
-                name: {"type": type_name(hint), "required": name in _required(found)}
-                for name, hint in _hints(found).items()
+                name: {"type": type_name(hint), "required": name in _required(kind)}
+                for name, hint in _hints(kind).items()
             },
         }
         for kind, found in RECORDS.items()
@@ -443,13 +443,14 @@ def _figure(value: JsonValue, where: str, always_float: bool = False) -> float:
 
 
 @cache
-def _hints(record: type[Record]) -> dict[str, Any]:
+def _hints(kind: str) -> dict[str, Any]:
+    """Field name to type of a kind of record."""
+    record = RECORDS[kind]
     hints = get_type_hints(record)
     return {field.name: hints[field.name] for field in fields(record)}
 
 
 @cache
-def _required(record: type[Record]) -> tuple[str, ...]:
-    return tuple(
-        field.name for field in fields(record) if field.default is MISSING and field.default_factory is MISSING
-    )
+def _required(kind: str) -> tuple[str, ...]:
+    """Names of the fields without a default."""
+    return tuple(field.name for field in fields(RECORDS[kind]) if field.default is MISSING)

@@ -1,5 +1,6 @@
 """Figures of how evenly the router spreads tokens over a layer's experts."""
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -23,4 +24,4 @@ def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
     if len(loads) <= num_bins:
         return list(loads)
     edges = [position * len(loads) // num_bins for position in range(num_bins + 1)]
-    return [max(loads[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    return [max(loads[start:end]) for start, end in itertools.pairwise(edges)]

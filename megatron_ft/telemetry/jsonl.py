@@ -44,15 +44,15 @@ class JsonlSink:
         return self._num_lost
 
     def write(self, record: Record) -> None:
-        """Append one line.
+        """Append one line; try again what waits, whatever ``record`` is.
 
         Raises:
-            OSError: the disk refused; the line waits for the next call.
+            OSError: the disk refused; all lines wait for the next call.
         """
-        if isinstance(record, Metrics) is not self._metrics:
-            return
-        self._enqueue(json.dumps(record.to_record(), allow_nan=False, separators=(",", ":")).encode() + b"\n")
-        self._unsynced |= record.durable
+        if isinstance(record, Metrics) is self._metrics:
+            line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
+            self._enqueue(line.encode() + b"\n")
+            self._unsynced |= record.durable
         self._flush()
 
     def close(self, outcome: Outcome) -> None:

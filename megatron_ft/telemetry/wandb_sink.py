@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
 from megatron_ft.telemetry.expert_load import max_over_even_share
-from megatron_ft.telemetry.read import read_metrics
 from megatron_ft.telemetry.sink import Outcome
-from megatron_ft.telemetry.wandb_identity import Position, run_id
+from megatron_ft.telemetry.wandb_history import last_offline_step, reported_between, run_id
 
 MAX_QUEUED_RECORDS = 100_000
 CLOSE_SECONDS = 60.0
@@ -27,8 +26,8 @@ CLOSE_SECONDS = 60.0
 class WandbSink:
     """Queues records; a thread sends one wandb step per iteration.
 
-    The step is the iteration, and it only rises: iterations an older attempt has sent are not sent
-    again, those it reported but did not send are sent first.
+    The step is the iteration, and it only rises: iterations wandb has from an older attempt are not
+    sent again; those it reported but wandb does not have are sent first.
     """
 
     name = "wandb"
@@ -78,18 +77,18 @@ class WandbSink:
 
     def _work(self) -> None:
         try:
-            run = self._start()
-            sender = _Sender(run, self._run_dir)
+            sender = self._start()
             while not isinstance(item := self._queue.get(), Outcome):
                 sender.take(item)
-            sender.flush()
-            run.finish(exit_code=item.exit_code)
+            sender.finish(item.exit_code)
         except Exception as error:  # noqa: BLE001 (handed to the next write or close)
             self._error = error
 
-    def _start(self) -> Any:
+    def _start(self) -> "_Sender":
         import wandb
 
+        mode = wandb_mode(self._config.wandb, os.environ)
+        last_step = last_offline_step(self._run_dir) if mode == "offline" else 0
         run = wandb.init(
             project=self._config.wandb_project,
             entity=self._config.wandb_entity,
@@ -97,29 +96,33 @@ class WandbSink:
             id=run_id(self._run_dir),
             name=self._run_dir.name,
             resume="allow",
-            mode=wandb_mode(self._config.wandb, os.environ),
+            mode=mode,  # type: ignore[arg-type]  # a plain string, checked by wandb
             config=dict(self._job),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
         run.define_metric("iteration")
         run.define_metric("*", step_metric="iteration")
-        return run
+        if mode == "online":
+            last_step = max(0, run.starting_step - 1)
+        return _Sender(run, self._run_dir, last_step=last_step)
 
 
 class _Sender:
     """Gathers what belongs to one iteration and sends it as one wandb step."""
 
-    def __init__(self, run: Any, run_dir: Path) -> None:
+    def __init__(self, run: Any, run_dir: Path, *, last_step: int) -> None:
+        """``last_step``: the newest iteration wandb has from older attempts."""
         self._run = run
         self._run_dir = run_dir
-        self._position = Position(run_dir)
-        self._iteration = 0
+        self._sent = last_step
+        self._iteration = last_step
         self._figures: dict[str, float] = {}
 
     def take(self, record: Record) -> None:
         match record:
             case RunStarted(resumed_from_iteration=int(iteration)):
-                self._send_missing(until=iteration)
+                for missed in reported_between(self._run_dir, after=self._sent, until=iteration):
+                    self.take(missed)
             case Metrics():
                 self._add(record.iteration, record.values)
             case Evaluation():
@@ -127,28 +130,27 @@ class _Sender:
             case ExpertLoad():
                 self._add(record.iteration, _expert_figures(record))
 
-    def flush(self) -> None:
-        """Send the iteration at hand."""
+    def finish(self, exit_code: int) -> None:
+        """Send the iteration at hand, end the wandb run and wandb's own process."""
+        import wandb
+
+        self._flush()
+        self._run.finish(exit_code=exit_code)
+        wandb.teardown(exit_code)
+
+    def _flush(self) -> None:
         if self._figures:
             self._run.log({"iteration": self._iteration} | self._figures, step=self._iteration, commit=True)
-            self._position.sent(self._iteration)
+            self._sent = self._iteration
             self._figures = {}
 
     def _add(self, iteration: int, figures: Mapping[str, float]) -> None:
-        if iteration <= self._position.iteration or iteration < self._iteration:
+        if iteration <= self._sent or iteration < self._iteration:
             return
         if iteration != self._iteration:
-            self.flush()
+            self._flush()
             self._iteration = iteration
         self._figures.update(figures)
-
-    def _send_missing(self, until: int) -> None:
-        """What an older attempt reported, and its checkpoint contains, but wandb was not given."""
-        if self._position.iteration >= until:
-            return
-        for metrics in read_metrics(self._run_dir):
-            if self._position.iteration < metrics.iteration <= until:
-                self._add(metrics.iteration, metrics.values)
 
 
 def wandb_mode(asked: str, environment: Mapping[str, str]) -> str:

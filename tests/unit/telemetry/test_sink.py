@@ -1,0 +1,98 @@
+"""The contract of all sinks. A new sink joins with a row in ``FACTORIES``."""
+
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ft import events
+from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.events import Record
+from megatron_ft.telemetry.jsonl import JsonlSink
+from megatron_ft.telemetry.sink import Outcome, Sink
+from megatron_ft.telemetry.state import RunState
+from megatron_ft.telemetry.summary import SummarySink
+from megatron_ft.telemetry.terminal import TerminalSink
+from megatron_ft.telemetry.wandb_sink import WandbSink
+
+
+def state() -> RunState:
+    return RunState(time_opened_seconds=0.0, train_iterations=10)
+
+
+def terminal(progress: str) -> Callable[[Path], Sink]:
+    return lambda folder: TerminalSink(progress, title="trial", state=state(), stream=io.StringIO())
+
+
+FACTORIES: dict[str, Callable[[Path], Sink]] = {
+    "metrics.jsonl": lambda folder: JsonlSink(folder / "metrics.jsonl", metrics=True),
+    "events.jsonl": lambda folder: JsonlSink(folder / "events.jsonl", metrics=False),
+    "summary.json": lambda folder: SummarySink(folder, world_size=2, state=state()),
+    "terminal-plain": terminal("plain"),
+    "terminal-live": terminal("live"),
+    "wandb": lambda folder: WandbSink(TelemetryConfig(wandb="offline"), folder, job={}),
+}
+EXAMPLES: list[Record] = [
+    events.RunStarted(run_name="trial", model="moe_micro", world_size=2),
+    events.Metrics(iteration=1, values={"loss": 5.0}),
+    events.Metrics(iteration=2, values={"loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 0.0}),
+    events.ExpertLoad(iteration=2, layers=((3, 1), (0, 0))),
+    events.ExpertLoad(iteration=2, layers=()),
+    events.ExpertLoad(iteration=2, layers=((7,) * 300,) * 40, layer_numbers=tuple(range(2, 42))),
+    events.Evaluation(iteration=2, loss=float("inf")),
+    events.IterationSkipped(iteration=3, reason="non_finite", values={"loss": float("nan")}),
+    events.CheckpointStarted(iteration=3),
+    events.CheckpointSaved(iteration=3, num_bytes=12_345_678, seconds=0.5),
+    events.CheckpointFailed(iteration=4, error="[Errno 28] No space left on device"),
+    events.CheckpointLoaded(iteration=3),
+    events.LossSpike(iteration=4, loss=9.0, median=3.0),
+    events.FailpointHit(action="kill", phase="backward", iteration=4, rank=1),
+    events.RankFailed(rank=1, node=0, signal="SIGKILL", first=True),
+    events.RankFailed(rank=0, exit_code=1, error="ValueError: [bold]not markup[/bold]"),
+    events.StopRequested(source="SIGTERM"),
+    events.RanksReady(seconds=1.5),
+    events.SinkFailed(sink="wandb", error="ImportError: no module"),
+    events.SinkRecovered(sink="metrics.jsonl", num_lost_records=0),
+    events.RecordRefused(problem="metrics.mood: is not listed", content="{}"),
+    events.LogHealed(file="metrics.jsonl", num_dropped_bytes=17),
+    events.RunFinished(exit_code=0, reason="all iterations done"),
+    events.RunStopped(exit_code=130, reason="SIGINT"),
+]
+ENDED = Outcome(exit_code=0, reason="all iterations done", time_unix_seconds=100.0)
+
+
+@pytest.fixture(params=FACTORIES, ids=FACTORIES.keys())
+def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Sink:
+    if request.param == "wandb":
+        request.applymarker(pytest.mark.wandb)
+        pytest.importorskip("wandb")
+    return FACTORIES[request.param](tmp_path)
+
+
+def test_examples_show_every_kind() -> None:
+    assert {record.kind for record in EXAMPLES} == set(events.RECORDS)
+
+
+def test_takes_every_kind_of_record_and_closes(sink: Sink) -> None:
+    for record in EXAMPLES:
+        sink.write(record)
+    assert sink.num_lost_records == 0
+    sink.close(ENDED)
+
+
+def test_closes_without_a_record(sink: Sink) -> None:
+    sink.close(ENDED)
+
+
+def test_a_record_costs_less_than_a_millisecond(sink: Sink) -> None:
+    """CPU time of the calling thread, which is the one that could hold training up."""
+    load = events.ExpertLoad(iteration=1, layers=((100,) * 16,) * 8)
+    start = time.thread_time()
+    for iteration in range(1, 201):
+        sink.write(events.Metrics(iteration=iteration, values={"loss": 5.0, "tokens": 2048, "iteration_seconds": 0.5}))
+        sink.write(load)
+    cost_seconds = (time.thread_time() - start) / 400
+    sink.close(ENDED)
+    assert cost_seconds < 1e-3, f"{cost_seconds * 1e6:.0f} microseconds per record"
