@@ -138,7 +138,7 @@ def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
 
 
 def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> None:
-    inner = frame["optimizer"] if "optimizer" in frame else frame
+    inner = frame.get("optimizer", frame)
     for group in inner["param_groups"]:
         if isinstance(member, DistributedOptimizer) or "step" in group:
             group["step"] = step

@@ -35,13 +35,15 @@ def _write(descriptor: int, data: memoryview) -> int:
 class HashedFile(io.RawIOBase):
     """A new file that counts and hashes what is written to it.
 
-    Refuses to replace an existing file. :meth:`commit` makes the content durable.
+    Refuses to replace an existing file. :meth:`commit` makes the content durable. ``failure`` keeps the
+    first failed write, for writers that hide it behind an error of their own.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
         super().__init__()
         self.name = name
         self.num_bytes = 0
+        self.failure: OSError | None = None
         self._hash = xxhash.xxh3_128()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         self._descriptor = os.open(directory / name, flags, 0o644)
@@ -58,8 +60,12 @@ class HashedFile(io.RawIOBase):
         """Write all of ``data`` (any buffer) or raise OSError."""
         view = memoryview(data).cast("B")
         written = 0
-        while written < len(view):
-            written += _write(self._descriptor, view[written:])
+        try:
+            while written < len(view):
+                written += _write(self._descriptor, view[written:])
+        except OSError as error:
+            self.failure = error
+            raise
         self._hash.update(view)
         self.num_bytes += len(view)
         return len(view)
