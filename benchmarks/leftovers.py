@@ -22,8 +22,13 @@ def marked(value: str) -> list[psutil.Process]:
 
 
 def _carries(process: psutil.Process, value: str) -> bool:
-    """Whether a process carries the mark. Other users' processes cannot be read and are not ours."""
+    """Whether a process carries the mark. Other users' processes cannot be read and are not ours.
+
+    This process's own resource tracker (module multiprocessing) ends with it and is left out.
+    """
     try:
+        if process.ppid() == os.getpid() and any("multiprocessing.resource_tracker" in w for w in process.cmdline()):
+            return False
         return process.status() != psutil.STATUS_ZOMBIE and value in process.environ().get(MARK, "").split(",")
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False

@@ -1,6 +1,7 @@
 """Fixtures for all tests, and the rule that a test session leaves no process behind."""
 
 import os
+import sys
 
 import pytest
 
@@ -34,9 +35,16 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _end_own_services() -> None:
+    """End what this very process started for itself and would end at its exit: wandb's service."""
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session that leaves processes behind, and end them."""
+    _end_own_services()
     left = leftovers.outlive(MARK, grace_seconds=GRACE_SECONDS)
     session.config.stash[LEFT] = left
     if left:
