@@ -85,8 +85,7 @@ def _parse(overrides: list[str]) -> list[Any]:
         except OverrideParseException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
-                f"{text}: must be key=value in Hydra's grammar ({reason}); quote special characters, "
-                f"e.g. 'launch.failpoints=[\"kill(rank=1,at_iteration=7)\"]'"
+                f"{text}: must be key=value in Hydra's grammar ({reason}); quote special characters: 'key=\"a b\"'"
             ) from None
     return parsed
 
@@ -154,6 +153,8 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
     mode = config.launch.mode if chosen else detect(os.environ)
     if mode not in ("torchrun", "srun"):
         return None
+    if detect(os.environ) == "local":
+        raise ConfigError.of("launch.mode", mode, f"must be local: this process was not started by {mode}")
     return read_environment(mode, os.environ, master_port=config.launch.master_port)
 
 
@@ -195,26 +196,25 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """In local mode all nodes share this machine: its memory and, for CP, its Transformer Engine."""
-    if config.parallel.context_parallel_size > 1:
-        from importlib.util import find_spec
+    """In local mode all nodes share this machine: its memory; some features need Transformer Engine."""
+    from importlib.util import find_spec
 
-        if find_spec("transformer_engine") is None:
-            size = config.parallel.context_parallel_size
-            raise ConfigError.of(
-                "parallel.context_parallel_size", size, "must be 1: Transformer Engine is not installed here"
-            )
+    from megatron_ft.config.checks.parallel import needs_transformer_engine
+
+    present = plan.device == "cuda" and find_spec("transformer_engine") is not None
+    for key, value, constraint in [] if present else needs_transformer_engine(config):
+        raise ConfigError.of(key, value, f"{constraint}: it needs Transformer Engine, which is not usable here")
     if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
         return
     import psutil
 
-    present, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * plan.num_nodes
-    if needed > present:
+    total, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * plan.num_nodes
+    if needed > total:
         raise ConfigError.of(
             "launch.host_memory_bytes",
             "null",
             f"must allow {needed} bytes, what {plan.num_nodes} local nodes need (estimated); this machine has "
-            f"{present}; choose a smaller model or fewer ranks",
+            f"{total}; choose a smaller model or fewer ranks",
         )
 
 

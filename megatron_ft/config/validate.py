@@ -6,7 +6,7 @@ from megatron_ft.config.checks.data import check_data_knobs
 from megatron_ft.config.checks.launch import check_launch, check_names, check_run, check_telemetry
 from megatron_ft.config.checks.model import check_model
 from megatron_ft.config.checks.moe import check_moe
-from megatron_ft.config.checks.parallel import check_parallel
+from megatron_ft.config.checks.parallel import check_parallel, check_transformer_engine
 from megatron_ft.config.checks.primitives import finite_numbers
 from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
 from megatron_ft.config.job import JobConfig
@@ -36,6 +36,7 @@ def validate(config: JobConfig) -> None:
     check_optimizer(config.optimizer, config.training.train_iterations)
     check_checkpoint(config)
     check_parallel(config)
+    check_transformer_engine(config)
     _check_failpoints(config)
 
 

@@ -85,15 +85,30 @@ def _check_experts(config: JobConfig) -> None:
 
 
 def _check_context(config: JobConfig) -> None:
-    cp, key = config.parallel.context_parallel_size, "parallel.context_parallel_size"
-    if cp == 1:
-        return
+    cp = config.parallel.context_parallel_size
+    if cp > 1:
+        divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
+
+
+def check_transformer_engine(config: JobConfig) -> None:
+    """What Megatron builds with Transformer Engine only is refused where that cannot be."""
     training = config.training
-    require(training.device != "cpu", key, cp, "must be 1 with training.device=cpu: it needs Transformer Engine")
-    require(
-        training.transformer_impl != "local",
-        key,
-        cp,
-        "must be 1 with training.transformer_impl=local: it needs Transformer Engine's attention",
-    )
-    divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
+    without = [
+        ("training.device", training.device, "cpu"),
+        ("training.transformer_impl", training.transformer_impl, "local"),
+    ]
+    for key, value, constraint in needs_transformer_engine(config):
+        for reason, chosen, excluded in without:
+            require(
+                chosen != excluded, key, value, f"{constraint} with {reason}={excluded}: it needs Transformer Engine"
+            )
+
+
+def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]:
+    """Key, value and constraint of everything in a configuration that Megatron's local layers lack."""
+    needs: list[tuple[str, object, str]] = []
+    if config.parallel.context_parallel_size > 1:
+        needs.append(("parallel.context_parallel_size", config.parallel.context_parallel_size, "must be 1"))
+    if config.model.multi_latent_attention:
+        needs.append(("model.multi_latent_attention", True, "must be false"))
+    return needs

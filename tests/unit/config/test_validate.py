@@ -60,6 +60,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model.position_embedding_type": "alibi"}, "model.position_embedding_type"),
     ({"model.hidden_dropout": 1.0}, "model.hidden_dropout"),
     ({"model.rotary_percent": 0.0}, "model.rotary_percent"),
+    ({"model.multi_latent_attention": True, "training.device": "cpu"}, "model.multi_latent_attention"),
+    ({"model.multi_latent_attention": True, "training.transformer_impl": "local"}, "model.multi_latent_attention"),
     ({"model.num_layers": 0}, "model.num_layers"),
     ({"model.moe_router_topk": 9}, "model.moe_router_topk"),
     ({"model.moe_router_topk": 1}, "model.moe_router_pre_softmax"),

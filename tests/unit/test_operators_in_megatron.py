@@ -1,0 +1,79 @@
+"""Our parameter counts against models that Megatron-Core really builds, kind by kind.
+
+Latent attention is left out: Megatron builds it with Transformer Engine only.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.model import ModelConfig
+from megatron_ft.operators import operators_of
+
+ROOT = Path(__file__).parents[2]
+
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": 128,
+    "ffn_hidden_size": 48,
+    "moe_ffn_hidden_size": 40,
+    "num_moe_experts": 4,
+}
+GPT2_LIKE = {
+    "untie_embeddings_and_output_weights": False,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "gated_linear_unit": False,
+    "activation": "gelu",
+    "add_bias_linear": True,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "gpt2_like": GPT2_LIKE,
+    "grouped_queries_and_channels": {"num_query_groups": 2, "kv_channels": 16, "qk_layernorm": True},
+    "shared_experts_with_gate": {
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+        "add_qkv_bias": True,
+        "moe_first_dense_layers": 1,
+    },
+    "every_second_layer": {"num_layers": 4, "moe_layer_freq": 2, "max_position_embeddings": 64},
+    "dense": {"num_moe_experts": None, "moe_ffn_hidden_size": None},
+}
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, dict[str, int]]:
+    """Counts of all variants, built in one process of its own."""
+    models = [{**SMALL, **variant} for variant in VARIANTS.values()]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.count_parameters"],
+        input=json.dumps(models),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(VARIANTS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_counts_are_megatrons(name: str, built: dict[str, dict[str, int]]) -> None:
+    ours: Counter[str] = Counter()
+    for operator in operators_of(ModelConfig(**{**SMALL, **VARIANTS[name]})):
+        ours[operator.id.kind] += operator.num_parameters
+    assert dict(ours) == built[name]
