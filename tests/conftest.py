@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import leftovers
 
+pytest_plugins = ["tests.helpers.fixtures"]
+
 MARK, MARKED = leftovers.mark()
 GRACE_SECONDS = 10.0
 LEFT = pytest.StashKey[list[str]]()
