@@ -239,6 +239,16 @@ class LossSpike(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateDigest(Record):
+    """Digests of all weights, master weights and moments: equal digests, equal bits."""
+
+    iteration: int
+    """State after this iteration."""
+    digests: tuple[str, ...]
+    """One per rank, in rank order; hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailpointHit(Record):
     """An injected fault is about to happen."""
 

@@ -23,3 +23,5 @@ class CheckpointConfig:
     """Load a checkpoint without a manifest of ours. Its metadata is pickle: it can run code."""
     fully_parallel: bool = True
     """Spread writing and reading over data-parallel ranks."""
+    allow_other_data: bool = False
+    """Go on from a checkpoint although the training data differs from what it was trained on."""

@@ -45,3 +45,5 @@ class TrainingConfig:
     """``full`` or ``selective`` activation recomputation; null for none."""
     distributed_timeout_seconds: float = 600.0
     """Timeout of collectives."""
+    digest_interval_iterations: int = 0
+    """Record a digest of every rank's whole state every so many iterations and at the end; 0 never."""

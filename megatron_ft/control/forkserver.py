@@ -200,14 +200,17 @@ def die_with_parent(parent: int) -> None:
 
 
 def preload(modules: Sequence[str]) -> float:
-    """Import ``modules``; the seconds it took.
+    """Import ``modules``, calling the function of an entry ``module:function``; the seconds it took.
 
     Raises:
         SoftwareError: an import started threads, which a fork would lose.
     """
     begin = time.monotonic()
-    for module in modules:
-        importlib.import_module(module)
+    for entry in modules:
+        module, _, function = entry.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     if len(names) > 1:
         raise SoftwareError(f"importing {', '.join(modules)} left {len(names)} threads ({names}): cannot fork")

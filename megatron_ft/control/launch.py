@@ -36,7 +36,7 @@ from megatron_ft.events import RankFailed as RankFailedEvent
 from megatron_ft.events import StopRequested
 
 RANK_ENTRY = "megatron_ft.mcore.loop.main:run_rank"
-PRELOAD = ("megatron_ft.mcore.loop.main",)
+PRELOAD = ("megatron_ft.mcore.loop.main:warm",)
 _CLEANUP_SECONDS = 5.0
 
 

@@ -19,7 +19,8 @@ _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
 class Ballot:
     """One rank's contribution to the vote of one iteration.
 
-    Sums are over this rank's real microbatches; ranks that do not hold them give zero. ``found_inf`` is 0 or 1.
+    Sums are over this rank's real microbatches; ranks that do not hold them give zero. ``found_inf`` and
+    ``stop_requested`` (somebody asked this rank to end the run) are 0 or 1.
     """
 
     generation: int
@@ -31,6 +32,7 @@ class Ballot:
     num_tokens: int
     aux_loss_sum: float
     z_loss_sum: float
+    stop_requested: int = 0
 
     def to_row(self) -> tuple[float, ...]:
         """The ballot as numbers that float64 holds exactly."""
@@ -52,6 +54,7 @@ class Vote:
 
     Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over
     microbatches and mixture layers (unweighted). ``grad_norm`` is that of the unclipped gradient.
+    ``stop_requested`` makes this iteration the run's last, on every rank alike.
     """
 
     generation: int
@@ -64,6 +67,7 @@ class Vote:
     num_tokens: int
     aux_loss: float
     z_loss: float
+    stop_requested: bool = False
 
     def to_record(self) -> dict[str, object]:
         """A JSON object that ``from_record`` reads back to the same bits."""
@@ -106,6 +110,7 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
         num_tokens=num_tokens,
         aux_loss=sum(ballot.aux_loss_sum for ballot in ballots) * per_moe_loss,
         z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
+        stop_requested=any(ballot.stop_requested for ballot in ballots),
     )
 
 

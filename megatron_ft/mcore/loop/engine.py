@@ -4,7 +4,9 @@ Everything here can be called again in the same process: ``build`` after ``teard
 """
 
 import gc
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,6 +52,8 @@ class IterationResult:
     vote: Vote
     decision: Decision
     learning_rate: float
+    median_loss: float = math.nan
+    """Median of the committed losses before it; NaN where there are none."""
 
 
 class TrainingEngine:
@@ -61,6 +65,7 @@ class TrainingEngine:
         transformer_impl: ``local`` or ``transformer_engine``.
         vocab_size: padded vocabulary.
         samples: token sequences of the splits ``train`` and ``valid``.
+        stop_requested: whether this rank was asked to end the run; carried by the vote.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -75,12 +80,14 @@ class TrainingEngine:
         transformer_impl: str,
         vocab_size: int,
         samples: Mapping[str, Samples],
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.device = device
         self.transformer_impl = transformer_impl
         self.vocab_size = vocab_size
         self.samples = samples
+        self.stop_requested = stop_requested
         self.iteration = 0
         self.history = History()
         training = config.training
@@ -120,12 +127,13 @@ class TrainingEngine:
         self.scheduler = build_scheduler(self.config, self.optimizer)
         self._connect_schedule()
         self.batch = self._batch_plan()
+        self._mixture_layers = [m for chunk in self.model_chunks for m in chunk.modules() if isinstance(m, MixtureLayer)]
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups; the caller dissolves them next."""
         failpoints.hit("teardown", self.iteration)
         take_auxiliary_losses()
-        for name in ("model_chunks", "optimizer", "scheduler", "p2p", "pg", "groups", "transformer_config"):
+        for name in ("model_chunks", "optimizer", "scheduler", "p2p", "pg", "groups", "transformer_config", "_mixture_layers"):
             delattr(self, name)
         gc.collect()
 
@@ -158,7 +166,9 @@ class TrainingEngine:
         prepared = self.prepare(iteration)
         vote = self.vote(prepared)
         decision = self.policy.decide(vote, self.history)
-        learning_rate = self._learning_rate()
+        result = IterationResult(
+            vote=vote, decision=decision, learning_rate=self._learning_rate(), median_loss=self._median_loss()
+        )
         if decision.action == "commit":
             self.commit(vote)
             self.gather()
@@ -167,19 +177,21 @@ class TrainingEngine:
         else:
             # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
             self.abort(prepared)
-            return IterationResult(vote=vote, decision=decision, learning_rate=learning_rate)
+            return result
         self.history = self.history.after(vote, decision, self.config.training.loss_spike_window)
         self.iteration = iteration
-        return IterationResult(vote=vote, decision=decision, learning_rate=learning_rate)
+        return result
 
     def prepare(self, iteration: int) -> Prepared:
         """Forward, backward and gradient reduction of all microbatches; the norm; this rank's ballot."""
         failpoints.hit("data", iteration)
-        self._current_iteration = iteration
         set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
         undo = UndoRecord.take(self.model_chunks, self.optimizer)
         self._start_iteration(iteration)
-        reports = self._run_microbatches("train", iteration, self.batch, forward_only=False)
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        reports = self._run_microbatches("train", iteration, forward_only=False)
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = commit.prepare(self.optimizer)
         loss_sum, num_tokens = self._own_share(reports)
@@ -194,6 +206,7 @@ class TrainingEngine:
             num_tokens=num_tokens,
             aux_loss_sum=aux_loss_sum,
             z_loss_sum=z_loss_sum,
+            stop_requested=int(self.stop_requested()),
         )
         return Prepared(ballot=ballot, undo=undo)
 
@@ -231,13 +244,12 @@ class TrainingEngine:
         """(mean loss per token, tokens) over ``training.eval_iterations`` batches of the validation split."""
         for chunk in self.model_chunks:
             chunk.eval()
-        rng = torch.get_rng_state()
+        self._start_iteration(0)
         totals = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for batch in range(1, self.config.training.eval_iterations + 1):
-                reports = self._run_microbatches("valid", batch, self.batch, forward_only=True)
+                reports = self._run_microbatches("valid", batch, forward_only=True)
                 totals += torch.tensor(self._own_share(reports), dtype=torch.float64)
-        torch.set_rng_state(rng)
         for chunk in self.model_chunks:
             chunk.train()
         dist.all_reduce(totals, group=self.groups.vote)
@@ -253,17 +265,14 @@ class TrainingEngine:
     # -- parts --------------------------------------------------------------------------------------------
 
     def _start_iteration(self, iteration: int) -> None:
-        for chunk in self.model_chunks:
-            chunk.zero_grad_buffer()  # type: ignore[operator]
-            for module in chunk.modules():
-                if isinstance(module, MixtureLayer):
-                    module.iteration = iteration
-        self.optimizer.zero_grad()
+        """Tell failpoints where the model is; 0 is an evaluation."""
+        self._current_iteration = iteration
+        for layer in self._mixture_layers:
+            layer.iteration = iteration
 
-    def _run_microbatches(
-        self, split: str, iteration: int, batch: BatchPlan, *, forward_only: bool
-    ) -> list[torch.Tensor]:
-        pg = self.pg
+    def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
+        """Batch ``number`` of a split (that of iteration ``number``, for training) through the pipeline."""
+        pg, batch = self.pg, self.batch
         reader = BatchReader(
             samples=self.samples[split],
             plan=batch,
@@ -275,8 +284,8 @@ class TrainingEngine:
             context_parallel_size=pg.cp.size(),
         )
         reports: list[torch.Tensor] = self.forward_backward(
-            forward_step_func=partial(forward_step, iteration=iteration),
-            data_iterator=[reader.microbatches(iteration) for _ in self.model_chunks],
+            forward_step_func=partial(forward_step, iteration=self._current_iteration),
+            data_iterator=[reader.microbatches(number) for _ in self.model_chunks],
             model=self.model_chunks,
             num_microbatches=batch.num_microbatches,
             seq_length=self.config.model.seq_length,
@@ -300,3 +309,6 @@ class TrainingEngine:
 
     def _learning_rate(self) -> float:
         return float(max(group["lr"] for group in self.optimizer.param_groups))
+
+    def _median_loss(self) -> float:
+        return statistics.median(self.history.losses) if self.history.losses else math.nan

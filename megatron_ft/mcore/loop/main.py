@@ -1,0 +1,82 @@
+"""A rank's life: prepare the process, join the job, train, leave."""
+
+import datetime
+import warnings
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+from megatron_ft import failpoints
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.worker import RankContext
+from megatron_ft.mcore.device.install import install
+
+_FAILPOINTS_FILE = "failpoints.jsonl"
+
+
+def warm() -> None:
+    """Import all a rank needs, in a process that ranks are forked from. CUDA is left alone."""
+    if torch.version.cuda is None or not torch.cuda.device_count():
+        from megatron_ft.mcore.device import cpu
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cpu.install()
+            import_module("megatron_ft.mcore.loop.trainer")
+
+
+def run_rank(config: JobConfig, context: RankContext) -> None:
+    """Be rank ``context.rank`` of the job, from start to end.
+
+    Raises:
+        MegatronFtError: as its subclasses say; the process ends with its exit code.
+    """
+    failpoints.arm(
+        config.launch.failpoints,
+        rank=context.rank,
+        node=context.node,
+        record=failpoints.append_to(context.run_dir / _FAILPOINTS_FILE),
+    )
+    device_type, transformer_impl = install(config)
+    device = _prepare_process(config, context, device_type)
+    with warnings.catch_warnings():
+        # Megatron warns at import about every optional package; device.software has checked them.
+        warnings.simplefilter("ignore")
+        from megatron_ft.mcore.groups import dissolve_groups, form_groups
+        from megatron_ft.mcore.loop.trainer import Trainer
+
+    store = dist.TCPStore(
+        context.master_addr,
+        context.master_port,
+        context.world_size,
+        is_master=context.rank == 0,
+        timeout=datetime.timedelta(seconds=config.launch.start_timeout_seconds),
+    )
+    groups = form_groups(
+        config.parallel,
+        store=store,
+        rank=context.rank,
+        world_size=context.world_size,
+        generation=context.generation,
+        device=device_type,
+        timeout_seconds=config.training.distributed_timeout_seconds,
+    )
+    trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
+    trainer.build(groups)
+    del groups
+    trainer.run()
+    trainer.teardown()
+    dissolve_groups()
+
+
+def _prepare_process(config: JobConfig, context: RankContext, device_type: str) -> torch.device:
+    torch.set_num_threads(config.training.num_threads)
+    if config.training.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=False)
+        # Filling fresh memory hides reads of it and costs time; nothing here reads what it has not written.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    if device_type == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(context.local_rank)
+    return torch.device("cuda", context.local_rank)

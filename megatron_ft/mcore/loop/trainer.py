@@ -1,0 +1,274 @@
+"""The training loop of one rank: iterations, reports, evaluations, checkpoints, and when to stop."""
+
+import hashlib
+import importlib.metadata
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ft import failpoints
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import to_dict
+from megatron_ft.control.worker import RankContext
+from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.errors import CheckpointError, DataError, TrainingStopped
+from megatron_ft.events import Evaluation, IterationSkipped, LossSpike, RanksReady, Record, RunStarted, StateDigest
+from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
+from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.checkpoint.digest import state_digest
+from megatron_ft.mcore.data.samples import Samples, open_samples
+from megatron_ft.mcore.groups import Groups
+from megatron_ft.mcore.loop.engine import IterationResult, TrainingEngine
+from megatron_ft.mcore.loop.reporting import expert_load_record, metrics_record
+from megatron_ft.planning.commit import History
+
+_PACKAGES = ("torch", "megatron-core", "numpy")
+
+
+class Trainer:
+    """Drives a ``TrainingEngine`` through a run.
+
+    Only rank 0 reports; what it reports, every rank knows from the vote.
+    """
+
+    def __init__(
+        self, config: JobConfig, context: RankContext, *, device: torch.device, transformer_impl: str
+    ) -> None:
+        self.config = config
+        self.context = context
+        self.device = device
+        self.samples = self._open_samples()
+        self.engine = TrainingEngine(
+            config,
+            device=device,
+            transformer_impl=transformer_impl,
+            vocab_size=resolve_vocab_size(config),
+            samples=self.samples,
+            stop_requested=context.worker.stop_requested,
+        )
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def build(self, groups: Groups) -> None:
+        """Build the engine on ``groups`` and load what the run continues from.
+
+        Raises:
+            CheckpointError: there is no checkpoint to resume from, or it does not fit.
+            DataError: ranks read different data, or other data than the checkpoint was trained on.
+        """
+        started = time.monotonic()
+        self.agreement = Agreement(groups.vote)
+        self._check_same_data()
+        self.engine.build(groups)
+        self.checkpoints = self._checkpoint_manager(groups)
+        source = self._load()
+        self._report(self._run_started(source))
+        self._report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
+
+    def run(self) -> None:
+        """Train to the end, or to the iteration at which the vote carries a stop.
+
+        Raises:
+            TrainingStopped: a policy stopped the run; the state before that iteration is saved.
+        """
+        training = self.config.training
+        last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
+        stop = False
+        while self.engine.iteration < last and not stop:
+            stop = self._iterate(self.engine.iteration + 1)
+        if self.config.checkpoint.save_at_end:
+            self._save()
+        self._digest(due=training.digest_interval_iterations > 0)
+        self.checkpoints.finish()
+
+    def teardown(self) -> None:
+        """Let go of everything that holds the groups."""
+        self.engine.teardown()
+        del self.agreement, self.checkpoints
+
+    # -- one iteration ------------------------------------------------------------------------------------
+
+    def _iterate(self, iteration: int) -> bool:
+        """Run one iteration and what is due after it; whether it was the last one asked for."""
+        self.context.worker.progress(iteration, "iteration")
+        began = time.perf_counter()
+        result = self.engine.run_iteration(iteration)
+        self._account(iteration, result, time.perf_counter() - began)
+        self._evaluate(iteration)
+        self.checkpoints.poll()
+        if _due(iteration, self.config.checkpoint.save_interval_iterations):
+            self._save()
+        self._digest(due=_due(iteration, self.config.training.digest_interval_iterations))
+        return result.vote.stop_requested
+
+    def _account(self, iteration: int, result: IterationResult, seconds: float) -> None:
+        """Report an iteration; stop the run where the policy says so."""
+        vote, decision, telemetry = result.vote, result.decision, self.config.telemetry
+        if _due(iteration, telemetry.log_interval_iterations):
+            self._report(metrics_record(self.config, result, self.engine.batch, seconds))
+        if self.config.model.num_moe_experts and _due(iteration, telemetry.expert_load_interval_iterations):
+            self._report(expert_load_record(self.config, iteration, self.engine.take_expert_load()))
+        if decision.spike:
+            policy = self.config.training.loss_spike_policy
+            self._report(LossSpike(iteration=iteration, loss=vote.loss, median=result.median_loss, policy=policy))
+        if decision.action == "skip":
+            values = {"loss": vote.loss, "grad_norm": vote.grad_norm, "loss_scale": vote.loss_scale}
+            self._report(IterationSkipped(iteration=iteration, reason=decision.reason, values=values))
+        if decision.action == "stop":
+            self._save()
+            self.checkpoints.finish()
+            raise TrainingStopped(f"iteration {iteration}: {decision.reason}")
+
+    def _evaluate(self, iteration: int) -> None:
+        if "valid" not in self.samples or not _due(iteration, self.config.training.eval_interval_iterations):
+            return
+        began = time.perf_counter()
+        loss, num_tokens = self.engine.evaluate()
+        seconds = time.perf_counter() - began
+        self._report(Evaluation(iteration=iteration, loss=loss, num_tokens=num_tokens, seconds=seconds))
+
+    def _digest(self, *, due: bool) -> None:
+        if due:
+            mine = state_digest(self.engine.model_chunks, self.engine.optimizer)
+            digests = tuple(self.agreement.gather(mine))
+            self._report(StateDigest(iteration=self.engine.iteration, digests=digests))
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def _checkpoint_manager(self, groups: Groups) -> CheckpointManager:
+        parallel = self.config.parallel
+        return CheckpointManager(
+            self.config.checkpoint,
+            run_dir=self.context.run_dir,
+            run_id=self.context.run_dir.name,
+            topology_record={
+                "world_size": self.context.world_size,
+                "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+                "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+                "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size or 1,
+                "context_parallel_size": parallel.context_parallel_size,
+                "expert_model_parallel_size": parallel.expert_model_parallel_size,
+                "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+            },
+            group=groups.vote,
+            dp_cp_group=groups.pg_collection.dp_cp,
+            report=self._report_record,
+            config_digest=self._config_digest(),
+            generation=groups.generation,
+        )
+
+    def _save(self) -> None:
+        """Save the state as it is, unless that is saved already."""
+        iteration = self.engine.iteration
+        if iteration == 0 or self.checkpoints.last_saved_iteration == iteration:
+            return
+        failpoints.hit("checkpoint", iteration)
+        history = self.engine.history
+        self.checkpoints.save(
+            self._state(
+                {
+                    "data_fingerprint": self.samples["train"].fingerprint(),
+                    "losses": list(history.losses),
+                    "num_consecutive_skips": history.num_consecutive_skips,
+                }
+            ),
+            iteration,
+        )
+
+    def _load(self) -> Path | None:
+        """Load what the run continues from; its path, None for a fresh start."""
+        directory = self._checkpoint_to_load()
+        if directory is None:
+            return None
+        state = self._state({})
+        self.checkpoints.load(state, directory)
+        self._check_known_data(state.extra, directory)
+        self.engine.iteration = state.iteration
+        self.engine.history = History(
+            losses=tuple(state.extra.get("losses", ())),
+            num_consecutive_skips=state.extra.get("num_consecutive_skips", 0),
+        )
+        return directory
+
+    def _checkpoint_to_load(self) -> Path | None:
+        if self.context.resume_from is not None:
+            found = self.checkpoints.newest(self.context.resume_from)
+            if found is not None:
+                return found
+            if self.config.run.resume == "must":
+                raise CheckpointError(
+                    f"run.resume=must: {self.context.resume_from} must hold a checkpoint that verifies; it holds none"
+                )
+        return None if self.config.checkpoint.load is None else Path(self.config.checkpoint.load)
+
+    def _state(self, extra: dict[str, Any]) -> TrainingState:
+        engine = self.engine
+        return TrainingState(
+            model_chunks=engine.model_chunks,
+            optimizer=engine.optimizer,
+            scheduler=engine.scheduler,
+            iteration=engine.iteration,
+            consumed_samples=engine.iteration * self.config.training.global_batch_size,
+            extra=extra,
+        )
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    def _open_samples(self) -> dict[str, Samples]:
+        splits = ["train"] + (["valid"] if self.config.training.eval_interval_iterations else [])
+        return {split: open_samples(self.config, split) for split in splits}
+
+    def _check_same_data(self) -> None:
+        fingerprints = self.agreement.gather(self.samples["train"].fingerprint())
+        for rank, fingerprint in enumerate(fingerprints):
+            if fingerprint != fingerprints[0]:
+                raise DataError(
+                    f"data.train={self.config.data.train}: must be the same data on every rank; rank {rank} reads "
+                    "other data than rank 0 (a built-in corpus differs between Python versions: index one and share it)"
+                )
+
+    def _check_known_data(self, extra: Mapping[str, Any], directory: Path) -> None:
+        known = extra.get("data_fingerprint")
+        if known is None or self.config.checkpoint.allow_other_data:
+            return
+        if known != self.samples["train"].fingerprint():
+            raise DataError(
+                f"data.train={self.config.data.train}: must be what {directory.name} was trained on (sources, weights, "
+                "seed, sequence length), or samples are repeated and left out; checkpoint.allow_other_data=true goes on"
+            )
+
+    # -- reports ------------------------------------------------------------------------------------------
+
+    def _run_started(self, source: Path | None) -> RunStarted:
+        on_gpu = self.device.type == "cuda"
+        return RunStarted(
+            run_name=self.context.run_dir.name,
+            model=self.config.model.name,
+            world_size=self.context.world_size,
+            num_nodes=self.context.num_nodes,
+            train_iterations=self.config.training.train_iterations,
+            device=f"cuda: {torch.cuda.get_device_name(self.device)}" if on_gpu else "cpu",
+            versions={name: importlib.metadata.version(name) for name in _PACKAGES},
+            config_digest=self._config_digest(),
+            resumed_from=None if source is None else str(source),
+            resumed_from_iteration=None if source is None else self.engine.iteration,
+        )
+
+    def _config_digest(self) -> str:
+        content = json.dumps(to_dict(self.config), sort_keys=True).encode()
+        return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+    def _report(self, record: Record) -> None:
+        self._report_record(record.to_record())
+
+    def _report_record(self, record: dict[str, Any]) -> None:
+        if self.context.rank == 0:
+            self.context.worker.report(record)
+
+
+def _due(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0
