@@ -8,7 +8,7 @@ import xxhash
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_ft.mcore.checkpoint.optimizer_state import sub_optimizers
+from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state, sub_optimizers
 from megatron_ft.mcore.model.names import named_parameters, unwrap
 
 
@@ -67,13 +67,17 @@ def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> str:
-    """One digest over all of :func:`named_state`, independent of the order of iteration."""
+    """One digest over all of :func:`tensor_digests`, independent of the order of iteration."""
     total = xxhash.xxh3_128()
-    for name, digest in sorted((name, tensor_digest(tensor)) for name, tensor in named_state(model_chunks, optimizer)):
+    for name, digest in sorted(tensor_digests(model_chunks, optimizer).items()):
         total.update(f"{name}={digest}\n".encode())
     return total.hexdigest()
 
 
 def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, str]:
-    """Digest of every tensor of :func:`named_state` by name, to say where two states differ."""
+    """Digest of every tensor of :func:`named_state` by name, to say where two states differ.
+
+    Moments that no update has created yet are created: they count as the zeros they will start from.
+    """
+    allocate_state(optimizer)
     return {name: tensor_digest(tensor) for name, tensor in named_state(model_chunks, optimizer)}
