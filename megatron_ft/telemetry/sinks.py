@@ -103,6 +103,8 @@ class SinkSet:
         try:
             sink.close(outcome)
         except Exception as error:  # noqa: BLE001 (reported to the sinks that are still open)
+            if sink.name in self._failed:
+                return
             failure = SinkFailed(sink=sink.name, error=_one_line(error), time_unix_seconds=self._clock())
             self._failed[sink.name] = failure.error
             for other in still_open:

@@ -17,9 +17,9 @@ class Note:
 
 
 def note(record: Record) -> Note | None:
-    """What to tell about ``record``; ``None`` for records that have displays of their own."""
+    """What to tell about ``record``; ``None`` for records that are shown in other ways or not at all."""
     match record:
-        case events.Metrics() | events.ExpertLoad():
+        case events.Metrics() | events.ExpertLoad() | events.StateDigest():
             return None
         case events.RunStarted():
             return Note(level="info", text=_started(record))

@@ -42,6 +42,7 @@ EXAMPLES: list[Record] = [
     events.ExpertLoad(iteration=2, layers=()),
     events.ExpertLoad(iteration=2, layers=((7,) * 300,) * 40, layer_numbers=tuple(range(2, 42))),
     events.Evaluation(iteration=2, loss=float("inf")),
+    events.StateDigest(iteration=2, digests=("0f1e", "2d3c")),
     events.IterationSkipped(iteration=3, reason="non_finite", values={"loss": float("nan")}),
     events.CheckpointStarted(iteration=3),
     events.CheckpointSaved(iteration=3, num_bytes=12_345_678, seconds=0.5),

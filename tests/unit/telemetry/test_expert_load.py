@@ -1,0 +1,46 @@
+"""Evenness of expert load, and the small pictures."""
+
+import math
+
+import pytest
+
+from megatron_ft.telemetry.expert_load import bin_loads, max_over_even_share, relative_load
+from megatron_ft.telemetry.glyphs import ASCII, BLOCKS, Glyphs, glyphs_for
+
+
+def test_relative_load() -> None:
+    assert relative_load([1, 1, 1, 1]) == [1.0] * 4
+    assert relative_load([8, 0, 0, 0]) == [4.0, 0.0, 0.0, 0.0]
+    assert relative_load([0, 0]) == [0.0, 0.0]
+    assert max_over_even_share([3, 1]) == 1.5 and max_over_even_share([]) == 0.0
+
+
+def test_binning_keeps_the_busiest() -> None:
+    loads = [float(number) for number in range(160)]
+    binned = bin_loads(loads, 30)
+    assert len(binned) == 30 and max(binned) == 159.0 and binned == sorted(binned)
+    assert bin_loads([1.0, 2.0], 30) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("glyphs", [BLOCKS, ASCII], ids=["blocks", "ascii"])
+def test_bars_rise(glyphs: Glyphs) -> None:
+    bars = [glyphs.heights.index(glyphs.bar(value / 10, 2.0)) for value in range(31)]
+    assert bars == sorted(bars) and bars[0] == 0 and bars[20] == bars[30] == len(glyphs.heights) - 1
+    assert glyphs.bar(math.nan, 2.0) == " "
+
+
+def test_chart_has_the_highest_on_top_and_blanks_where_nothing_is() -> None:
+    assert BLOCKS.chart([3.0, 2.0, 1.0, None], num_rows=2) == ["█▁  ", "██▁ "]
+    assert BLOCKS.chart([None, None], num_rows=1) == ["  "]
+    assert BLOCKS.chart([2.0, 2.0], num_rows=1) == ["▁▁"]
+
+
+@pytest.mark.parametrize(("share", "num_done"), [(0.0, 0), (0.5, 5), (1.0, 10), (1.7, 10)])
+def test_progress_keeps_its_width(share: float, num_done: int) -> None:
+    done, left = BLOCKS.progress(share, 10)
+    assert len(done) == num_done and len(done) + len(left) == 10
+
+
+def test_glyphs_follow_the_encoding() -> None:
+    assert glyphs_for("utf-8") is BLOCKS
+    assert glyphs_for("ascii") is ASCII and glyphs_for(None) is ASCII and glyphs_for("no-such-code") is ASCII
