@@ -103,6 +103,8 @@ def _keywords(text: str, arguments: str, types: dict[str, type]) -> dict[str, ob
         name = keyword.arg or "**"
         if name not in types:
             raise ConfigError.of(_KEY, text, f"has no keyword {name}; it takes {', '.join(types)}")
+        if name in values:
+            raise ConfigError.of(_KEY, text, f"must give {name} once")
         values[name] = _literal(text, name, keyword.value, types[name])
     return values
 

@@ -123,18 +123,6 @@ def _check(environment: RankEnvironment) -> None:
     )
 
 
-def check_layout(environment: RankEnvironment, *, num_nodes: int, ranks_per_node: int) -> None:
-    """Refuse a job whose launcher started other ranks than the configuration says.
-
-    Raises:
-        ConfigError: ``launch.num_nodes`` or ``launch.ranks_per_node`` differ from the launcher's.
-    """
-    found = (environment.num_nodes, environment.local_world_size)
-    for key, wanted, have in zip(("num_nodes", "ranks_per_node"), (num_nodes, ranks_per_node), found, strict=True):
-        if wanted != have:
-            raise ConfigError.of(f"launch.{key}", wanted, f"must be {have}, as {environment.launcher} started it")
-
-
 def expand_nodelist(text: str) -> list[str]:
     """Host names of a Slurm nodelist in its order, e.g. ``a[01-03,7],b`` gives ``a01 a02 a03 a7 b``.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 
 from megatron_ft.control.framing import Message, decode
 from megatron_ft.errors import ConfigError, ControlError
@@ -98,7 +98,7 @@ class RpcServer:
         self._server.stop(grace=None).wait()
 
 
-class _Handlers(grpc.GenericRpcHandler):
+class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, service: str, methods: Mapping[str, Method], token: str) -> None:
         self._methods = {f"/{service}/{name}": method for name, method in methods.items()}
         self._token = token.encode()

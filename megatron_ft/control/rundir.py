@@ -48,15 +48,16 @@ def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
     parent = Path(run.dir).absolute()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        path, existed = _number(parent, model_name) if run.name is None else _take(parent / run.name)
+        path, existed = _number(parent, model_name) if run.name is None else _take(run, parent / run.name)
     except OSError as error:
         raise ConfigError.of("run.dir", run.dir, f"must be a folder this user can write: {error}") from error
     claimed = RunDir(path, None, _lock(path))
-    try:
-        claimed.resume_from = _resume(run, path) if existed else _fresh(run, path)
-    except ConfigError:
-        claimed.release()
-        raise
+    if existed:
+        try:
+            claimed.resume_from = _resume(run, path)
+        except ConfigError:
+            claimed.release()
+            raise
     for folder in ("logs", "checkpoints"):
         (path / folder).mkdir(exist_ok=True)
     _write_config(path, config_yaml)
@@ -89,7 +90,9 @@ def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
             return path, False
 
 
-def _take(path: Path) -> tuple[Path, bool]:
+def _take(run: RunConfig, path: Path) -> tuple[Path, bool]:
+    if run.resume == "must" and not path.is_dir():
+        raise ConfigError.of("run.name", run.name, f"must exist in {path.parent} because run.resume=must")
     try:
         path.mkdir()
     except FileExistsError:
@@ -105,13 +108,6 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
         raise ConfigError.of("run.name", path.name, f"is in use by a running job ({path})") from None
     return descriptor
-
-
-def _fresh(run: RunConfig, path: Path) -> None:
-    if run.resume == "must":
-        (path / _LOCK_FILE).unlink()
-        path.rmdir()
-        raise ConfigError.of("run.name", run.name, f"must exist in {path.parent} because run.resume=must")
 
 
 def _resume(run: RunConfig, path: Path) -> Path | None:

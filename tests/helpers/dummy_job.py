@@ -1,6 +1,6 @@
 """``python -m tests.helpers.dummy_job SPEC.json``: a job of dummy ranks whose sink is a file of JSON lines.
 
-``SPEC.json`` holds ``config`` (JSON of ``JobConfig``) and ``entry``.
+``SPEC.json`` holds ``config`` (JSON of ``JobConfig``) ``entry`` and ``preload``.
 """
 
 import json
@@ -39,8 +39,7 @@ def main() -> int:
     command = ["python", "pretrain_moe.py"]
     entry = f"tests.helpers.dummy_rank:{spec['entry']}"
     try:
-        preload = ["tests.helpers.dummy_rank"]
-        return launch(config, "a: 1\n", open_sinks=FileSinks, entry=entry, preload=preload, command=command)
+        return launch(config, "a: 1\n", open_sinks=FileSinks, entry=entry, preload=spec["preload"], command=command)
     except MegatronFtError as error:
         print(error, file=sys.stderr)
         return error.exit_code

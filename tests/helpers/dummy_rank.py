@@ -1,5 +1,4 @@
-"""A rank without a model: what ``launch`` tests run instead of ``run_rank``. Behaviour comes from ``run.name``-free
-knobs that every job has: ``training.train_iterations`` and failpoints."""
+"""Ranks without a model: what tests of ``launch`` run instead of the training loop."""
 
 import time
 from pathlib import Path

@@ -1,0 +1,103 @@
+"""Claiming the folder of a run."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.config.run import RunConfig
+from megatron_ft.control.rundir import RunDir, claim
+from megatron_ft.errors import ConfigError
+
+
+def claimed(runs: Path, name: str | None = None, resume: str = "never", yaml: str = "a: 1\n") -> RunDir:
+    return claim(RunConfig(dir=str(runs), name=name, resume=resume), model_name="tiny", config_yaml=yaml)
+
+
+def test_runs_without_a_name_are_numbered(tmp_path: Path) -> None:
+    assert claimed(tmp_path / "new").name == "tiny-001"
+    assert claimed(tmp_path / "new").name == "tiny-002"
+    (tmp_path / "new" / "tiny-041").mkdir()
+    (tmp_path / "new" / "tiny-large-099").mkdir()
+    assert claimed(tmp_path / "new").name == "tiny-042"
+
+
+def test_jobs_started_together_get_different_folders(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        names = [run.name for run in threads.map(lambda _: claimed(tmp_path), range(32))]
+    assert sorted(names) == [f"tiny-{number:03d}" for number in range(1, 33)]
+
+
+def test_a_folder_has_its_configuration_and_places_for_logs_and_checkpoints(tmp_path: Path) -> None:
+    run = claimed(tmp_path, "x")
+    assert (run.path / "config.yaml").read_text() == "a: 1\n"
+    assert (run.path / "logs").is_dir() and (run.path / "checkpoints").is_dir()
+    assert run.resume_from is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "a b", "ü", "x" * 129])
+def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.name="):
+        claimed(tmp_path, name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("existing", "resume", "result"),
+    [
+        ("none", "never", "fresh"),
+        ("none", "auto", "fresh"),
+        ("none", "must", "run.name=x: must exist"),
+        ("empty", "never", "run.name=x: exists"),
+        ("empty", "auto", "fresh"),
+        ("empty", "must", "run.resume=must: finds no checkpoint"),
+        ("checkpoint", "never", "run.name=x: exists"),
+        ("checkpoint", "auto", "resumed"),
+        ("checkpoint", "must", "resumed"),
+        ("none", "perhaps", "run.resume=perhaps: must be one of"),
+    ],
+)
+def test_resume(tmp_path: Path, existing: str, resume: str, result: str) -> None:
+    if existing != "none":
+        first = claimed(tmp_path, "x")
+        if existing == "checkpoint":
+            (first.path / "checkpoints" / "iteration-7").mkdir()
+        first.release()
+    if result in ("fresh", "resumed"):
+        run = claimed(tmp_path, "x", resume)
+        assert run.resume_from == (run.path / "checkpoints" if result == "resumed" else None)
+    else:
+        with pytest.raises(ConfigError) as caught:
+            claimed(tmp_path, "x", resume)
+        assert result in str(caught.value)
+        assert (tmp_path / "x").exists() is (existing != "none")
+
+
+def test_resume_must_needs_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.name="):
+        claimed(tmp_path, None, "must")
+
+
+def test_a_folder_has_one_job_at_a_time(tmp_path: Path) -> None:
+    first = claimed(tmp_path, "x")
+    with pytest.raises(ConfigError, match="in use by a running job"):
+        claimed(tmp_path, "x", "auto")
+    first.release()
+    claimed(tmp_path, "x", "auto").release()
+
+
+def test_an_earlier_configuration_is_kept(tmp_path: Path) -> None:
+    for text in ("a: 1\n", "a: 2\n", "a: 2\n", "a: 3\n"):
+        run = claimed(tmp_path, "x", "auto", text)
+        run.release()
+    assert {path.name: path.read_text() for path in run.path.glob("config*")} == {
+        "config.yaml": "a: 3\n",
+        "config-001.yaml": "a: 1\n",
+        "config-002.yaml": "a: 2\n",
+    }
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^run\.dir="):
+        claimed(tmp_path / "file")

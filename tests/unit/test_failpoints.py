@@ -1,0 +1,120 @@
+"""Grammar of failpoints, whom they mean, and that a hit is on disk before the fault."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft import failpoints
+from megatron_ft.errors import ConfigError
+from megatron_ft.events import FailpointHit, Record
+from megatron_ft.failpoints import PHASES, InjectedFault, append_to, arm, hit, parse
+
+
+@pytest.fixture(autouse=True)
+def unarmed() -> Iterator[None]:
+    yield
+    arm([], rank=0, node=0, record=lambda _: None)
+
+
+def test_a_spec_is_read() -> None:
+    found = parse(' kill( rank=1, at_iteration=7, phase="backward") ')
+    assert (found.action, found.rank, found.node, found.at_iteration, found.phase) == ("kill", 1, None, 7, "backward")
+    assert parse("delay(phase='data', seconds=2)").seconds == 2.0
+    assert parse("raise(phase='vote_inside', message='x', node=2)").message == "x"
+    assert parse("exit(phase='build', code=3)").code == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "must be a call"),
+        ("kill", "must be a call"),
+        ("explode(phase='data')", "must be a call of one of"),
+        ("kill(phase='lunch')", "must name a phase"),
+        ("kill(rank=1)", "must name a phase"),
+        ("kill(1, phase='data')", "keyword arguments only"),
+        ("kill(phase='data', color=1)", "no keyword color"),
+        ("kill(**{'phase': 'data'})", "no keyword **"),
+        ("kill(phase='data', rank='1')", "literal of type int"),
+        ("kill(phase='data', rank=True)", "literal of type int"),
+        ("kill(phase='data', rank=1+1)", "literal of type int"),
+        ("kill(phase='data', rank=open('x'))", "literal of type int"),
+        ("kill(phase='data'", "must be a call"),
+        ("kill(phase='data') or kill(phase='data')", "one call"),
+        ("kill(phase='data')(phase='data')", "one call"),
+        ("exit(phase='data')", "must give code"),
+        ("exit(phase='data', code=256)", "between 0 and 255"),
+        ("delay(phase='data')", "must give seconds"),
+        ("kill(phase='data', seconds=1.0)", "no keyword seconds"),
+        ("kill(phase='data', rank=1, rank=2)", "must give rank once"),
+    ],
+)
+def test_bad_specs_are_refused_by_name(text: str, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert word in str(caught.value)
+    assert "launch.failpoints=" in str(caught.value)
+
+
+def test_a_fault_happens_once_where_it_was_asked_for_and_is_recorded_first() -> None:
+    recorded: list[dict[str, Any]] = []
+    arm(["raise(rank=1, at_iteration=3, phase='update')"], rank=1, node=0, record=recorded.append)
+    hit("update", 2)
+    hit("forward", 3)
+    assert not recorded
+    with pytest.raises(InjectedFault, match="rank 1, iteration 3, update"):
+        hit("update", 3)
+    hit("update", 3)
+    (only,) = recorded
+    event = Record.from_record(only)
+    assert isinstance(event, FailpointHit)
+    assert (event.action, event.phase, event.iteration, event.rank, event.node) == ("raise", "update", 3, 1, 0)
+
+
+@pytest.mark.parametrize(("rank", "node", "expected"), [(1, 0, False), (2, 1, True), (3, 1, True), (4, 2, False)])
+def test_a_node_means_all_its_ranks(rank: int, node: int, expected: bool) -> None:
+    recorded: list[dict[str, Any]] = []
+    arm(["delay(node=1, phase='data', seconds=0)"], rank=rank, node=node, record=recorded.append)
+    hit("data", 9)
+    assert bool(recorded) is expected
+
+
+def test_every_phase_can_be_named_and_others_are_our_own_mistake() -> None:
+    for phase in PHASES:
+        assert parse(f"kill(phase='{phase}')").phase == phase
+    arm(["delay(phase='data', seconds=0)"], rank=0, node=0, record=lambda _: None)
+    with pytest.raises(AssertionError, match="unknown phase"):
+        hit("lunch", 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "status"),
+    [("kill(phase='data')", -signal.SIGKILL), ("exit(phase='data', code=7)", 7)],
+)
+def test_the_hit_is_on_disk_when_the_process_is_gone(tmp_path: Path, spec: str, status: int) -> None:
+    path = tmp_path / "failpoints.jsonl"
+    process_id = os.fork()
+    if process_id == 0:
+        arm([spec], rank=0, node=0, record=append_to(path))
+        hit("data", 1)
+        os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == status
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["iteration"] == 1
+
+
+def test_a_fault_that_cannot_be_recorded_does_not_happen(tmp_path: Path) -> None:
+    arm(["kill(phase='data')"], rank=0, node=0, record=append_to(tmp_path / "missing" / "failpoints.jsonl"))
+    with pytest.raises(FileNotFoundError):
+        hit("data", 1)
+
+
+def test_an_unarmed_hit_does_nothing() -> None:
+    arm(["kill(rank=5, phase='data')"], rank=0, node=0, record=lambda _: None)
+    assert failpoints._armed is None
+    hit("data", 1)
