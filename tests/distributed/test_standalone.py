@@ -1,0 +1,76 @@
+"""Ranks that torchrun or srun started agree on one run folder and report through rank 0."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from megatron_ft.control.launch import free_port
+from megatron_ft.errors import EXIT_INTERRUPTED
+from tests.helpers.jobs import start, wait
+
+LIMIT_SECONDS = 90
+RANK = ["-m", "tests.helpers.standalone_rank"]
+
+
+def torchrun(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options, *RANK]
+
+
+def only_run(runs: Path) -> Path:
+    (run,) = runs.iterdir()
+    return run
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    job = start([*torchrun(), str(tmp_path), "5"])
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == 0, output
+    run = only_run(tmp_path)
+    assert run.name == "moe_tiny-001"
+    assert {path.name for path in (run / "logs").iterdir()} == {"started-0", "started-1"}
+    metrics = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert metrics == [1, 2, 3, 4, 5]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["world_size"], summary["exit_code"]) == (2, 0)
+
+
+def test_a_restart_by_torchrun_continues_in_the_same_folder(tmp_path: Path) -> None:
+    failpoint = 'raise(rank=1, at_iteration=3, phase="forward")'
+    job = start([*torchrun("--max-restarts=1"), str(tmp_path), "5", failpoint])
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode != 0
+    assert "injected fault (rank 1, iteration 3, forward)" in output
+    hits = (only_run(tmp_path) / "failpoints.jsonl").read_text().splitlines()
+    assert len(hits) == 2, "the fault hit both attempts, in one folder"
+
+
+def srun_environment(rank: int, port: int) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_JOB_ID": str((port - 20000) // 16),
+        "SLURM_STEP_ID": str((port - 20000) % 16),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+
+
+def test_srun_and_a_forwarded_signal(tmp_path: Path) -> None:
+    port = 20000 + free_port("127.0.0.1") % 20000
+    command = [sys.executable, *RANK, str(tmp_path), "100000"]
+    ranks = [start(command, environment=srun_environment(rank, port)) for rank in range(2)]
+    run = None
+    for _ in range(LIMIT_SECONDS * 20):
+        run = next(iter(tmp_path.iterdir()), None)
+        if run is not None and all((run / "logs" / f"started-{rank}").exists() for rank in range(2)):
+            break
+        signal.sigtimedwait([], 0.05)
+    assert run is not None
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGUSR1)
+    outputs = [wait(rank, LIMIT_SECONDS) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [EXIT_INTERRUPTED] * 2, outputs
+    assert json.loads((run / "summary.json").read_text())["exit_code"] == EXIT_INTERRUPTED

@@ -1,0 +1,25 @@
+"""``python -m tests.helpers.standalone_rank RUNS``: a dummy rank under torchrun or srun."""
+
+import os
+import sys
+from dataclasses import replace
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.environment import detect, read_environment
+from megatron_ft.mcore.loop import standalone
+from tests.helpers import dummy_rank
+
+
+def main() -> int:
+    """Join the job and be its rank."""
+    config = JobConfig()
+    config.run = replace(config.run, dir=sys.argv[1])
+    config.telemetry = replace(config.telemetry, wandb="disabled")
+    config.training = replace(config.training, train_iterations=int(sys.argv[2]))
+    config.launch = replace(config.launch, failpoints=sys.argv[3:])
+    environment = read_environment(detect(os.environ), os.environ)
+    return standalone.main(config, environment, dummy_rank.run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
