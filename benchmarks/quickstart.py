@@ -14,12 +14,19 @@ from typing import Any
 from benchmarks import leftovers
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
+from megatron_ft.events import Evaluation
+from megatron_ft.telemetry.read import EVENTS_FILE, read_events
 
 ID = "quickstart"
 MAX_SECONDS = 240.0
 MAX_LOSS_RATIO = 0.75
 QUICK_MAX_LOSS_RATIO = 1.0
-QUICK = ("training.train_iterations=8", "training.eval_interval_iterations=4", "training.eval_iterations=1")
+QUICK = (
+    "training.train_iterations=8",
+    "training.eval_interval_iterations=4",
+    "training.eval_iterations=1",
+    "optimizer.lr_warmup_iterations=2",
+)
 SUMMARY_FIELDS = ("iterations", "first_loss", "final_loss", "tokens_per_second", "wall_seconds", "world_size")
 GRACE_SECONDS = 10.0
 
@@ -90,7 +97,7 @@ def run_defaults(folder: Path, overrides: Sequence[str]) -> Observed:
         exit_code=code,
         seconds=round(seconds, 1),
         summary=read_summary(run_dirs[0]) if run_dirs else {},
-        valid_losses=read_valid_losses(run_dirs[0]) if run_dirs else [],
+        valid_losses=read_valid_losses(run_dirs[0]) if run_dirs and (run_dirs[0] / EVENTS_FILE).exists() else [],
         leftover_processes=leftovers.outlive(value, grace_seconds=GRACE_SECONDS),
     )
 
@@ -104,10 +111,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def read_valid_losses(run_dir: Path) -> list[float]:
     """Losses of all evaluations of a run, in order."""
-    path = run_dir / "events.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    return [float(record["loss"]) for record in records if record.get("kind") == "evaluation"]
+    return [record.loss for record in read_events(run_dir) if isinstance(record, Evaluation)]
 
 
 def figure(observed: Observed) -> str:

@@ -1,0 +1,145 @@
+"""Claim ``bad-config``: wrong configurations and damaged files are refused before any rank starts.
+
+Most cases run through the door inside this process, with the launcher replaced by one that records a
+start; the rest, and the figure, come from processes of their own.
+"""
+
+import contextlib
+import io
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pretrain_moe
+from benchmarks.bad_inputs import LAYOUT, SYNTAX, VALUES, Case, file_cases
+from benchmarks.report import finish, parse_arguments
+from benchmarks.source import ROOT
+from tools import preprocess_data
+
+ID = "bad-config"
+MIN_CASES = 40
+HEAVY = ("torch", "megatron", "wandb")
+LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+MAX_SECONDS = 5.0
+"""For one process on a busy machine; about a second is usual. The median is reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What one command line did."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    started: bool
+    heavy: tuple[str, ...]
+    """Modules imported that must not be."""
+
+    def problems(self, case: Case) -> list[str]:
+        """Everything that breaks the claim; empty when the case was refused as it should be."""
+        lines = self.stderr.splitlines()
+        checks = [
+            (self.exit_code == case.exit_code, f"exit code {self.exit_code} instead of {case.exit_code}"),
+            (len(_messages(lines)) == 1, f"{len(_messages(lines))} messages: {self.stderr[-300:]!r}"),
+            (self.stdout == "", f"stdout {self.stdout[:100]!r}"),
+            (not self.started, "ranks were started"),
+            (not self.heavy, f"imported {', '.join(self.heavy)}"),
+            *((text in self.stderr, f"says nothing of {text!r}: {self.stderr[-300:]!r}") for text in case.says),
+        ]
+        return [f"{case.name}: {text}" for holds, text in checks if not holds]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all cases; in the quick variant fewer of them as processes of their own."""
+    arguments = parse_arguments(__doc__, argv)
+    with tempfile.TemporaryDirectory(prefix="bad-config-") as name, _inside(Path(name)) as folder:
+        cases = [*SYNTAX, *LAYOUT, *VALUES, *file_cases(folder)]
+        problems = [problem for case in cases for problem in in_process(case).problems(case)]
+        alone = cases[:: len(cases) // (4 if arguments.quick else 12)]
+        seconds = []
+        for case in alone:
+            before = time.monotonic()
+            problems += in_subprocess(case).problems(case)
+            seconds.append(time.monotonic() - before)
+        problems += [f"left {path.name}" for path in folder.iterdir() if path.name in ("runs", "outputs", "multirun")]
+    slowest = max(seconds)
+    if slowest > MAX_SECONDS:
+        problems.append(f"the slowest process took {slowest:.1f} s")
+    if len(cases) < MIN_CASES:
+        problems.append(f"only {len(cases)} cases")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    refused = len(cases) - len({problem.partition(":")[0] for problem in problems})
+    return finish(
+        arguments.out,
+        ID,
+        passed=not problems,
+        figure=f"{refused} of {len(cases)} refused, median {statistics.median(seconds):.1f} s per process",
+        threshold=f"all of at least {MIN_CASES}, in one message, exit code 2 or 3, without torch",
+        counts={"cases": len(cases), "own_processes": len(alone), "problems": len(problems)},
+        details={"problems": problems, "cases": [case.name.replace(str(folder), "<folder>") for case in cases]},
+    )
+
+
+def in_process(case: Case) -> Observed:
+    """Run a case through the door in this process; nothing is started even if the door lets it pass."""
+    out, err, started = io.StringIO(), io.StringIO(), mock.Mock(return_value=0)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+    before = set(sys.modules)
+    with (
+        mock.patch.dict(os.environ, {**environment, **case.environment}, clear=True),
+        mock.patch("megatron_ft.control.launch.launch", started),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        exit_code = (preprocess_data if case.preprocess else pretrain_moe).main(list(case.overrides))
+    imported = tuple(sorted(name for name in HEAVY if name in set(sys.modules) - before))
+    return Observed(
+        exit_code=exit_code, stdout=out.getvalue(), stderr=err.getvalue(), started=started.called, heavy=imported
+    )
+
+
+def in_subprocess(case: Case) -> Observed:
+    """Run a case as the command a user types, with every import listed by the interpreter."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+    script = ROOT / ("tools/preprocess_data.py" if case.preprocess else "pretrain_moe.py")
+    command = [sys.executable, "-X", "importtime", str(script), *case.overrides]
+    done = subprocess.run(
+        command, env={**environment, **case.environment}, capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = done.stderr.splitlines()
+    modules = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines if line.startswith("import time:")}
+    return Observed(
+        exit_code=done.returncode,
+        stdout=done.stdout,
+        stderr="\n".join(line for line in lines if not line.startswith("import time:")),
+        started=Path("runs").exists(),
+        heavy=tuple(name for name in HEAVY if name in modules),
+    )
+
+
+def _messages(lines: Sequence[str]) -> list[str]:
+    """Lines of stderr but the note on a detected launcher."""
+    return [line for line in lines if not line.startswith("this process is a rank of")]
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[Path]:
+    """Work in a folder, so that whatever is left behind is seen."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield folder
+    finally:
+        os.chdir(before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

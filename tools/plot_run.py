@@ -1,0 +1,151 @@
+"""Draws a run as one picture: loss, learning rate, gradient norm, expert load.
+
+    python tools/plot_run.py runs/moe_tiny-001 --out run.png
+
+Reads ``metrics.jsonl`` and ``events.jsonl``; the run may still be going on. Needs matplotlib (the
+``docs`` extra).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ft.errors import DataError, MegatronFtError, SoftwareError
+from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
+from megatron_ft.telemetry.expert_load import relative_load
+from megatron_ft.telemetry.read import read_events, read_metrics
+
+BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072b2", "#e69f00", "#d55e00", "#009e73", "#7f7f7f"
+"""From the palette of Okabe and Ito, which people with any colour vision tell apart."""
+MAX_LAYERS = 12
+SECONDARY = (("learning_rate", "learning rate", GREEN), ("grad_norm", "gradient norm", BLUE))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--out", type=Path, required=True, help="picture to write; its suffix names the format")
+    options = parser.parse_args(arguments)
+    try:
+        metrics, events = read_run(options.run_dir)
+        draw(metrics, events, title=options.run_dir.resolve().name).savefig(options.out, dpi=150)
+    except MegatronFtError as error:
+        print(f"plot_run: {error}", file=sys.stderr)
+        return error.exit_code
+    print(options.out)
+    return 0
+
+
+def read_run(run_dir: Path) -> tuple[list[Metrics], list[Record]]:
+    """What is drawn.
+
+    Raises:
+        DataError: a file of the run is missing, damaged, or holds no metrics yet.
+    """
+    try:
+        metrics, events = read_metrics(run_dir), read_events(run_dir)
+    except (OSError, ValueError) as error:
+        raise DataError(f"run_dir={run_dir}: must be a run with metrics.jsonl and events.jsonl: {error}") from error
+    if not metrics:
+        raise DataError(f"run_dir={run_dir}: must hold the metrics of one iteration at least")
+    return metrics, events
+
+
+def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) -> Any:
+    """The picture, a ``matplotlib.figure.Figure``.
+
+    Raises:
+        SoftwareError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SoftwareError("matplotlib: must be installed to draw; pip install -e '.[docs]'") from error
+    loads = {event.iteration: event for event in events if isinstance(event, ExpertLoad)}
+    figure = Figure(figsize=(11, 7.5 if loads else 4), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1)) if loads else (figure, None)
+    _draw_figures(above, metrics, events)
+    if below is not None:
+        _draw_expert_load(below, [loads[iteration] for iteration in sorted(loads)])
+    return figure
+
+
+def _draw_figures(figure: Any, metrics: Sequence[Metrics], events: Sequence[Record]) -> None:
+    """Loss with evaluations at the left; learning rate and gradient norm at the right."""
+    panels = figure.subplot_mosaic([["loss", "learning_rate"], ["loss", "grad_norm"]], width_ratios=(2.2, 1))
+    _draw_loss(panels["loss"], metrics, events)
+    for name, label, colour in SECONDARY:
+        found = [each for each in metrics if name in each.values]
+        panels[name].plot(
+            [each.iteration for each in found], [each.values[name] for each in found], color=colour, lw=1.2
+        )
+        panels[name].set_ylabel(label)
+        _finish(panels[name])
+    panels["learning_rate"].tick_params(labelbottom=False)
+    panels["learning_rate"].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    panels["grad_norm"].set_xlabel("iteration")
+
+
+def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record]) -> None:
+    iterations = [each.iteration for each in metrics]
+    panel.plot(iterations, [each.values["loss"] for each in metrics], color=BLUE, lw=1.5, label="training")
+    evaluations = {event.iteration: event.loss for event in events if isinstance(event, Evaluation)}
+    if evaluations:
+        panel.plot(list(evaluations), list(evaluations.values()), "D", color=VERMILION, ms=6, label="evaluation")
+    for number, iteration in enumerate(_resumes(events)):
+        panel.axvline(iteration, color=GREY, ls=":", lw=1.2, label="resumed" if number == 0 else None)
+    panel.set_ylabel("loss (nats per token)")
+    panel.set_xlabel("iteration")
+    panel.legend(frameon=False)
+    _finish(panel)
+
+
+def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
+    """A heat map per mixture layer: experts upwards, iterations to the right; white is the even share."""
+    layers = list(zip(*(load.layers for load in loads), strict=True))
+    numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
+    count = min(MAX_LAYERS, len(layers))
+    chosen = [round(place * (len(layers) - 1) / max(1, count - 1)) for place in range(count)]
+    num_columns = min(count, 4)
+    panels = figure.subplots(-(-count // num_columns), num_columns, sharex=True, sharey=True, squeeze=False).flat
+    for panel, place in zip(panels, chosen, strict=False):
+        image = _draw_layer(panel, loads, layers[place])
+        panel.set_title(f"layer {numbers[place]}", fontsize=10, loc="left")
+    for panel in list(panels)[count:]:
+        panel.set_visible(False)
+    figure.supxlabel("iteration", fontsize=10)
+    figure.supylabel("expert", fontsize=10)
+    bar = figure.colorbar(image, ax=figure.axes, extend="max", ticks=(0, 0.5, 1, 1.5, 2), pad=0.01, aspect=30)
+    bar.set_label("tokens / even share")
+
+
+def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequence[int]]) -> Any:
+    """One heat map. ``layer``: tokens per expert, for each of ``loads``."""
+    shares = [list(column) for column in zip(*(relative_load(tokens) for tokens in layer), strict=True)]
+    extent = (loads[0].iteration - 0.5, loads[-1].iteration + 0.5, -0.5, len(shares) - 0.5)
+    panel.set_yticks([0, len(shares) - 1])
+    return panel.imshow(
+        shares, aspect="auto", origin="lower", cmap="RdBu_r", vmin=0, vmax=2, extent=extent, interpolation="nearest"
+    )
+
+
+def _resumes(events: Sequence[Record]) -> list[int]:
+    """Iterations the run was resumed from."""
+    started = [event.resumed_from_iteration for event in events if isinstance(event, RunStarted)]
+    return [iteration for iteration in started if iteration is not None]
+
+
+def _finish(panel: Any) -> None:
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", lw=0.4, alpha=0.6)
+    panel.margins(x=0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
