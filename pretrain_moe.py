@@ -28,11 +28,20 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(arguments)
     except MegatronFtError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not (isinstance(error, ConfigError) and _said_by_another_rank()):
+            print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted before ranks were started", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _said_by_another_rank() -> bool:
+    """All ranks of a node refuse a configuration alike: the node's first one says so."""
+    from megatron_ft.control.environment import detect
+
+    local_rank = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(detect(os.environ))
+    return local_rank is not None and os.environ.get(local_rank, "0") != "0"
 
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:

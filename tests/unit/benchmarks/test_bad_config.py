@@ -1,0 +1,41 @@
+"""The claim's quick variant, and that it would notice a configuration that is let pass."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bad_config
+from benchmarks.bad_inputs import LAYOUT, SYNTAX, VALUES, bad, file_cases, good_source
+
+
+def test_quick_variant_passes(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    code = bad_config.main(["--quick", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert result["details"]["problems"] == [] and code == 0
+    assert result["counts"]["cases"] >= bad_config.MIN_CASES
+
+
+def test_a_sound_configuration_is_noticed(tmp_path: Path) -> None:
+    case = bad(f"data.train=[{good_source(tmp_path)}]", says=["must"])
+    problems = bad_config.in_process(case).problems(case)
+    assert any("ranks were started" in problem for problem in problems)
+    assert any("exit code 0" in problem for problem in problems)
+
+
+def test_a_message_without_its_constraint_is_noticed() -> None:
+    case = bad("model.num_layers=0", says=["model.num_layers=0", "must be prime"])
+    assert any("must be prime" in problem for problem in bad_config.in_process(case).problems(case))
+
+
+def test_a_process_that_imports_torch_is_noticed() -> None:
+    observed = bad_config.Observed(exit_code=2, stdout="", stderr="error: x", started=False, heavy=("torch",))
+    assert observed.problems(bad(says=["x"])) == [": imported torch"]
+
+
+def test_cases_are_distinct_and_name_key_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cases = [*SYNTAX, *LAYOUT, *VALUES, *file_cases(tmp_path)]
+    assert len({(case.overrides, *case.environment.values()) for case in cases}) == len(cases)
+    assert all(len(case.says) >= 2 for case in cases)
