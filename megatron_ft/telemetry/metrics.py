@@ -52,17 +52,6 @@ _ALL = (
         unit="microbatches",
         meaning="Of all pipelines' microbatches, those that only fill up an uneven division and weigh nothing.",
     ),
-    Metric(name="data_seconds", unit="s", meaning="Share of iteration_seconds rank 0 waited for data."),
-    Metric(
-        name="forward_backward_seconds", unit="s", meaning="Share of iteration_seconds in forward and backward passes."
-    ),
-    Metric(name="vote_seconds", unit="s", meaning="Share of iteration_seconds in the commit vote."),
-    Metric(
-        name="update_seconds",
-        unit="s",
-        meaning="Share of iteration_seconds in the optimizer update and parameter gather.",
-    ),
-    Metric(name="peak_memory_bytes", unit="bytes", meaning="Largest accelerator memory allocated on any rank so far."),
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
