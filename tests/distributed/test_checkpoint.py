@@ -68,6 +68,7 @@ def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: 
         assert rank["rng_restored"]
         assert rank["consumed_samples"] == 8
         assert rank["extra"] == {"num_skipped": 3}
+        assert "iter_0000004" in rank["saved_again"]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), RESHARDED)
@@ -269,6 +270,8 @@ def scenario_same(layout: str, directory: Path) -> dict[str, Any]:
     loaded, rng_after_load = rank.digests(), rng_words()
     first = rank.train(4)
     after_first = rank.digests()
+    rank.manager.save(rank.state(), 4)
+    rank.manager.finish()
     rank.rebuild()
     reference = rank.train(2) and rank.train(4)
     return {
@@ -284,6 +287,7 @@ def scenario_same(layout: str, directory: Path) -> dict[str, Any]:
         "rng_restored": result.rng_restored,
         "consumed_samples": state.consumed_samples,
         "extra": state.extra,
+        "saved_again": sorted(path.name for path in (directory / "checkpoints").iterdir()),
     }
 
 

@@ -45,12 +45,10 @@ def step_count(optimizer: MegatronOptimizer) -> int:
 
 
 def _steps(member: MegatronOptimizer) -> Iterator[Any]:
-    for state in member.optimizer.state.values():
-        if "step" in state:
-            yield state["step"]
-    for group in member.optimizer.param_groups:
-        if group["params"] and "step" in group:
-            yield group["step"]
+    if isinstance(member.optimizer, torch.optim.Adam):
+        yield from (state["step"] for state in member.optimizer.state.values())
+    else:  # fused optimizers count per group
+        yield from (group["step"] for group in member.optimizer.param_groups if group["params"] and "step" in group)
 
 
 def sharded_tree(
@@ -148,7 +146,9 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
 
 def _own_steps(member: MegatronOptimizer, step: int) -> None:
     """One step tensor per parameter: Megatron's load gives all of them the same object, which every
-    parameter's update would then advance."""
+    parameter's update would then advance. The step it leaves in the groups would only grow stale."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        for group in member.optimizer.param_groups:
+            group.pop("step", None)
