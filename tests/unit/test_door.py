@@ -1,0 +1,140 @@
+"""The door as people use it: help, version, dry runs, rank environments; never a heavy import or a stray folder."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+
+import pretrain_moe
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import to_dict
+from megatron_ft.errors import EXIT_CODES
+
+ROOT = Path(__file__).parents[2]
+LARGE = ("gpt_s", "gpt_m", "gpt_l", "gpt_350m_16e", "mixtral_8x7b", "deepseek_moe_16b", "qwen_moe")
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for key in ("SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(key, raising=False)
+
+
+def test_help_names_groups_keys_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_moe.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for part in ("mixtral_8x7b", "training.train_iterations (int, 60)", "Iterations of the whole run.", "exit codes:"):
+        assert part in text
+    assert all(f"\n  {code:>3}  " in text for code in EXIT_CODES)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_moe.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("megatron-ft ")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["dry_run=true"]])
+def test_quick_answers_import_nothing_heavy_and_leave_nothing(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "pretrain_moe.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "megatron", "wandb", "transformer_engine"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", LARGE)
+def test_large_models_pass_a_dry_run(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_moe.main(["dry_run=true", "dry_run_format=json", f"model={model}", "launch=srun"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_parameters"] == pytest.approx(plan["published_parameters"], rel=0.025)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "conf").glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}"
+)
+def test_every_file_of_conf_composes(path: Path) -> None:
+    config, _ = pretrain_moe.compose([f"{path.parent.name}={path.stem}"])
+    assert isinstance(config, JobConfig)
+
+
+def test_experiments_pass_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted((ROOT / "conf" / "experiment").glob("*.yaml")):
+        assert pretrain_moe.main([f"experiment={path.stem}", "dry_run=true"]) == 0, capsys.readouterr().err
+
+
+def test_defaults_of_conf_are_those_of_the_dataclasses() -> None:
+    config, text = pretrain_moe.compose([])
+    assert config == JobConfig()
+    assert yaml.safe_load(text)["training"]["train_iterations"] == 60
+
+
+def test_a_local_job_is_launched_with_its_configuration() -> None:
+    with (
+        mock.patch("megatron_ft.control.launch.launch", return_value=6) as launch,
+        mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
+    ):
+        assert pretrain_moe.main(["training.train_iterations=20", "launch.ranks_per_node=2"]) == 6
+    config, text = launch.call_args.args
+    assert config.training.train_iterations == 20
+    assert yaml.safe_load(text) == to_dict(config)
+
+
+def test_torchrun_is_detected_and_its_counts_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in TORCHRUN.items():
+        monkeypatch.setenv(key, value)
+    config, _ = pretrain_moe.compose([])
+    environment = pretrain_moe._environment(config, [])
+    assert environment is not None and environment.rank == 3
+    adopted = pretrain_moe._adopt(config, environment, [])
+    assert (adopted.launch.mode, adopted.launch.num_nodes, adopted.launch.ranks_per_node) == ("torchrun", 2, 2)
+
+
+def test_a_chosen_local_mode_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in TORCHRUN.items():
+        monkeypatch.setenv(key, value)
+    config, _ = pretrain_moe.compose(["launch=local"])
+    assert pretrain_moe._environment(config, ["launch=local"]) is None
+
+
+def test_only_the_first_rank_of_a_node_tells_a_configuration_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in TORCHRUN.items():
+        monkeypatch.setenv(key, value)
+    assert pretrain_moe.main(["model.num_layers=0"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "2")
+    assert pretrain_moe.main(["model.num_layers=0"]) == 2
+    assert "model.num_layers=0" in capsys.readouterr().err
+
+
+def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        mock.patch("megatron_ft.control.launch.launch") as launch,
+        mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
+    ):
+        assert pretrain_moe.main(["model=mixtral_8x7b", "training.device=cpu", "launch.ranks_per_node=8"]) == 2
+    assert not launch.called
+    assert "launch.host_memory_bytes=null" in capsys.readouterr().err
+
+
+def _data() -> object:
+    from megatron_ft.corpus.check import DataSummary
+
+    return DataSummary(sources=(), tokenizer_vocab_size=257, vocab_size=384, eod=256)
