@@ -67,11 +67,18 @@ def test_every_folder_maps_its_files() -> None:
     assert problems == []
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_flat_folders_map_their_files(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    files = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}
+    assert sorted(file for file in files if f"`{file}`" not in text) == []
+
+
 def test_maps_name_only_what_exists() -> None:
     rows = re.compile(r"^\| `([\w./-]+)` \|", re.MULTILINE)
     stale = [
         f"{name(readme)} names {entry}"
-        for readme in [*PACKAGE.rglob("README.md"), ROOT / "README.md", ROOT / "conf" / "README.md"]
+        for readme in [*PACKAGE.rglob("README.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]
         for entry in rows.findall(readme.read_text(encoding="utf-8"))
         if not (readme.parent / entry).exists()
     ]
