@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the server process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--socket", type=Path, required=True, help="unix socket to serve; its directory is the fence")
-    parser.add_argument("--preload", nargs="*", default=[], help="modules to import before the first fork")
+    parser.add_argument("--preload", nargs="*", default=[], help="modules, or module:function to call, first")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = listen(options.socket)

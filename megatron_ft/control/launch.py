@@ -100,7 +100,7 @@ def launch(
     Args:
         config_yaml: the resolved configuration, kept in the run folder.
         entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``.
-        preload: modules imported before ranks are forked.
+        preload: modules imported (``module:function``: called) before ranks are forked.
         command: how the user started the job, for the advice how to resume; default: as this process was.
 
     Raises:

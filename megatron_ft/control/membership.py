@@ -127,6 +127,8 @@ class Failure:
     at_seconds: float
     rank: int | None = None
     node: int | None = None
+    sudden: bool = False
+    """Ended by a signal that no lost peer brings about: not an error that a rank saw, nor an abort."""
     detail: str = ""
 
 
@@ -145,8 +147,14 @@ class State:
 
     @property
     def first_failure(self) -> Failure | None:
-        """The earliest death; later ones may only be its consequences."""
-        return min(self.failures, key=lambda failure: failure.at_seconds, default=None)
+        """The earliest death; later ones may only be its consequences.
+
+        On a busy machine peers can speak of a killed rank before its exit is seen: a sudden death comes first among
+        those within ``SAME_TIME_SECONDS`` of the earliest.
+        """
+        earliest = min((failure.at_seconds for failure in self.failures), default=0.0)
+        close = [failure for failure in self.failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
+        return min(close, key=lambda failure: (not failure.sudden, failure.at_seconds), default=None)
 
     @property
     def outcome(self) -> Outcome:
@@ -165,6 +173,8 @@ class Step:
     reason: str
 
 
+SAME_TIME_SECONDS = 1.0
+_REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "asked to stop"}
 _BEFORE_STOP = (Phase.FORMING, Phase.STARTING, Phase.RUNNING)
 
 
@@ -200,8 +210,10 @@ def _observe(policy: MembershipPolicy, state: State, event: Event) -> State:
         case RankExited(rank, returncode, at_seconds, done):
             state = replace(state, gone=state.gone | {rank})
             detail = f"rank {rank} {describe_returncode(returncode)}"
-            well = done and returncode == 0
-            return state if well else _fail(state, Failure(rank=rank, at_seconds=at_seconds, detail=detail))
+            if done and returncode == 0:
+                return state
+            sudden = returncode < 0 and -returncode not in (signal.SIGABRT, signal.SIGTERM)
+            return _fail(state, Failure(rank=rank, at_seconds=at_seconds, sudden=sudden, detail=detail))
         case NodeLost(node, at_seconds, detail):
             state = replace(state, gone=state.gone | set(policy.ranks_of(node)))
             return _fail(state, Failure(node=node, at_seconds=at_seconds, detail=f"node {node} was lost: {detail}"))
@@ -223,7 +235,7 @@ def _end(policy: MembershipPolicy, state: State, event: Event, _now: float) -> S
     if len(state.gone) < policy.world_size and not nothing_runs:
         return None
     first = state.first_failure
-    reason = first.detail if first else f"all ranks ended, {state.outcome.value}"
+    reason = first.detail if first else _REASONS[state.outcome]
     return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, reason)
 
 

@@ -12,6 +12,8 @@ from megatron_ft.events import RankFailed
 
 _WIDTH = 100
 _MAX_LINES = 40
+_TAIL_LINES = 15
+_NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "launch.failpoints=", "launch.forkserver_socket=")
 
 
 def failure_screen(end: JobEnd, run_dir: Path, resume: str, node_log: str = "") -> str:
@@ -23,7 +25,7 @@ def failure_screen(end: JobEnd, run_dir: Path, resume: str, node_log: str = "") 
     first = end.first_failure
     rank = first.rank if first else None
     details = end.details.get(rank, {}) if rank is not None else {}
-    body = details.get("traceback") or details.get("log_tail") or (node_log if rank is None else "")
+    body = node_log if rank is None else details.get("traceback") or _last_lines(details)
     blocks = [_headline(end, rank, details), _indent(body), _others(end, rank), _logs(run_dir, details), resume]
     rule = "=" * _WIDTH
     return "\n".join([rule, *("\n".join(block.splitlines()) + "\n" for block in blocks if block), rule])
@@ -34,8 +36,18 @@ def _headline(end: JobEnd, rank: int | None, details: Message) -> str:
         return f"THE JOB FAILED: {end.reason}"
     place = f"node {details['node']}" if "node" in details else "node unknown"
     if "iteration" in details:
-        place += f", iteration {details['iteration']}, phase {details['phase']}"
+        place += f", iteration {details['iteration']}"
+        place += f", phase {details['phase']}" if details["phase"] != "iteration" else ""
     return f"RANK {rank} FAILED FIRST ({place}): {_how(details)}, at {_clock(details)}"
+
+
+def _last_lines(details: Message) -> str:
+    """What is known of a rank that left no traceback."""
+    hint = ""
+    if details.get("returncode") == -9:
+        hint = "SIGKILL comes from outside: somebody's kill, a failpoint, or the kernel out of memory (see dmesg).\n"
+    lines = details.get("log_tail", "").splitlines()[-_TAIL_LINES:]
+    return hint + "\n".join(["The last lines of its log:", *lines] if lines else ["Its log is empty."])
 
 
 def _how(details: Message) -> str:
@@ -98,7 +110,7 @@ def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool
     Args:
         command: how this job was started, ``sys.argv`` with the interpreter.
     """
-    kept = [word for word in command if not word.startswith(("run.name=", "run.resume=", "run.dir="))]
+    kept = [word for word in command if not word.lstrip("+").startswith(_NOT_AGAIN)]
     mode = "must" if has_checkpoint else "auto"
     line = shlex.join([*kept, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", f"run.resume={mode}"])
     note = "" if has_checkpoint else " (it saved no checkpoint and starts over)"

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_ft.control.launch import PRELOAD
 from tests.helpers.jobs import forkserver
 
 
 @pytest.fixture(scope="session")
 def warm_forkserver() -> Iterator[str]:
     """Socket of a fork server that has imported the training loop, for ``run_job(..., forkserver=...)``."""
-    with forkserver("megatron_ft.mcore.loop.main") as socket_path:
+    with forkserver(*PRELOAD) as socket_path:
         yield socket_path

@@ -143,14 +143,13 @@ def forkserver(*modules: str) -> Iterator[str]:
             stdout=subprocess.PIPE,
             stderr=log,
         )
+        assert process.stdout is not None and process.stdin is not None
         try:
-            assert process.stdout is not None
             ready = process.stdout.readline()
             log.seek(0)
             assert ready, f"the fork server did not start:\n{log.read().decode()}"
             yield str(path)
         finally:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait(timeout=20)
             process.stdout.close()

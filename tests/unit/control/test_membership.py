@@ -79,11 +79,25 @@ def test_start_is_decided_once() -> None:
 def test_the_first_death_is_the_earliest_not_the_first_heard_of() -> None:
     job = Job().running()
     assert job.exit(3, 1, at_seconds=50.4).decision is Decision.STOP
-    job.exit(1, -9, at_seconds=50.1)
+    job.exit(1, 4, at_seconds=50.1)
     job.exit(0, 1, at_seconds=50.2)
     end = job.exit(2, 1, at_seconds=50.3)
     assert (end.decision, end.state.outcome) == (Decision.END, Outcome.FAILED)
-    assert end.reason == "rank 1 was killed by SIGKILL"
+    assert end.reason == "rank 1 exited with code 4"
+
+
+def test_a_killed_rank_comes_before_peers_that_complained_while_its_exit_was_on_the_way() -> None:
+    job = Job().running()
+    job.see(RankRaised(2, 50.00))
+    job.exit(3, -6, at_seconds=50.01)
+    job.exit(1, -9, at_seconds=50.05)
+    assert job.state.first_failure is not None
+    assert job.state.first_failure.rank == 1
+    late = Job().running()
+    late.see(RankRaised(2, 50.0))
+    late.exit(1, -9, at_seconds=51.5)
+    assert late.state.first_failure is not None
+    assert late.state.first_failure.rank == 2
 
 
 def test_a_rank_that_raises_fails_when_it_raises_not_when_it_is_gone() -> None:
