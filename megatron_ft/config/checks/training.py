@@ -17,6 +17,7 @@ def check_training(training: TrainingConfig) -> None:
         at_least(1, f"training.{name}", getattr(training, name))
     at_least(1, "training.exit_at_iteration", training.exit_at_iteration)
     at_least(0, "training.eval_interval_iterations", training.eval_interval_iterations)
+    at_least(0, "training.digest_interval_iterations", training.digest_interval_iterations)
     at_least(1, "training.max_consecutive_skips", training.max_consecutive_skips)
     at_least(2, "training.loss_spike_window", training.loss_spike_window)
     above(1, "training.loss_spike_factor", training.loss_spike_factor)

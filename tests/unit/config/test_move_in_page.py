@@ -1,0 +1,35 @@
+"""The page for users of Megatron-LM names keys and options that exist, and its example runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pretrain_moe
+from megatron_ft.config.overrides import group_options, known_keys
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "from-megatron-lm.md").read_text(encoding="utf-8")
+
+
+def test_every_key_it_names_exists() -> None:
+    groups = group_options(ROOT / "conf")
+    named = set(re.findall(rf"\b((?:{'|'.join(groups)})\.[a-z_0-9]+)\b", PAGE))
+    assert len(named) > 80
+    assert sorted(named - known_keys().keys()) == []
+
+
+def test_every_option_it_names_exists() -> None:
+    groups = group_options(ROOT / "conf")
+    chosen = re.findall(rf"\b({'|'.join(groups)})=([a-z_0-9]+)", PAGE)
+    assert [pair for pair in chosen if pair[1] not in groups[pair[0]]] == []
+
+
+def test_flags_are_listed_once() -> None:
+    flags = re.findall(r"^\| `(--[a-z0-9-]+)` \|", PAGE, re.MULTILINE)
+    assert len(flags) >= 75 and len(set(flags)) == len(flags)
+
+
+def test_the_example_composes() -> None:
+    block = PAGE.split("```sh\npython pretrain_moe.py", 1)[1].split("```", 1)[0]
+    config, _ = pretrain_moe.compose(shlex.split(block.replace("\\\n", " ")))
+    assert config.parallel.expert_model_parallel_size == 4 and config.data.train == ["corpus_text_document"]
