@@ -6,20 +6,17 @@ one back and refuses what does not fit. Numbers that JSON lacks travel as the st
 reports, or the sink that receives, stamps ``time_unix_seconds``.
 """
 
-import math
 import re
-import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_type_hints
+
+from megatron_ft.strict_json import JsonValue, decode, encode, to_number, type_name
 
 SCHEMA_VERSION = 1
 """Rises when a field changes its meaning or goes away; new records and new optional fields keep it."""
-
-JsonValue = Any
-"""What ``json`` reads and writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +88,7 @@ class Metrics(Record):
         own = {name: values[name] for name in ("time_unix_seconds", "iteration") if name in values}
         if "iteration" not in own:
             raise ValueError("metrics.iteration: is required")
-        figures = {name: _figure(value, name) for name, value in values.items() if name not in own}
+        figures = {name: to_number(value, name) for name, value in values.items() if name not in own}
         hints = _hints(cls.kind)
         return cls(values=figures, **{name: decode(hints[name], own[name], f"metrics.{name}") for name in own})
 
@@ -370,51 +367,6 @@ RECORDS: Mapping[str, type[Record]] = MappingProxyType(
 """Every kind of record, from the classes above."""
 
 
-def encode(value: object) -> JsonValue:
-    """``value`` as strict JSON: tuples become lists, numbers JSON lacks become strings."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
-    if isinstance(value, (list, tuple)):
-        return [encode(item) for item in value]
-    if isinstance(value, Mapping):
-        return {name: encode(item) for name, item in value.items()}
-    return value
-
-
-def to_float(value: object) -> float:
-    """A number read from a record, those that JSON lacks included.
-
-    Raises:
-        ValueError: it is not a number.
-    """
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return float(str(value))
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r} ({type(value).__name__}): must be a number")
-    return float(value)
-
-
-def decode(hint: Any, value: JsonValue, where: str) -> Any:
-    """``value`` as the type ``hint`` wants it.
-
-    Raises:
-        ValueError: it does not fit; the message begins with ``where``.
-    """
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        (inner,) = (argument for argument in arguments if argument is not types.NoneType)
-        return None if value is None else decode(inner, value, where)
-    if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(decode(arguments[0], item, where) for item in value)
-    if origin is dict and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return {name: decode(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
-    if hint is float:
-        return _figure(value, where, always_float=True)
-    if origin is None and type(value) is hint:
-        return value
-    raise ValueError(f"{where}={value!r}: must be {type_name(hint)}")
-
-
 def schema() -> dict[str, JsonValue]:
     """All records as JSON: version, and per kind its meaning and each field's type and necessity."""
     kinds = {
@@ -428,28 +380,6 @@ def schema() -> dict[str, JsonValue]:
         for kind, found in RECORDS.items()
     }
     return {"version": SCHEMA_VERSION, "records": kinds}
-
-
-def type_name(hint: Any) -> str:
-    """A field's type in the words of JSON, e.g. ``list of int``."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(type_name(argument) for argument in arguments if argument is not types.NoneType)
-    if origin is tuple:
-        return f"list of {type_name(arguments[0])}"
-    if origin is dict:
-        return f"object of {type_name(arguments[1])}"
-    return str(hint.__name__)
-
-
-def _figure(value: JsonValue, where: str, always_float: bool = False) -> float:
-    """A number; integers stay integers unless ``always_float``."""
-    if type(value) is int and not always_float:
-        return value
-    try:
-        return to_float(value)
-    except ValueError as error:
-        raise ValueError(f"{where}={error}") from None
 
 
 @cache

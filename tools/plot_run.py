@@ -69,10 +69,10 @@ def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) ->
     loads = {event.iteration: event for event in events if isinstance(event, ExpertLoad)}
     figure = Figure(figsize=(11, 7.5 if loads else 4), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1)) if loads else (figure, None)
-    _draw_figures(above, metrics, events)
-    if below is not None:
-        _draw_expert_load(below, [loads[iteration] for iteration in sorted(loads)])
+    parts: Any = figure.subfigures(2, 1) if loads else [figure]
+    _draw_figures(parts[0], metrics, events)
+    if loads:
+        _draw_expert_load(parts[1], [loads[iteration] for iteration in sorted(loads)])
     return figure
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.events import Record, to_float
+from megatron_ft.events import Record
 from megatron_ft.telemetry.jsonl import JsonlSink
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, first_metrics
 from megatron_ft.telemetry.sink import Sink
@@ -36,7 +36,7 @@ def build_sinks(
     events = JsonlSink(run_dir / EVENTS_FILE, metrics=False)
     healed: list[Record] = [log.healed for log in (metrics, events) if log.healed is not None]
     earlier = first_metrics(run_dir)
-    first_loss = to_float(earlier.values["loss"]) if earlier is not None else None
+    first_loss = float(earlier.values["loss"]) if earlier is not None else None
 
     def state() -> RunState:
         return RunState(

@@ -1,6 +1,5 @@
 """Figures of how evenly the router spreads tokens over a layer's experts."""
 
-import itertools
 from collections.abc import Sequence
 
 
@@ -20,8 +19,6 @@ def max_over_even_share(tokens: Sequence[int]) -> float:
 
 
 def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
-    """At most ``num_bins`` figures: neighbours are merged, the largest of them stands for all."""
-    if len(loads) <= num_bins:
-        return list(loads)
-    edges = [position * len(loads) // num_bins for position in range(num_bins + 1)]
-    return [max(loads[start:end]) for start, end in itertools.pairwise(edges)]
+    """At most ``num_bins`` figures: so many neighbours as needed are merged, the largest stands for all."""
+    bin_size = max(1, -(-len(loads) // num_bins))
+    return [max(loads[start : start + bin_size]) for start in range(0, len(loads), bin_size)]

@@ -22,12 +22,14 @@ BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
 LEVEL_STYLES = {"info": "default", "good": GREEN, "warning": ORANGE, "bad": f"bold {VERMILION}"}
 LEVEL_MARKS = {"info": " ", "good": "+", "warning": "!", "bad": "x"}
 
-NUM_CHART_ROWS = 4
 NUM_EVENTS = 5
+"""Events shown, at most."""
 MAX_LAYERS = 8
 FULL_BAR = 2.0
 """Load over the even share at which an expert's bar is full."""
 _LABEL_WIDTH = 11
+_FIXED_ROWS = 10
+"""Borders, blank rows, headings, progress and figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,21 @@ class PanelStyle:
         """Columns inside borders and padding."""
         return max(40, self.width - 6)
 
+    @property
+    def num_chart_rows(self) -> int:
+        """Rows of the loss curve."""
+        return 4 if self.height >= 30 else 3
+
+    @property
+    def num_events(self) -> int:
+        """Rows kept for events."""
+        return NUM_EVENTS if self.height >= 30 else 3
+
+    def num_layers(self, state: RunState) -> int:
+        """Rows left for expert load."""
+        others = _FIXED_ROWS + self.num_chart_rows + self.num_events + len(state.failed_sinks)
+        return max(1, min(MAX_LAYERS, self.height - 1 - others))
+
 
 def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now_seconds: float) -> RenderableType:
     """The whole display.
@@ -65,7 +82,6 @@ def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now
         now_seconds: Wall clock.
     """
     style = replace(style, width=min(style.width, 120))
-    room = max(1, style.height - 2 - (9 + NUM_CHART_ROWS + NUM_EVENTS + 2))
     parts: list[RenderableType] = [
         _progress(state, style, now_seconds),
         Text(),
@@ -73,9 +89,9 @@ def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now
         Text(),
         _figures(state),
         Text(),
-        *_expert_load(state.expert_load, style, min(room, MAX_LAYERS)),
+        *_expert_load(state.expert_load, style, style.num_layers(state)),
         Text(),
-        *_events(notes),
+        *_events(notes, style.num_events),
         *_degraded(state),
     ]
     return Panel(
@@ -113,11 +129,12 @@ def _curve(state: RunState, style: PanelStyle) -> list[Text]:
     """The loss over the whole run, highest value above and lowest below on the left."""
     values = state.loss_curve(style.inner_width - _LABEL_WIDTH)
     finite = [value for value in values if value is not None]
-    labels = ["loss"] + [""] * (NUM_CHART_ROWS - 1)
+    num_rows = style.num_chart_rows
+    labels = ["loss"] + [""] * (num_rows - 1)
     if finite:
-        labels = ["loss".ljust(5) + f"{max(finite):.2f}".rjust(5)] + [""] * (NUM_CHART_ROWS - 2)
+        labels = ["loss".ljust(5) + f"{max(finite):.2f}".rjust(5)] + [""] * (num_rows - 2)
         labels += [f"{min(finite):.2f}".rjust(10)]
-    rows = style.glyphs.chart(values, num_rows=NUM_CHART_ROWS)
+    rows = style.glyphs.chart(values, num_rows=num_rows)
     return [
         Text.assemble((label.ljust(_LABEL_WIDTH), "dim"), (row, BLUE), no_wrap=True)
         for label, row in zip(labels, rows, strict=True)
@@ -151,7 +168,7 @@ def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) ->
     count = min(max_layers, len(numbers))
     chosen = [round(place * (len(numbers) - 1) / max(1, count - 1)) for place in range(count)]
     some = f", {count} of {len(numbers)} layers" if count < len(numbers) else ""
-    head = f"expert load: tokens per expert, full bar = {FULL_BAR:.0f} x the even share{some}"
+    head = f"expert load (full bar: {FULL_BAR:.0f} x the even share){some}"
     return [Text(head, style="dim")] + [_layer(numbers[place], load.layers[place], style) for place in chosen]
 
 
@@ -168,7 +185,7 @@ def _layer(number: int, tokens: Sequence[int], style: PanelStyle) -> Text:
     return row
 
 
-def _events(notes: Sequence[TimedNote]) -> list[Text]:
+def _events(notes: Sequence[TimedNote], num_rows: int) -> list[Text]:
     """The last events; blank lines below keep the panel's height."""
     lines = [
         Text.assemble(
@@ -177,9 +194,9 @@ def _events(notes: Sequence[TimedNote]) -> list[Text]:
             no_wrap=True,
             overflow="ellipsis",
         )
-        for timed in list(notes)[-NUM_EVENTS:]
+        for timed in list(notes)[-num_rows:]
     ]
-    return lines + [Text()] * (NUM_EVENTS - len(lines))
+    return lines + [Text()] * (num_rows - len(lines))
 
 
 def _degraded(state: RunState) -> list[Text]:

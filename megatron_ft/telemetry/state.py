@@ -15,7 +15,6 @@ from megatron_ft.events import (
     RunStarted,
     SinkFailed,
     SinkRecovered,
-    to_float,
 )
 
 NUM_RECENT_ITERATIONS = 20
@@ -123,7 +122,7 @@ class RunState:
         self.latest, self.iteration = record, record.iteration
         if self.first_iteration is None:
             self.first_iteration = record.iteration
-        loss = to_float(record.values["loss"])
+        loss = float(record.values["loss"])
         if self.first_loss is None:
             self.first_loss = loss
         self.final_loss = loss
@@ -132,6 +131,6 @@ class RunState:
             total, count = self._bins.get(position, (0.0, 0))
             self._bins[position] = total + loss, count + 1
         self.num_tokens += int(record.values.get("tokens", 0))
-        self.training_seconds += to_float(record.values.get("iteration_seconds", 0.0))
+        self.training_seconds += float(record.values.get("iteration_seconds", 0.0))
         if record.time_unix_seconds is not None:
             self._recent.append((record.time_unix_seconds, record.iteration))

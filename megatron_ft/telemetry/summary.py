@@ -4,7 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from megatron_ft.events import Record, encode
+from megatron_ft.events import Record
+from megatron_ft.strict_json import encode
 from megatron_ft.telemetry.sink import Outcome
 from megatron_ft.telemetry.state import RunState
 

@@ -18,7 +18,8 @@ def test_relative_load() -> None:
 def test_binning_keeps_the_busiest() -> None:
     loads = [float(number) for number in range(160)]
     binned = bin_loads(loads, 30)
-    assert len(binned) == 30 and max(binned) == 159.0 and binned == sorted(binned)
+    assert len(binned) == 27 and binned == [min(159.0, 5.0 + 6.0 * number) for number in range(27)]
+    assert len(bin_loads(loads, 160)) == 160 and len(bin_loads(loads, 159)) == 80
     assert bin_loads([1.0, 2.0], 30) == [1.0, 2.0]
 
 
