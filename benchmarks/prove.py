@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hardware
+from benchmarks import hardware, leftovers
 from benchmarks.claims import RESULTS_DIR, Claim, load_claims
 from benchmarks.source import ROOT, source_digest
 from megatron_ft.errors import ConfigError
 
+TIMED_OUT = 124
+GRACE_SECONDS = 5.0
 FIELDS = ("id", "passed", "figure", "threshold", "counts", "details")
 
 
@@ -46,8 +48,11 @@ def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR) -> tupl
     digest, started = source_digest(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="claim-") as folder:
         out = Path(folder) / "result.json"
-        code = run_bounded(claim.argv(quick=quick, out=out), claim.timeout_seconds)
+        code, left = run_bounded(claim.argv(quick=quick, out=out), claim.timeout_seconds)
         result = read_result(claim, out, code, quick=quick)
+    if left:
+        print("processes left behind (ended now):", *left, sep="\n")
+        result |= {"passed": False, "figure": f"{len(left)} processes left behind; {result['figure']}"}
     if not quick:
         result |= {"source": digest, "wall_seconds": round(time.monotonic() - started, 1)}
         store(result, results_dir)
@@ -56,17 +61,20 @@ def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR) -> tupl
     return line, bool(result["passed"])
 
 
-def run_bounded(argv: Sequence[str], timeout_seconds: float) -> int:
-    """Exit status of a command in its own session, run in the repository root; 124 when it ran too long."""
-    process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True)
+def run_bounded(argv: Sequence[str], timeout_seconds: float) -> tuple[int, list[str]]:
+    """Exit status of a command run in the repository root, 124 when it ran too long, and what it left running."""
+    value, environment = leftovers.mark()
+    process = subprocess.Popen(argv, cwd=ROOT, env=environment, start_new_session=True)
     try:
-        return process.wait(timeout_seconds)
+        code = process.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
-        return 124
+        code = TIMED_OUT
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        left = leftovers.outlive(value, grace_seconds=GRACE_SECONDS)
+    return code, left
 
 
 def read_result(claim: Claim, out: Path, code: int, *, quick: bool) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def read_result(claim: Claim, out: Path, code: int, *, quick: bool) -> dict[str,
     if reason is None:
         result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return result
-    why = f"no result within {claim.timeout_seconds:g} s" if code == 124 else reason
+    why = f"no result within {claim.timeout_seconds:g} s" if code == TIMED_OUT else reason
     return {
         "id": claim.id,
         "passed": False,

@@ -5,7 +5,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = ("pretrain_moe.py", "megatron_ft", "conf", "tools", "benchmarks", "requirements/constraints.txt")
+CODE = (
+    "pretrain_moe.py",
+    "megatron_ft",
+    "conf",
+    "tools",
+    "benchmarks",
+    "tests/helpers",
+    "requirements/constraints.txt",
+)
 SUFFIXES = {".py", ".yaml", ".txt", ".cpp", ".cu", ".h"}
 
 

@@ -81,7 +81,14 @@ def test_a_script_without_result_fails(folder: Path) -> None:
 
 
 def test_a_script_that_takes_too_long_is_ended() -> None:
-    assert prove.run_bounded([sys.executable, "-c", "import signal; signal.pause()"], 0.5) == 124
+    assert prove.run_bounded([sys.executable, "-c", "import signal; signal.pause()"], 0.5) == (124, [])
+
+
+def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "GRACE_SECONDS", 0.2)
+    leave = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+    (folder / "fake_claim.py").write_text(leave + SCRIPT.format(passed=True, code=0, threshold="<= 3 s"))
+    assert prove.prove(CLAIM, quick=True) == ("speed FAIL 1 processes left behind; 2 s (<= 3 s)", False)
 
 
 def test_unknown_ids_name_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
