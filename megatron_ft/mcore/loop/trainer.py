@@ -79,7 +79,7 @@ class Trainer:
         last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
         stop = False
         while self.engine.iteration < last and not stop:
-            stop = self._iterate(self.engine.iteration + 1)
+            stop = self.iterate(self.engine.iteration + 1)
         if self.config.checkpoint.save_at_end:
             self._save()
         self._digest(due=training.digest_interval_iterations > 0)
@@ -92,7 +92,7 @@ class Trainer:
 
     # -- one iteration ------------------------------------------------------------------------------------
 
-    def _iterate(self, iteration: int) -> bool:
+    def iterate(self, iteration: int) -> bool:
         """Run one iteration and what is due after it; whether it was the last one asked for."""
         self.context.worker.progress(iteration, "iteration")
         began = time.perf_counter()

@@ -3,6 +3,7 @@
 import hashlib
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.model import ModelConfig
@@ -23,10 +24,8 @@ def initialize_weights(
     """
     with torch.no_grad():
         for name, parameter in named_parameters(model):
-            group = pg_collection.expt_tp if ".experts." in name else pg_collection.tp
-            tp_rank, tp_size = group.rank(), group.size()
-            full = _draw(name, _full_shape(parameter, tp_size), config, seed)
-            parameter.copy_(_shard(full, parameter, name, config, tp_rank, tp_size))
+            shape = _full_shape(parameter, _tensor_group(name, pg_collection).size())
+            parameter.copy_(own_part(_draw(name, shape, config, seed), parameter, name, config, pg_collection))
 
 
 def _is_sharded(parameter: torch.nn.Parameter, tp_size: int) -> bool:
@@ -51,12 +50,24 @@ def _draw(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> torch
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def _shard(
-    full: torch.Tensor, parameter: torch.nn.Parameter, name: str, config: ModelConfig, tp_rank: int, tp_size: int
+def own_part(
+    full: torch.Tensor,
+    parameter: torch.nn.Parameter,
+    name: str,
+    config: ModelConfig,
+    pg_collection: ProcessGroupCollection,
 ) -> torch.Tensor:
+    """The part of the whole tensor ``full`` that this rank's ``parameter`` (global ``name``) holds."""
+    group = _tensor_group(name, pg_collection)
+    tp_rank, tp_size = group.rank(), group.size()
     if not _is_sharded(parameter, tp_size):
         return full
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
     # A gated first layer stacks [gate; up]: each rank holds its part of both.
     parts = full.chunk(2, dim) if config.gated_linear_unit and "linear_fc1." in name else (full,)
     return torch.cat([part.chunk(tp_size, dim)[tp_rank] for part in parts], dim)
+
+
+def _tensor_group(name: str, pg_collection: ProcessGroupCollection) -> dist.ProcessGroup:
+    """Ranks a parameter's matrices are split over: experts have their own tensor parallelism."""
+    return pg_collection.expt_tp if ".experts." in name else pg_collection.tp

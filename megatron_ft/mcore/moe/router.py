@@ -41,9 +41,9 @@ class PaddingAwareRouter(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or self.is_padding or not (self.training and torch.is_grad_enabled()):
             return logits
-        mean = z_loss_func(logits, 1.0)
-        save_to_aux_losses_tracker("z_loss", mean / self._num_shares(), self.layer_number, self.config.num_layers)
-        return MoEAuxLossAutoScaler.apply(logits, mean * (coefficient * logits.shape[0]))
+        z_loss = z_loss_func(logits, coefficient / self._num_shares())
+        save_to_aux_losses_tracker("z_loss", z_loss / coefficient, self.layer_number, self.config.num_layers)
+        return MoEAuxLossAutoScaler.apply(logits, z_loss * (logits.shape[0] * self._num_shares()))
 
     def attach_and_log_load_balancing_loss(
         self,

@@ -1,0 +1,93 @@
+"""What the measuring scripts that train share: configurations and a trainer whose records go nowhere far."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import Rank
+from benchmarks.source import ROOT
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.worker import RankContext
+from megatron_ft.mcore.device.install import install
+
+
+def compose(*overrides: str) -> JobConfig:
+    """The configuration the door would make of ``overrides``."""
+    from pretrain_moe import compose as compose_job
+
+    config, _ = compose_job([f"data.cache_dir={ROOT / '.cache' / 'data'}", *overrides])
+    return config
+
+
+class RecordFile:
+    """A worker client that writes each record to a file, as an agent would get it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def report(self, record: dict[str, Any]) -> None:
+        """Write ``record`` as a JSON line."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def progress(self, iteration: int, phase: str) -> None:
+        """Write where the rank is."""
+        self.report({"iteration": iteration, "phase": phase})
+
+    def stop_requested(self) -> bool:
+        """Nobody asks."""
+        return False
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def join(config: JobConfig, rank: Rank) -> tuple[Any, Any]:
+    """Make this process a rank: (its trainer, built, and its groups)."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    _, transformer_impl = install(config)
+    from megatron_ft.mcore.groups import form_groups
+    from megatron_ft.mcore.loop.trainer import Trainer
+
+    store = dist.TCPStore("127.0.0.1", rank.master_port, rank.world_size, is_master=rank.rank == 0)
+    groups = form_groups(
+        config.parallel,
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        generation=0,
+        device="cpu",
+        timeout_seconds=120.0,
+    )
+    trainer = Trainer(config, _context(rank), device=torch.device("cpu"), transformer_impl=transformer_impl)
+    trainer.build(groups)
+    return trainer, groups
+
+
+def _context(rank: Rank) -> RankContext:
+    rank.run_dir.mkdir(parents=True, exist_ok=True)
+    return RankContext(
+        rank=rank.rank,
+        world_size=rank.world_size,
+        local_rank=rank.rank,
+        node=0,
+        num_nodes=1,
+        generation=0,
+        master_addr="127.0.0.1",
+        master_port=rank.master_port,
+        run_dir=rank.run_dir,
+        resume_from=None,
+        worker=RecordFile(rank.run_dir / f"records-{rank.rank}.jsonl"),
+    )
+
+
+def with_parallel(config: JobConfig, **sizes: Any) -> JobConfig:
+    """``config`` with other parallel sizes."""
+    return replace(config, parallel=replace(config.parallel, **sizes))
