@@ -30,6 +30,9 @@ from megatron_ft.errors import ControlError, SoftwareError
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
+HELD_SIGNALS = (signal.SIGTERM,)
+"""Blocked in a new rank until it has its handlers, so that no stop request gets lost or kills it."""
+
 SINGLE_THREAD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -131,9 +134,11 @@ class ForkServer:
             raise ControlError("spawn without a log file")
         log = client.reader.descriptors.popleft()
         parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         process_id = os.fork()
         if process_id == 0:
             self._become_rank(message, log, parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
         os.close(log)
         child = _Child(message["rank"], process_id, os.pidfd_open(process_id), client)
         client.children[process_id] = child
@@ -163,7 +168,6 @@ class ForkServer:
             os.dup2(source, target)
         os.close(null)
         os.close(log)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _kill_group(self, child: _Child) -> None:
         """Kill a rank and what it started. It is not reaped yet, so its number is still its own."""

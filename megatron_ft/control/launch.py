@@ -206,7 +206,7 @@ class _Job:
         self._sinks.write(record)
 
     def _on_step(self, step: membership.Step) -> None:
-        if step.decision in (Decision.STOP, Decision.KILL) and step.state.interrupted:
+        if step.decision is Decision.STOP and not step.state.failures:
             self._sinks.write(StopRequested(source=self._interrupted_by).to_record())
 
     @contextlib.contextmanager

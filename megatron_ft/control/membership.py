@@ -251,9 +251,10 @@ def _kill(policy: MembershipPolicy, state: State, event: Event, now: float) -> S
     if state.phase is Phase.KILLING:
         return None
     overdue = state.phase is Phase.STOPPING and _late(state, now)
-    if not overdue and not isinstance(event, KillRequested):
+    nothing_to_save = state.phase is Phase.STARTING and state.interrupted
+    if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
         return None
-    reason = "ranks did not stop in time" if overdue else "asked to end at once"
+    reason = "ranks did not stop in time" if overdue else "asked to end"
     state = replace(state, phase=Phase.KILLING, deadline_seconds=now + policy.kill_timeout_seconds)
     return Step(state, Decision.KILL, reason)
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_ft.config.serialize import from_dict
+from megatron_ft.control.forkserver import HELD_SIGNALS
 from megatron_ft.control.framing import Message
 from megatron_ft.control.worker import AgentClient, RankContext, StopFlag
 from megatron_ft.errors import MegatronFtError
@@ -26,6 +27,7 @@ def run(spec: Message) -> int:
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stop.install(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     os.environ.clear()
     os.environ.update(spec["environment"])
     os.chdir(spec["working_dir"])

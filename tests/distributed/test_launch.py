@@ -180,6 +180,17 @@ def test_one_interrupt_lets_ranks_finish_their_iteration(runs: Path) -> None:
     assert_nothing_left(runs)
 
 
+def test_an_interrupt_before_ranks_exist_ends_the_job(runs: Path) -> None:
+    slow = ["tests.helpers.dummy_rank:take_time"]
+    job = start_dummy_job(runs, "run_stubborn", overrides=TWO_NODES, preload=slow)
+    eventually(lambda: (runs / "dummy" / "logs" / "rank-00003.log").exists(), "ranks are asked for")
+    os.kill(job.pid, signal.SIGINT)
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == EXIT_INTERRUPTED, output
+    assert "FAILED" not in output
+    assert_nothing_left(runs)
+
+
 def test_a_second_interrupt_ends_at_once(runs: Path) -> None:
     job = start_dummy_job(runs, "run_stubborn", overrides=TWO_NODES)
     for rank in range(4):

@@ -46,3 +46,8 @@ def run_chatty(config: JobConfig, context: RankContext) -> None:
     for iteration in range(1, config.training.train_iterations + 1):
         context.worker.report({"kind": "metrics", "iteration": iteration, "loss": float(context.rank)})
     Path(context.run_dir / f"chatty-{context.rank}").touch()
+
+
+def take_time() -> None:
+    """For ``preload``: a fork server that is ready late."""
+    time.sleep(2.0)

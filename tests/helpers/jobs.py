@@ -1,9 +1,11 @@
 """Start jobs from tests: real ones through the door, and dummy ones."""
 
+import atexit
 import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,13 +53,14 @@ def run_job(
     """Run ``pretrain_moe.py`` to its end.
 
     Args:
-        overrides: Hydra overrides; ``run.dir`` is set from ``runs`` (a fresh folder by default).
+        overrides: Hydra overrides; ``run.dir`` is set from ``runs`` (by default a fresh folder that is
+            removed when this process ends).
         forkserver: socket of a warm fork server, see the fixture ``warm_forkserver``.
 
     Raises:
         AssertionError: it did not end in time; it has been ended, and its output is in the message.
     """
-    runs = Path(tempfile.mkdtemp(prefix="megatron-ft-runs-")) if runs is None else runs
+    runs = _temporary_runs() if runs is None else runs
     words = [*overrides, f"run.dir={runs}"]
     if forkserver is not None:
         words.append(f"launch.forkserver_socket={forkserver}")
@@ -65,6 +68,13 @@ def run_job(
     process = start([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words], environment=environment)
     output = wait(process, timeout_seconds)
     return JobResult(process.returncode, _run_dir(runs, known, overrides), output)
+
+
+def _temporary_runs() -> Path:
+    """A folder that is removed when this process ends."""
+    path = Path(tempfile.mkdtemp(prefix="megatron-ft-runs-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def start(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":

@@ -174,6 +174,16 @@ def test_a_lost_node_is_a_failure_and_its_ranks_are_gone() -> None:
     assert (end.decision, end.reason) == (Decision.END, "node 1 was lost: cable")
 
 
+def test_ranks_that_have_not_started_have_nothing_to_save() -> None:
+    job = Job()
+    for event in (NodeJoined(0), NodeJoined(1), RankReported(0)):
+        job.see(event)
+    assert job.see(StopRequested()).decision is Decision.KILL
+    for rank in range(4):
+        step = job.exit(rank, -9)
+    assert (step.decision, step.state.outcome) == (Decision.END, Outcome.INTERRUPTED)
+
+
 @pytest.mark.parametrize("event", [StopRequested(), KillRequested(), NodeLost(0, 1.0)])
 def test_before_ranks_exist_the_job_just_ends(event: Event) -> None:
     job = Job()
