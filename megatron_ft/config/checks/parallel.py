@@ -105,10 +105,15 @@ def check_transformer_engine(config: JobConfig) -> None:
 
 
 def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]:
-    """Key, value and constraint of everything in a configuration that Megatron's local layers lack."""
+    """Key, value and constraint of everything in a configuration that Megatron's local layers cannot train.
+
+    Local experts add their bias in place to a view that autograd protects.
+    """
     needs: list[tuple[str, object, str]] = []
     if config.parallel.context_parallel_size > 1:
         needs.append(("parallel.context_parallel_size", config.parallel.context_parallel_size, "must be 1"))
     if config.model.multi_latent_attention:
         needs.append(("model.multi_latent_attention", True, "must be false"))
+    if config.model.add_bias_linear and config.model.num_moe_experts is not None:
+        needs.append(("model.add_bias_linear", True, "must be false in a mixture of experts"))
     return needs

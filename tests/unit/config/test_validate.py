@@ -62,6 +62,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model.rotary_percent": 0.0}, "model.rotary_percent"),
     ({"model.multi_latent_attention": True, "training.device": "cpu"}, "model.multi_latent_attention"),
     ({"model.multi_latent_attention": True, "training.transformer_impl": "local"}, "model.multi_latent_attention"),
+    ({"model.add_bias_linear": True, "training.device": "cpu"}, "model.add_bias_linear"),
     ({"model.num_layers": 0}, "model.num_layers"),
     ({"model.moe_router_topk": 9}, "model.moe_router_topk"),
     ({"model.moe_router_topk": 1}, "model.moe_router_pre_softmax"),
