@@ -18,22 +18,31 @@ GIB = 1024**3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check all tables. 1 when ``--check`` finds one that is not current."""
+    """Write or check all tables. 1 when ``--check`` finds one that is not current, 2 for a malformed claim or page."""
     parser = argparse.ArgumentParser(prog="tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail when a table is not current")
     check = parser.parse_args(argv).check
-    claims, results = load_claims(), newest_results(RESULTS_DIR)
-    tables = {
-        ROOT / "README.md": short_table(claims, results),
-        ROOT / "docs" / "claims.md": full_table(claims, results),
-    }
-    stale = [path for path, table in tables.items() if update(path, table, write=not check)]
+    try:
+        stale = refresh(write=not check)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if check and stale:
         print(f"not current: {names}; run `make tables`", file=sys.stderr)
         return 1
     print(f"tables written: {names}" if stale else "tables are current")
     return 0
+
+
+def refresh(*, write: bool) -> list[Path]:
+    """Pages whose table was not current; written anew when ``write``."""
+    claims, results = load_claims(), newest_results(RESULTS_DIR)
+    tables = {
+        ROOT / "README.md": short_table(claims, results),
+        ROOT / "docs" / "claims.md": full_table(claims, results),
+    }
+    return [path for path, table in tables.items() if update(path, table, write=write)]
 
 
 def update(path: Path, table: str, *, write: bool) -> bool:
