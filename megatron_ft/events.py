@@ -126,7 +126,7 @@ class RanksReady(Record):
     """All ranks have built their part and are about to train."""
 
     seconds: float
-    """Seconds from the start of the launch until the last rank was ready."""
+    """Seconds rank 0 took to build its part and to load what the run continues from."""
     world_size: int | None = None
     """Ranks that are ready."""
 

@@ -32,12 +32,9 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     Raises:
         MegatronFtError: as its subclasses say; the process ends with its exit code.
     """
-    failpoints.arm(
-        config.launch.failpoints,
-        rank=context.rank,
-        node=context.node,
-        record=failpoints.append_to(context.run_dir / _FAILPOINTS_FILE),
-    )
+    _arm_failpoints(config, context)
+    # Of no use to whoever reads a rank's log: said of Megatron's and torch's own calls.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
     device_type, transformer_impl = install(config)
     device = _prepare_process(config, context, device_type)
     with warnings.catch_warnings():
@@ -68,6 +65,18 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     trainer.run()
     trainer.teardown()
     dissolve_groups()
+
+
+def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
+    """Each hit goes to disk first, then to the sinks: the fault may be this process's end."""
+    write = failpoints.append_to(context.run_dir / _FAILPOINTS_FILE)
+
+    def record(hit: failpoints.Record) -> None:
+        write(hit)
+        names = ("action", "phase", "iteration", "rank", "node")
+        context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
+
+    failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, record=record)
 
 
 def _prepare_process(config: JobConfig, context: RankContext, device_type: str) -> torch.device:
