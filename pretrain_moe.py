@@ -206,13 +206,9 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     """In local mode all nodes share this machine: its memory; some features need Transformer Engine."""
-    from importlib.util import find_spec
-
-    from megatron_ft.config.checks.parallel import needs_transformer_engine
-
-    present = plan.device == "cuda" and find_spec("transformer_engine") is not None
-    for key, value, constraint in [] if present else needs_transformer_engine(config):
-        raise ConfigError.of(key, value, f"{constraint}: it needs Transformer Engine, which is not usable here")
+    if plan.device == "cpu" and config.training.device == "auto":
+        _validate_for_cpu(config)
+    _check_transformer_engine(config)
     if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
         return
     import psutil
@@ -225,6 +221,27 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
             f"must allow {needed} bytes, what {plan.num_nodes} local nodes need (estimated); this machine has "
             f"{total}; choose a smaller model or fewer ranks",
         )
+
+
+def _validate_for_cpu(config: JobConfig) -> None:
+    """``auto`` will be ``cpu``: what needs a GPU is refused here, not by a rank."""
+    from megatron_ft.config.validate import validate
+
+    try:
+        validate(dataclasses.replace(config, training=dataclasses.replace(config.training, device="cpu")))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (training.device=auto found no GPU here)") from None
+
+
+def _check_transformer_engine(config: JobConfig) -> None:
+    from importlib.util import find_spec
+
+    from megatron_ft.config.checks.parallel import needs_transformer_engine
+
+    if find_spec("transformer_engine") is None:
+        for key, value, constraint in needs_transformer_engine(config):
+            shown = str(value).lower()
+            raise ConfigError.of(key, shown, f"{constraint}: it needs Transformer Engine, which is not installed here")
 
 
 if __name__ == "__main__":

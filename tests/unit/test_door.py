@@ -134,6 +134,24 @@ def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixtu
     assert "launch.host_memory_bytes=null" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="auto finds a GPU here")
+def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["launch.ranks_per_node=2", "parallel.tensor_model_parallel_size=2"]
+    with (
+        mock.patch("megatron_ft.control.launch.launch") as launch,
+        mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
+    ):
+        assert pretrain_moe.main([*overrides, "parallel.expert_tensor_parallel_size=2"]) == 2
+        assert pretrain_moe.main(["model.multi_latent_attention=true"]) == 2
+    assert not launch.called
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("=")[0] for line in lines] == [
+        "error: parallel.expert_tensor_parallel_size",
+        "error: model.multi_latent_attention",
+    ]
+    assert all("found no GPU here" in line for line in lines)
+
+
 def _data() -> object:
     from megatron_ft.corpus.check import DataSummary
 
