@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import megatron_ft
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import membership, report
 from megatron_ft.control.agent import AgentSpec, tail_of
@@ -106,12 +107,12 @@ def launch(
     Raises:
         ConfigError: the run folder or the interface cannot be used. Nothing was started.
     """
-    check_interface(config.launch.interface)
+    master_port = _check_places(config.launch)
     run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
         sinks = open_sinks(config, run_dir.path, world_size=world_size)
-        job = _Job(config, run_dir, sinks, entry, preload)
+        job = _Job(config, run_dir, sinks, preload, start_order(config, run_dir, entry, master_port))
         exit_code, reason = ControlError.exit_code, "the launcher failed"
         try:
             end = job.run()
@@ -124,8 +125,35 @@ def launch(
         run_dir.release()
 
 
+def _check_places(config: LaunchConfig) -> int:
+    """Refuse addresses and sockets that cannot work; a port for the ranks' rendezvous."""
+    check_interface(config.interface)
+    free = free_port(config.interface)
+    path = config.forkserver_socket
+    if path is not None and not Path(path).is_socket():
+        raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
+    return config.master_port or free
+
+
+def start_order(config: JobConfig, run_dir: RunDir, entry: str, master_port: int) -> Message:
+    """What every rank is told, whatever the membership."""
+    return {
+        "entry": entry,
+        "config": to_dict(config),
+        "run_dir": str(run_dir.path),
+        "resume_from": None if run_dir.resume_from is None else str(run_dir.resume_from),
+        "working_dir": os.getcwd(),
+        "world_size": config.launch.num_nodes * config.launch.ranks_per_node,
+        "num_nodes": config.launch.num_nodes,
+        "master_addr": config.launch.interface,
+        "master_port": master_port,
+    }
+
+
 class _Job:
-    def __init__(self, config: JobConfig, run_dir: RunDir, sinks: Sinks, entry: str, preload: Sequence[str]) -> None:
+    def __init__(
+        self, config: JobConfig, run_dir: RunDir, sinks: Sinks, preload: Sequence[str], order: Message
+    ) -> None:
         self._config = config.launch
         self._run_dir = run_dir
         self._sinks = sinks
@@ -144,22 +172,8 @@ class _Job:
             self._policy,
             interface=config.launch.interface,
             token=self._token,
-            start_order=self._start_order(config, entry),
+            start_order=order,
         )
-
-    def _start_order(self, config: JobConfig, entry: str) -> Message:
-        resume_from = self._run_dir.resume_from
-        return {
-            "entry": entry,
-            "config": to_dict(config),
-            "run_dir": str(self._run_dir.path),
-            "resume_from": None if resume_from is None else str(resume_from),
-            "working_dir": os.getcwd(),
-            "world_size": self._policy.world_size,
-            "num_nodes": self._policy.num_nodes,
-            "master_addr": config.launch.interface,
-            "master_port": config.launch.master_port or free_port(config.launch.interface),
-        }
 
     def run(self) -> JobEnd:
         """Start everything, serve until the job ends, leave nothing behind."""

@@ -1,5 +1,6 @@
 """What an agent has to tell the controller, in order, until the controller has it."""
 
+import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +27,9 @@ class Outbox:
         self._changed = threading.Condition()
         self._on_drained = on_drained
 
-    def put(self, item: Message, num_bytes: int = 0) -> None:
-        """Append one item; ``num_bytes`` is about its size."""
+    def put(self, item: Message) -> None:
+        """Append one item."""
+        num_bytes = len(json.dumps(item))
         with self._changed:
             self._items.append((num_bytes, item))
             self._full = self._full or len(self._items) >= HIGH_WATER_ITEMS

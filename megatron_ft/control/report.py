@@ -34,11 +34,11 @@ def failure_screen(end: JobEnd, run_dir: Path, resume: str, node_log: str = "") 
 def _headline(end: JobEnd, rank: int | None, details: Message) -> str:
     if rank is None:
         return f"THE JOB FAILED: {end.reason}"
-    place = f"node {details['node']}" if "node" in details else "node unknown"
+    where = f"node {details['node']}" if "node" in details else "node unknown"
     if "iteration" in details:
-        place += f", iteration {details['iteration']}"
-        place += f", phase {details['phase']}" if details["phase"] != "iteration" else ""
-    return f"RANK {rank} FAILED FIRST ({place}): {_how(details)}, at {_clock(details)}"
+        where += f", iteration {details['iteration']}"
+        where += f", phase {details['phase']}" if details["phase"] != "iteration" else ""
+    return f"RANK {rank} FAILED FIRST ({where}), at {_clock(details)}\n  {_how(details)}"
 
 
 def _last_lines(details: Message) -> str:
@@ -68,7 +68,8 @@ def _clock(details: Message) -> str:
 
 
 def _indent(text: str) -> str:
-    lines = text.rstrip().splitlines()
+    """Set in, without the lines of carets of a traceback, and without its middle if it is long."""
+    lines = [line for line in text.rstrip().splitlines() if line.strip(" ~^") or not line.strip()]
     if len(lines) > _MAX_LINES:
         lines = [*lines[: _MAX_LINES // 3], f"... {len(lines) - _MAX_LINES} lines ...", *lines[-2 * _MAX_LINES // 3 :]]
     return "\n".join(f"  {line}" for line in lines)

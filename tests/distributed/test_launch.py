@@ -120,8 +120,8 @@ def test_a_rank_that_raises_is_named_with_its_traceback(runs: Path) -> None:
     job = start_dummy_job(runs, overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == RankFailed.exit_code
-    assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase backward): raised" in output
-    assert "InjectedFault: injected fault (rank 2, iteration 3, backward)" in output
+    assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase backward), at " in output
+    assert "raised megatron_ft.failpoints.InjectedFault: injected fault (rank 2, iteration 3, backward)" in output
     assert "dummy_rank.py" in output
     assert "run.name=dummy run.resume=" in output
     failed = [record for record in records(runs) if record["kind"] == "rank_failed"]
@@ -135,7 +135,8 @@ def test_a_killed_rank_is_named_and_the_hit_is_on_disk(runs: Path) -> None:
     job = start_dummy_job(runs, overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == RankFailed.exit_code
-    assert "RANK 1 FAILED FIRST (node 0, iteration 4, phase forward): was killed by SIGKILL" in output
+    assert "RANK 1 FAILED FIRST (node 0, iteration 4, phase forward), at " in output
+    assert "was killed by SIGKILL" in output
     hits = [json.loads(line) for line in (runs / "dummy" / "failpoints.jsonl").read_text().splitlines()]
     assert [(hit["action"], hit["rank"], hit["iteration"], hit["phase"]) for hit in hits] == [("kill", 1, 4, "forward")]
     assert_nothing_left(runs)
@@ -239,6 +240,22 @@ def test_a_fork_server_that_cannot_import_is_shown(runs: Path) -> None:
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == ControlError.exit_code
     assert "ModuleNotFoundError: No module named 'tests.helpers.no_such_module'" in output
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("launch.interface", "0.0.0.0"),
+        ("launch.interface", "192.0.2.1"),
+        ("launch.forkserver_socket", "/nowhere/warm.sock"),
+    ],
+)
+def test_places_that_cannot_work_are_refused_before_a_folder_is_made(runs: Path, key: str, value: str) -> None:
+    job = start_dummy_job(runs, overrides={**TWO_NODES, key: value})
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == ConfigError.exit_code
+    assert output.startswith(f"{key}={value}: must be")
+    assert not (runs / "dummy").exists()
 
 
 def test_a_run_in_use_is_refused(runs: Path) -> None:

@@ -1,0 +1,105 @@
+"""What a controller takes from agents, and what it refuses."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron_ft.control.controller import Controller, JobEnd
+from megatron_ft.control.membership import KillRequested, MembershipPolicy, Outcome, Phase
+from megatron_ft.control.rpc import RpcClient, RpcError, new_token
+
+TOKEN = new_token()
+POLICY = MembershipPolicy(num_nodes=2, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=5)
+
+
+class Running:
+    """A controller in a thread, and a client that plays agents."""
+
+    def __init__(self) -> None:
+        self.controller = Controller(POLICY, interface="127.0.0.1", token=TOKEN, start_order={"config": 1})
+        self.records: list[Any] = []
+        self.end: JobEnd | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        self.client = RpcClient(self.controller.address, "Controller", token=TOKEN)
+
+    def _run(self) -> None:
+        self.end = self.controller.run(self.records.append, lambda _: None)
+
+    def call(self, method: str, **body: Any) -> dict[str, Any]:
+        return self.client.call(method, body, timeout_seconds=10)
+
+    def deliver(self, node: int, first: int, *items: dict[str, Any]) -> int:
+        return int(self.call("deliver", node=node, first=first, items=list(items))["next"])
+
+
+@pytest.fixture
+def job() -> Iterator[Running]:
+    running = Running()
+    yield running
+    running.controller.post(KillRequested())
+    running.controller.post(KillRequested())
+    for rank in range(2):
+        number = running.deliver(rank, 10**6)
+        running.deliver(rank, number, exited(rank, -9))
+    running.thread.join(timeout=20)
+    assert not running.thread.is_alive()
+    running.client.close()
+    running.controller.close()
+
+
+def record(rank: int, number: int) -> dict[str, Any]:
+    return {"op": "record", "rank": rank, "record": {"n": number}}
+
+
+def exited(rank: int, returncode: int = 0) -> dict[str, Any]:
+    return {"op": "exited", "rank": rank, "returncode": returncode, "at_seconds": 1.0, "done": returncode == 0}
+
+
+def test_a_job_from_start_to_end(job: Running) -> None:
+    assert job.call("poll", node=0, after=0, wait_seconds=0)["orders"] == []
+    for node in (0, 1):
+        job.call("join", node=node)
+    (start,) = job.call("poll", node=1, after=0, wait_seconds=10)["orders"]
+    assert (start["op"], start["generation"], start["ranks"], start["config"]) == ("start", 0, {"0": [0], "1": [1]}, 1)
+    for rank in (0, 1):
+        job.deliver(rank, 0, {"op": "reported", "rank": rank}, record(rank, 7), exited(rank))
+    (end,) = job.call("poll", node=0, after=1, wait_seconds=10)["orders"]
+    job.thread.join(timeout=10)
+    assert end["op"] == "end"
+    assert job.end is not None and job.end.outcome is Outcome.FINISHED
+    assert job.records == [{"n": 7}, {"n": 7}]
+
+
+def test_what_is_delivered_twice_counts_once(job: Running) -> None:
+    assert job.deliver(0, 0, record(0, 0), record(0, 1)) == 2
+    assert job.deliver(0, 0, record(0, 0), record(0, 1), record(0, 2)) == 3
+    assert job.deliver(1, 0, record(1, 9)) == 1
+    job.controller.post(KillRequested())
+    job.thread.join(timeout=10)
+    assert [entry["n"] for entry in job.records] == [0, 1, 2, 9]
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "word"),
+    [
+        ("join", {"node": 2}, "nodes 0 to 1"),
+        ("join", {}, "malformed"),
+        ("join", {"node": "x"}, "malformed"),
+        ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "nodes 0 to 1"),
+        ("poll", {"node": 0, "after": 0}, "malformed"),
+        ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not of node 0"),
+        ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0}]}, "unknown item"),
+        ("deliver", {"node": 0, "first": 0, "items": [{"op": "exited", "rank": 0}]}, "malformed"),
+        ("deliver", {"node": 0, "first": 0, "items": [7]}, "malformed"),
+        ("deliver", {"node": 0, "first": 0}, "malformed"),
+    ],
+)
+def test_nonsense_changes_nothing(job: Running, method: str, body: dict[str, Any], word: str) -> None:
+    with pytest.raises(RpcError, match=word):
+        job.call(method, **body)
+    assert job.controller.state.phase is Phase.FORMING
+    assert not job.controller.state.joined
+    assert not job.controller.state.failures

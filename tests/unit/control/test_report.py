@@ -1,0 +1,95 @@
+"""The screen that says what went wrong."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.control.controller import JobEnd
+from megatron_ft.control.launch import exit_code_of
+from megatron_ft.control.membership import Failure, Outcome
+from megatron_ft.control.report import failed_records, failure_screen, resume_advice
+from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
+
+RUN = Path("/runs/x")
+
+
+def died(rank: int, at: float, returncode: int = 1, *, by_us: bool = False, **more: Any) -> dict[int, dict[str, Any]]:
+    about = {"node": rank // 2, "returncode": returncode, "at_seconds": at, "caused_by_us": by_us, "done": False}
+    return {rank: {**about, "log": f"/runs/x/logs/rank-{rank:05d}.log", "log_tail": "last words", **more}}
+
+
+def ended(first: int, *deaths: dict[int, dict[str, Any]]) -> JobEnd:
+    details = {rank: about for death in deaths for rank, about in death.items()}
+    return JobEnd(Outcome.FAILED, "why", Failure(rank=first, at_seconds=details[first]["at_seconds"]), details)
+
+
+def test_the_first_is_shown_with_its_traceback_and_the_others_in_a_line_each() -> None:
+    end = ended(
+        3,
+        died(
+            3,
+            10.0,
+            error="ValueError: bad",
+            traceback="Traceback\n  code()\n  ^^^^~~\nValueError: bad",
+            iteration=7,
+            phase="update",
+        ),
+        died(0, 10.25, error="RuntimeError: peer"),
+        died(1, 10.5, -9, by_us=True),
+        died(2, 10.5, -9, by_us=True),
+    )
+    screen = failure_screen(end, RUN, "resume!")
+    assert "RANK 3 FAILED FIRST (node 1, iteration 7, phase update)" in screen
+    assert "raised ValueError: bad" in screen
+    assert "  code()\n  ValueError: bad" in screen, "no lines of carets"
+    assert "rank 0, 0.250 s later: raised RuntimeError: peer" in screen
+    assert "ended by the launcher: ranks 1-2" in screen
+    assert "/runs/x/logs/rank-00003.log" in screen
+    assert "resume!" in screen
+    assert screen.index("Traceback") < screen.index("The others")
+
+
+def test_a_rank_without_traceback_shows_its_log() -> None:
+    screen = failure_screen(ended(1, died(1, 1.0, -9)), RUN, "")
+    assert "was killed by SIGKILL" in screen
+    assert "out of memory" in screen
+    assert "last words" in screen
+
+
+def test_a_long_traceback_keeps_its_ends() -> None:
+    text = "\n".join(f"line {number}" for number in range(1000))
+    screen = failure_screen(ended(0, died(0, 1.0, error="E", traceback=text)), RUN, "")
+    assert "line 0\n" in screen and "line 999\n" in screen
+    assert len(screen.splitlines()) < 60
+
+
+def test_a_thousand_ranks_fit_on_a_screen() -> None:
+    deaths = [died(rank, float(rank), error="E", by_us=rank > 500) for rank in range(1000)]
+    screen = failure_screen(ended(0, *deaths), RUN, "")
+    assert len(screen.splitlines()) < 40
+    assert "and 492 more" in screen
+    assert "ranks 501-999" in screen
+
+
+def test_events_name_the_first_and_leave_out_those_we_ended() -> None:
+    end = ended(2, died(1, 2.0, error="E"), died(2, 1.0, -11), died(0, 3.0, -9, by_us=True))
+    records = failed_records(end, {0: 0, 1: 0, 2: 1})
+    assert [(record.rank, record.node, record.first, record.signal) for record in records] == [
+        (2, 1, True, "SIGSEGV"),
+        (1, 0, False, None),
+    ]
+
+
+def test_exit_codes() -> None:
+    assert exit_code_of(ended(0, died(0, 1.0)), run_finished=False) == RankFailed.exit_code
+    assert exit_code_of(ended(0, died(0, 1.0, exit_code=6)), run_finished=False) == TrainingStopped.exit_code
+    lost = JobEnd(Outcome.FAILED, "", Failure(node=0, at_seconds=1.0))
+    assert exit_code_of(lost, run_finished=False) == ControlError.exit_code
+    stopped = JobEnd(Outcome.INTERRUPTED, "", None)
+    assert [exit_code_of(stopped, run_finished=finished) for finished in (False, True)] == [130, 0]
+
+
+def test_the_advice_repeats_the_command_without_its_faults() -> None:
+    command = ["python", "pretrain_moe.py", "a.b=1 2", "run.name=old", "+launch.failpoints=[x]", "run.resume=never"]
+    advice = resume_advice(command, RUN, has_checkpoint=True)
+    assert advice.endswith("python pretrain_moe.py 'a.b=1 2' run.dir=/runs run.name=x run.resume=must")
+    assert "run.resume=auto" in resume_advice(command, RUN, has_checkpoint=False)
