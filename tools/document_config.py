@@ -38,7 +38,8 @@ def page() -> str:
 
 def _row(doc: KeyDoc) -> str:
     default = doc.default.replace("|", "\\|") or "''"
-    return f"| `{doc.key}` | {doc.type} | `{default}` | {doc.doc.replace("``", "`").replace('|', chr(92) + '|')} |"
+    meaning = doc.doc.replace("``", "`").replace("|", "\\|")
+    return f"| `{doc.key}` | {doc.type} | `{default}` | {meaning} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
