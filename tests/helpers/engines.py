@@ -90,7 +90,7 @@ def groups_of(
 
     from megatron_ft.mcore.groups import dissolve_groups, form_groups
 
-    yield form_groups(
+    groups = form_groups(
         config.parallel,
         store=dist.HashStore() if store is None else store,
         rank=rank,
@@ -99,7 +99,11 @@ def groups_of(
         device="cpu",
         timeout_seconds=60,
     )
-    dissolve_groups()
+    try:
+        yield groups
+    finally:
+        del groups
+        dissolve_groups()
 
 
 def new_engine(config: JobConfig) -> Any:
@@ -127,8 +131,10 @@ def engine_of(
         engine = new_engine(config)
         engine.build(groups)
         del groups
-        yield engine
-        engine.teardown()
+        try:
+            yield engine
+        finally:
+            engine.teardown()
 
 
 def add_padding(engine: Any, multiple: int) -> None:

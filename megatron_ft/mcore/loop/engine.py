@@ -29,7 +29,7 @@ from megatron_ft.mcore.loop.undo import UndoRecord
 from megatron_ft.mcore.model.build import build_model
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.layer import MixtureLayer
-from megatron_ft.mcore.moe.observation import take_auxiliary_losses, take_expert_load
+from megatron_ft.mcore.moe.observation import forget_auxiliary_losses, take_auxiliary_losses, take_expert_load
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
 from megatron_ft.planning.batch import BatchPlan
@@ -127,13 +127,24 @@ class TrainingEngine:
         self.scheduler = build_scheduler(self.config, self.optimizer)
         self._connect_schedule()
         self.batch = self._batch_plan()
-        self._mixture_layers = [m for chunk in self.model_chunks for m in chunk.modules() if isinstance(m, MixtureLayer)]
+        self._mixture_layers = [
+            m for chunk in self.model_chunks for m in chunk.modules() if isinstance(m, MixtureLayer)
+        ]
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups; the caller dissolves them next."""
         failpoints.hit("teardown", self.iteration)
-        take_auxiliary_losses()
-        for name in ("model_chunks", "optimizer", "scheduler", "p2p", "pg", "groups", "transformer_config", "_mixture_layers"):
+        forget_auxiliary_losses()
+        for name in (
+            "model_chunks",
+            "optimizer",
+            "scheduler",
+            "p2p",
+            "pg",
+            "groups",
+            "transformer_config",
+            "_mixture_layers",
+        ):
             delattr(self, name)
         gc.collect()
 

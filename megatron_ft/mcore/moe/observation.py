@@ -27,6 +27,11 @@ def take_auxiliary_losses() -> tuple[float, float]:
     return balancing, z
 
 
+def forget_auxiliary_losses() -> None:
+    """Empty Megatron's tracker: it is global, keeps the number of layers and holds on to process groups."""
+    get_moe_layer_wise_logging_tracker().clear()
+
+
 def take_expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
     """Tokens this rank gave to each expert since the last call: int64 [num_layers, num_experts], on the CPU."""
     load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
