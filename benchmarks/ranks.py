@@ -44,7 +44,8 @@ def run_ranks(
     ranks = [Rank(rank=rank, world_size=world_size, master_port=port, run_dir=run_dir) for rank in range(world_size)]
     pipes = [fork.Pipe(duplex=False) for _ in ranks]
     processes = [
-        fork.Process(target=_be, args=(function, config, rank, pipe[1])) for rank, pipe in zip(ranks, pipes, strict=True)
+        fork.Process(target=_be, args=(function, config, rank, pipe[1]))
+        for rank, pipe in zip(ranks, pipes, strict=True)
     ]
     for process in processes:
         process.start()

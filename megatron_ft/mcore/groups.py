@@ -26,7 +26,13 @@ class Groups:
 
 
 def form_groups(
-    parallel: ParallelConfig, *, store: dist.Store, rank: int, world_size: int, generation: int, device: str,
+    parallel: ParallelConfig,
+    *,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    generation: int,
+    device: str,
     timeout_seconds: float,
 ) -> Groups:
     """Form all groups on ``store``, under a prefix that belongs to ``generation``."""
@@ -49,9 +55,7 @@ def form_groups(
         create_gloo_process_groups=False,
     )
     vote = dist.new_group(backend="gloo", timeout=timeout)
-    return Groups(
-        generation=generation, pg_collection=ProcessGroupCollection.use_mpu_process_groups(), vote=vote
-    )
+    return Groups(generation=generation, pg_collection=ProcessGroupCollection.use_mpu_process_groups(), vote=vote)
 
 
 def dissolve_groups() -> None:

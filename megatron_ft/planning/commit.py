@@ -9,6 +9,7 @@ import statistics
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields
+from typing import Any
 
 from megatron_ft.errors import TrainingStopped
 
@@ -41,8 +42,11 @@ class Ballot:
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "Ballot":
         """The inverse of ``to_row``."""
-        kinds = [field.type for field in fields(cls)]
-        return cls(**{f.name: (int(v) if k is int else v) for f, k, v in zip(fields(cls), kinds, row, strict=True)})
+        values: dict[str, Any] = {
+            field.name: int(value) if field.type is int else value
+            for field, value in zip(fields(cls), row, strict=True)
+        }
+        return cls(**values)
 
 
 BALLOT_FIELDS = len(fields(Ballot))

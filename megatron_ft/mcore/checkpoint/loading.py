@@ -1,5 +1,6 @@
 """Reading shards of a verified checkpoint with Megatron."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def load_shards(
         loaded, unclaimed, absent = dist_checkpointing.load(
             request, str(directory), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
         )
-    except CheckpointingException as error:
+    except (CheckpointingException, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
     if absent or unclaimed:

@@ -99,6 +99,7 @@ class CheckpointManager:
         )
         self._pending: _Pending | None = None
         self._resumed_from: str | None = None
+        self._verified: tuple[Path, Manifest] | None = None
         self.last_saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this manager completed or loaded."""
 
@@ -281,18 +282,26 @@ class CheckpointManager:
             return folder / name
 
     def _set_aside(self, path: Path, reason: str) -> None:
+        moved, error = None, None
         if self._agreement.rank == 0:
-            moved = checkpoints.set_aside(path)
+            try:
+                moved = checkpoints.set_aside(path)
+            except OSError as failure:
+                error = f"{path}: damaged ({reason}) and cannot be set aside: {failure}"
+        error = self._agreement.errors(error)
+        if error is not None:
+            raise CheckpointError(error)
+        if moved is not None:
             iteration = int(path.name.split("_")[1].split(".")[0])
             self._say_failed(iteration, path, f"damaged, set aside as {moved.name}: {reason}")
-        self._agreement.any(False)  # nobody looks again before it is renamed
 
     def verify(self, directory: Path) -> Manifest:
         """Check all files of ``directory``, the reading shared by the ranks.
 
         Raises CheckpointError on every rank when one of them finds damage.
         """
-        manifest, error = None, None
+        manifest: Manifest | None = None
+        error: str | None = None
         try:
             manifest = verify(directory, part=self._agreement.rank, num_parts=self._agreement.num_ranks)
         except CheckpointError as failure:
@@ -301,6 +310,7 @@ class CheckpointManager:
         if everywhere is not None:
             raise CheckpointError(everywhere if error is None else error)
         assert manifest is not None, "a manifest without an error"
+        self._verified = (directory, manifest)
         return manifest
 
     def load(self, state: TrainingState, directory: Path) -> LoadResult:
@@ -322,8 +332,14 @@ class CheckpointManager:
             )
         self.last_saved_iteration = state.iteration
         self._resumed_from = directory.name if directory.parent == self.folder else None
-        seconds = time.monotonic() - began
-        self._tell(CheckpointLoaded(iteration=state.iteration, path=str(directory), seconds=seconds).to_record())
+        self._tell(
+            CheckpointLoaded(
+                iteration=state.iteration,
+                path=str(directory),
+                seconds=time.monotonic() - began,
+                generators_restored=same_layout,
+            ).to_record()
+        )
         return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)
 
     def _check(self, directory: Path) -> Manifest | None:
@@ -336,6 +352,9 @@ class CheckpointManager:
                 f"{directory}: no {MANIFEST_NAME} of this project, so nothing vouches for its pickle files; "
                 "set checkpoint.trust=true only if you know who wrote it"
             )
+        verified, self._verified = self._verified, None
+        if verified is not None and verified[0] == directory:
+            return verified[1]
         return self.verify(directory)
 
     # -- reporting

@@ -18,7 +18,19 @@ from megatron_ft.errors import SoftwareError
 
 _CPU = torch.device("cpu")
 
-_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "rand", "randn")
+_FACTORIES = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "rand",
+    "randn",
+)
 
 _MODULES_WITH_CUDA_LITERALS = (
     "megatron.core.distributed.param_and_grad_buffer",
@@ -190,7 +202,7 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise SoftwareError(
-            "training.device=cpu in a process that sees a GPU: hide it (CUDA_VISIBLE_DEVICES=) or set training.device=cuda"
+            "training.device=cpu: must not see a GPU; hide it (CUDA_VISIBLE_DEVICES=) or set training.device=cuda"
         )
     _patch_torch_cuda()
     _patch_tensor_methods()

@@ -93,7 +93,9 @@ def check_provider(fp8: str | None, context_parallel_size: int, transformer_impl
     if transformer_impl == "transformer_engine":
         return
     if fp8 is not None:
-        raise ConfigError.of("precision.fp8", fp8, "needs a provider: Transformer Engine is not in use (precision.fp8=null)")
+        raise ConfigError.of(
+            "precision.fp8", fp8, "needs a provider: Transformer Engine is not in use (precision.fp8=null)"
+        )
     if context_parallel_size > 1:
         raise ConfigError.of(
             "parallel.context_parallel_size",

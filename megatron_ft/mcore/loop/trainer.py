@@ -35,9 +35,7 @@ class Trainer:
     Only rank 0 reports; what it reports, every rank knows from the vote.
     """
 
-    def __init__(
-        self, config: JobConfig, context: RankContext, *, device: torch.device, transformer_impl: str
-    ) -> None:
+    def __init__(self, config: JobConfig, context: RankContext, *, device: torch.device, transformer_impl: str) -> None:
         self.config = config
         self.context = context
         self.device = device

@@ -8,7 +8,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_ft.mcore.model.names import unwrap
-from megatron_ft.mcore.optimizer.commit import parts
+from megatron_ft.mcore.optimizer.commit import grad_scalers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class UndoRecord:
             device_rng=torch.cuda.get_rng_state(),
             tracker_rng=get_cuda_rng_tracker().get_states(),
             expert_bias=[bias.clone() for bias in _expert_biases(model_chunks)],
-            grad_scalers=[_copied(scaler.state_dict()) for scaler in _grad_scalers(optimizer)],
+            grad_scalers=[_copied(scaler.state_dict()) for scaler in grad_scalers(optimizer)],
         )
 
     def restore(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -42,7 +42,7 @@ class UndoRecord:
         torch.cuda.set_rng_state(self.device_rng)
         get_cuda_rng_tracker().set_states(self.tracker_rng)
         self.restore_expert_bias(model_chunks)
-        for scaler, state in zip(_grad_scalers(optimizer), self.grad_scalers, strict=True):
+        for scaler, state in zip(grad_scalers(optimizer), self.grad_scalers, strict=True):
             scaler.load_state_dict(state)
 
     def restore_expert_bias(self, model_chunks: list[torch.nn.Module]) -> None:
@@ -54,11 +54,6 @@ class UndoRecord:
 def _expert_biases(model_chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
     modules = [module for chunk in model_chunks for module in unwrap(chunk).modules()]
     return [module.expert_bias for module in modules if isinstance(getattr(module, "expert_bias", None), torch.Tensor)]
-
-
-def _grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
-    scalers = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
-    return [scaler for scaler in scalers if scaler is not None]
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

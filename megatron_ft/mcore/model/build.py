@@ -26,9 +26,7 @@ def build_model(
     """
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
-    chunks = [
-        _build_chunk(config, transformer_config, vocab_size, stage, pg_collection).to(device) for stage in stages
-    ]
+    chunks = [_build_chunk(config, transformer_config, vocab_size, stage, pg_collection).to(device) for stage in stages]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,

@@ -62,7 +62,12 @@ class PaddingAwareRouter(TopKRouter):
         if self.is_padding:
             return activation
         return super().attach_and_log_load_balancing_loss(
-            activation, aux_loss_coeff, aux_loss, *args, valid_token_count=valid_token_count * self._num_shares(), **kwargs
+            activation,
+            aux_loss_coeff,
+            aux_loss,
+            *args,
+            valid_token_count=valid_token_count * self._num_shares(),
+            **kwargs,
         )
 
     def _num_shares(self) -> int:

@@ -5,6 +5,7 @@ and moments on this rank; gather brings every rank's parameters up to date.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -25,8 +26,20 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
     Returns:
         (found_inf, grad_norm): whether an unscaled gradient overflowed, and the global norm.
     """
-    found_inf = optimizer.prepare_grads()
-    return bool(found_inf), float(optimizer.get_grad_norm())
+    scalers = grad_scalers(optimizer)
+    before = [scaler.state_dict() for scaler in scalers]
+    found_inf = bool(optimizer.prepare_grads())
+    # Each part judges its own gradients. There is one loss scale, so every part answers an overflow in any.
+    for scaler, state in zip(scalers, before, strict=True):
+        scaler.load_state_dict(state)
+        scaler.update(found_inf)
+    return found_inf, float(optimizer.get_grad_norm())
+
+
+def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
+    """The loss scalers of the parts; none unless the run is in FP16."""
+    scalers = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
+    return [scaler for scaler in scalers if scaler is not None]
 
 
 @torch.no_grad()
