@@ -219,6 +219,8 @@ class CheckpointLoaded(Record):
     """Where it lies."""
     seconds: float | None = None
     """Seconds of verifying and loading."""
+    generators_restored: bool | None = None
+    """Whether every rank got its random generators back; on another layout they start from the seed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
