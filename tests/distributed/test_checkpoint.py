@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
