@@ -66,6 +66,7 @@ class TrainingEngine:
         vocab_size: padded vocabulary.
         samples: token sequences of the splits ``train`` and ``valid``.
         stop_requested: whether this rank was asked to end the run; carried by the vote.
+        progress: told (iteration, phase) as the rank goes from one to the next.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -81,6 +82,7 @@ class TrainingEngine:
         vocab_size: int,
         samples: Mapping[str, Samples],
         stop_requested: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, str], None] = lambda iteration, phase: None,
     ) -> None:
         self.config = config
         self.device = device
@@ -88,6 +90,7 @@ class TrainingEngine:
         self.vocab_size = vocab_size
         self.samples = samples
         self.stop_requested = stop_requested
+        self.progress = progress
         self.iteration = 0
         self.history = History()
         training = config.training
@@ -104,7 +107,7 @@ class TrainingEngine:
 
     def build(self, groups: Groups) -> None:
         """Build model, optimizer and communication on ``groups``; weights are those of iteration 0."""
-        failpoints.hit("build", self.iteration)
+        self._reach("build", self.iteration)
         self.groups = groups
         self.pg = pg = groups.pg_collection
         torch.manual_seed(self.config.training.seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
@@ -133,7 +136,7 @@ class TrainingEngine:
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups; the caller dissolves them next."""
-        failpoints.hit("teardown", self.iteration)
+        self._reach("teardown", self.iteration)
         forget_auxiliary_losses()
         for name in (
             "model_chunks",
@@ -195,7 +198,7 @@ class TrainingEngine:
 
     def prepare(self, iteration: int) -> Prepared:
         """Forward, backward and gradient reduction of all microbatches; the norm; this rank's ballot."""
-        failpoints.hit("data", iteration)
+        self._reach("data", iteration)
         set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
         undo = UndoRecord.take(self.model_chunks, self.optimizer)
         self._start_iteration(iteration)
@@ -224,9 +227,9 @@ class TrainingEngine:
     def vote(self, prepared: Prepared) -> Vote:
         """Settle the vote over the whole job."""
         iteration = prepared.ballot.iteration
-        failpoints.hit("vote_before", iteration)
+        self._reach("vote_before", iteration)
         ballots = exchange(prepared.ballot, self.groups.vote)
-        failpoints.hit("vote_after", iteration)
+        self._reach("vote_after", iteration)
         num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
         return tally(
             ballots,
@@ -236,12 +239,12 @@ class TrainingEngine:
 
     def commit(self, vote: Vote) -> None:
         """Update master weights, moments and this rank's compute weights with the voted values."""
-        failpoints.hit("update", vote.iteration)
+        self._reach("update", vote.iteration)
         commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
     def gather(self) -> None:
         """Bring every rank's compute weights up to date."""
-        failpoints.hit("gather", self._current_iteration)
+        self._reach("gather", self._current_iteration)
         commit.gather(self.optimizer, self.model_chunks)
 
     def abort(self, prepared: Prepared) -> None:
@@ -272,6 +275,10 @@ class TrainingEngine:
         load = take_expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
         return load
+
+    def _reach(self, phase: str, iteration: int) -> None:
+        self.progress(iteration, phase)
+        failpoints.hit(phase, iteration)
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -308,7 +315,7 @@ class TrainingEngine:
         return reports
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
-        failpoints.hit("grad_sync", self._current_iteration)
+        self._reach("grad_sync", self._current_iteration)
         finalize_model_grads(*args, **kwargs)
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:

@@ -1,6 +1,7 @@
 """A rank's life: prepare the process, join the job, train, leave."""
 
 import datetime
+import os
 import warnings
 from importlib import import_module
 
@@ -85,6 +86,9 @@ def _prepare_process(config: JobConfig, context: RankContext, device_type: str) 
         torch.use_deterministic_algorithms(True, warn_only=False)
         # Filling fresh memory hides reads of it and costs time; nothing here reads what it has not written.
         torch.utils.deterministic.fill_uninitialized_memory = False
+        # Without these, cuBLAS and Transformer Engine's attention refuse deterministic mode at their first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     if device_type == "cpu":
         return torch.device("cpu")
     torch.cuda.set_device(context.local_rank)

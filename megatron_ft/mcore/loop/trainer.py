@@ -47,6 +47,7 @@ class Trainer:
             vocab_size=resolve_vocab_size(config),
             samples=self.samples,
             stop_requested=context.worker.stop_requested,
+            progress=context.worker.progress,
         )
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -92,7 +93,6 @@ class Trainer:
 
     def iterate(self, iteration: int) -> bool:
         """Run one iteration and what is due after it; whether it was the last one asked for."""
-        self.context.worker.progress(iteration, "iteration")
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
         self._account(iteration, result, time.perf_counter() - began)
@@ -124,6 +124,7 @@ class Trainer:
     def _evaluate(self, iteration: int) -> None:
         if "valid" not in self.samples or not _due(iteration, self.config.training.eval_interval_iterations):
             return
+        self.context.worker.progress(iteration, "evaluation")
         began = time.perf_counter()
         loss, num_tokens = self.engine.evaluate()
         seconds = time.perf_counter() - began
@@ -164,6 +165,7 @@ class Trainer:
         iteration = self.engine.iteration
         if iteration == 0 or self.checkpoints.last_saved_iteration == iteration:
             return
+        self.context.worker.progress(iteration, "checkpoint")
         failpoints.hit("checkpoint", iteration)
         history = self.engine.history
         self.checkpoints.save(
