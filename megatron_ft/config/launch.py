@@ -20,7 +20,7 @@ class LaunchConfig:
     master_port: int = 0
     """Port of the rendezvous store; 0 takes a free one."""
     forkserver_socket: str | None = None
-    """Unix socket of a warm fork server to start ranks from; null lets every node start its own."""
+    """Unix socket of a warm fork server to start ranks from; null starts one for the job."""
     start_timeout_seconds: float = 300.0
     """Longest wait for all ranks to report."""
     stop_timeout_seconds: float = 20.0

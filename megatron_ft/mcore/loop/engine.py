@@ -205,6 +205,7 @@ class TrainingEngine:
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
+        self.progress(iteration, "forward")
         reports = self._run_microbatches("train", iteration, forward_only=False)
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = commit.prepare(self.optimizer)
