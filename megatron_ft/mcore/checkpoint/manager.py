@@ -1,24 +1,21 @@
 """Saving and loading dense checkpoints of a job."""
 
-import importlib.metadata
-import io
-import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
 from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.checkpoint.committing import COMMON_NAME, commit_files, software, torch_bytes
+from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
 from megatron_ft.mcore.checkpoint.loading import load_shards
 from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA
 from megatron_ft.mcore.checkpoint.state import (
@@ -29,13 +26,11 @@ from megatron_ft.mcore.checkpoint.state import (
     install,
     rank_state,
 )
-from megatron_ft.mcore.checkpoint.writer import BACKEND, BACKEND_VERSION, Planner, WriteJob, metadata_bytes
+from megatron_ft.mcore.checkpoint.writer import Planner, WriteJob
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.runtime.storage import checkpoints
-from megatron_ft.runtime.storage.files import FileEntry, fsync_directory, write_file
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, verify, write_manifest
-
-COMMON_NAME, METADATA_NAME, FORMAT_NAME = "common.pt", ".metadata", "metadata.json"
+from megatron_ft.runtime.storage.files import FileEntry
+from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +94,7 @@ class CheckpointManager:
         )
         self._pending: _Pending | None = None
         self._resumed_from: str | None = None
-        self._verified: tuple[Path, Manifest] | None = None
+        self._finder = CheckpointFinder(self._agreement, self._say_failed)
         self.last_saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this manager completed or loaded."""
 
@@ -166,7 +161,7 @@ class CheckpointManager:
         shards, common = save_preprocess(tree, validate_access_integrity=False)
         whole_files = {}
         if self._agreement.rank == 0:
-            whole_files[COMMON_NAME] = _torch_bytes(common)
+            whole_files[COMMON_NAME] = torch_bytes(common)
         return WriteJob(self._planner.plan(shards, directory), directory, whole_files)
 
     def _metadata(self) -> dict[str, Any]:
@@ -207,35 +202,26 @@ class CheckpointManager:
         error, num_bytes = None, 0
         if self._agreement.rank == 0:
             try:
-                num_bytes = self._write_manifest(pending, written)
+                num_bytes = commit_files(
+                    pending.directory, pending.job.planned, written, partial(self._manifest, pending)
+                )
                 checkpoints.move_latest(self.folder, pending.directory, pending.iteration)
             except OSError as failure:
                 error = f"rank 0: {type(failure).__name__}: {failure}"
         error, num_bytes = self._agreement.from_first([error, num_bytes])
         return error, num_bytes
 
-    def _write_manifest(self, pending: _Pending, written: list[dict[str, Any]]) -> int:
-        directory = pending.directory
-        entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
-        content = metadata_bytes(pending.job.planned, [of_rank["results"] for of_rank in written])
-        entries.append(write_file(directory, METADATA_NAME, content))
-        form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
-        entries.append(write_file(directory, FORMAT_NAME, form))
-        fsync_directory(directory)
-        write_manifest(
-            directory,
-            Manifest(
-                run_id=self._run_id,
-                generation=self._generation,
-                topology=self._topology,
-                iteration=pending.iteration,
-                consumed_samples=pending.consumed_samples,
-                config_digest=self._config_digest,
-                software=_software(),
-                files=tuple(sorted(entries, key=lambda entry: entry.name)),
-            ),
+    def _manifest(self, pending: _Pending, files: tuple[FileEntry, ...]) -> Manifest:
+        return Manifest(
+            run_id=self._run_id,
+            generation=self._generation,
+            topology=self._topology,
+            iteration=pending.iteration,
+            consumed_samples=pending.consumed_samples,
+            config_digest=self._config_digest,
+            software=software(),
+            files=files,
         )
-        return sum(entry.num_bytes for entry in entries)
 
     def _discard(self, pending: _Pending, error: str) -> None:
         if self._agreement.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
@@ -268,50 +254,7 @@ class CheckpointManager:
 
         Damaged newer ones are reported and set aside; None when there is no valid one.
         """
-        folder = folder or self.folder
-        while True:
-            names = [entry.path.name for entry in checkpoints.list_checkpoints(folder) if entry.complete]
-            name = self._agreement.from_first(names[-1] if names else None)
-            if name is None:
-                return None
-            try:
-                self.verify(folder / name)
-            except CheckpointError as error:
-                self._set_aside(folder / name, str(error))
-                continue
-            return folder / name
-
-    def _set_aside(self, path: Path, reason: str) -> None:
-        moved, error = None, None
-        if self._agreement.rank == 0:
-            try:
-                moved = checkpoints.set_aside(path)
-            except OSError as failure:
-                error = f"{path}: damaged ({reason}) and cannot be set aside: {failure}"
-        error = self._agreement.errors(error)
-        if error is not None:
-            raise CheckpointError(error)
-        if moved is not None:
-            iteration = int(path.name.split("_")[1].split(".")[0])
-            self._say_failed(iteration, path, f"damaged, set aside as {moved.name}: {reason}")
-
-    def verify(self, directory: Path) -> Manifest:
-        """Check all files of ``directory``, the reading shared by the ranks.
-
-        Raises CheckpointError on every rank when one of them finds damage.
-        """
-        manifest: Manifest | None = None
-        error: str | None = None
-        try:
-            manifest = verify(directory, part=self._agreement.rank, num_parts=self._agreement.num_ranks)
-        except CheckpointError as failure:
-            error = str(failure)
-        everywhere = self._agreement.errors(error)
-        if everywhere is not None:
-            raise CheckpointError(everywhere if error is None else error)
-        assert manifest is not None, "a manifest without an error"
-        self._verified = (directory, manifest)
-        return manifest
+        return self._finder.newest(folder or self.folder)
 
     def load(self, state: TrainingState, directory: Path) -> LoadResult:
         """Verify ``directory``, then fill ``state`` from it; no file is opened by Megatron before.
@@ -320,7 +263,7 @@ class CheckpointManager:
         not hold exactly what this model and optimizer need.
         """
         began = time.monotonic()
-        manifest = self._check(directory)
+        manifest = self._finder.check(directory, trust=self._config.trust)
         same_layout = manifest is not None and manifest.topology == self._topology
         frame = build_shards(state, self._metadata(), is_loading=True)
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state(empty=True)} if same_layout else {}
@@ -342,21 +285,6 @@ class CheckpointManager:
         )
         return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)
 
-    def _check(self, directory: Path) -> Manifest | None:
-        if not directory.is_dir():
-            raise CheckpointError(f"checkpoint.load={directory}: not a directory")
-        if not (directory / MANIFEST_NAME).exists():
-            if self._config.trust:
-                return None
-            raise CheckpointError(
-                f"{directory}: no {MANIFEST_NAME} of this project, so nothing vouches for its pickle files; "
-                "set checkpoint.trust=true only if you know who wrote it"
-            )
-        verified, self._verified = self._verified, None
-        if verified is not None and verified[0] == directory:
-            return verified[1]
-        return self.verify(directory)
-
     # -- reporting
 
     def _say_failed(self, iteration: int, path: Path, error: str) -> None:
@@ -365,14 +293,3 @@ class CheckpointManager:
     def _tell(self, record: dict[str, Any]) -> None:
         if self._agreement.rank == 0:
             self._report(record)
-
-
-def _torch_bytes(content: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
-def _software() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
-    return {"python": platform.python_version(), **packages}
