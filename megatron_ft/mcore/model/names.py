@@ -5,13 +5,14 @@ whole model (from 0, as in Megatron's own state dicts).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-_GROUPED_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
+_GROUPED_EXPERT = re.compile(r"\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -21,37 +22,32 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def global_name(local_name: str, *, layer_offset: int, expert_offset: int) -> str:
-    """The global form of a parameter's name on a rank whose layers and experts start at the offsets."""
-    name = _LAYER.sub(lambda m: f"{m[1]}layers.{int(m[2]) + layer_offset}.", local_name)
-    name = _LOCAL_EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + expert_offset}.", name)
-    grouped = _GROUPED_EXPERT.search(name)
-    if grouped is None:
+def global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, Sequence[int]]) -> str:
+    """The global form of a parameter's name on one rank.
+
+    ``layer_offset`` layers lie before this chunk; ``expert_ids`` gives, by the layer's local number, the
+    experts the rank holds there, in the order of its modules.
+    """
+    layer = _LAYER.search(local_name)
+    if layer is None:
+        return local_name
+    local_layer = int(layer[2])
+    name = _LAYER.sub(lambda m: f"{m[1]}layers.{local_layer + layer_offset}.", local_name)
+    ids = expert_ids.get(local_layer, ())
+    if ".experts." not in name or not ids:
         return name
-    kind, parameter = grouped[1].rsplit(".", 1)
-    head, layer = kind.rsplit(".", 1)
-    return f"{name[: grouped.start()]}{head}.local_experts.{int(grouped[2]) + expert_offset}.{layer}.{parameter}"
-
-
-def offsets(chunk: torch.nn.Module) -> tuple[int, int]:
-    """(layers before this chunk, experts before this rank's in every mixture layer)."""
-    layers = list(chunk.decoder.layers)  # type: ignore[union-attr, arg-type]
-    if not layers:
-        return 0, 0
-    experts = {
-        layer.mlp.local_expert_indices[0] for layer in layers if getattr(layer.mlp, "local_expert_indices", None)
-    }
-    assert len(experts) <= 1, f"layers of one rank hold experts that start at different indices: {experts}"
-    return layers[0].layer_number - 1, experts.pop() if experts else 0
+    name = _GROUPED_EXPERT.sub(lambda m: f".local_experts.{m[2]}.{m[1]}", name)
+    return _LOCAL_EXPERT.sub(lambda m: f".local_experts.{ids[int(m[1])]}.", name)
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(global name, parameter) of one model chunk, in the chunk's own order."""
     chunk = unwrap(model)
-    tied = chunk.share_embeddings_and_output_weights
-    layer_offset, expert_offset = offsets(chunk)
+    layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
+    layer_offset = layers[0].layer_number - 1 if len(layers) else 0
+    expert_ids = {number: getattr(layer.mlp, "local_expert_indices", ()) for number, layer in enumerate(layers)}
     for name, parameter in chunk.named_parameters():
-        if tied and name == "output_layer.weight":
+        if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
             # The last stage's copy of the embedding is the embedding.
             name = "embedding.word_embeddings.weight"
-        yield global_name(name, layer_offset=layer_offset, expert_offset=expert_offset), parameter
+        yield global_name(name, layer_offset=layer_offset, expert_ids=expert_ids), parameter
