@@ -26,6 +26,7 @@ from megatron_ft.errors import ControlError
 POLL_SECONDS = 10.0
 _LOG_TAIL_BYTES = 8192
 _CONNECT_SECONDS = 5.0
+_JOIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,8 @@ class Agent:
             (sys.stdin.fileno(), self._launcher_closed),
         ):
             self._selector.register(source, selectors.EVENT_READ, callback)
-        self._client.call("join", {"node": self._spec.node, "process_id": os.getpid()}, timeout_seconds=30)
+        identity = {"node": self._spec.node, "process_id": os.getpid()}
+        self._client.call("join", identity, timeout_seconds=_JOIN_SECONDS, wait_for_peer=True)
         for name, target in (("orders", self._ask_for_orders), ("sender", self._send_reports)):
             threading.Thread(target=target, name=name, daemon=True).start()
         while self._exit_code is None:

@@ -166,15 +166,22 @@ class RpcClient:
         self._metadata = ((_TOKEN_KEY, token),)
         self._channel = grpc.insecure_channel(address, options=options)
 
-    def call(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
-        """Call ``method`` and wait for its answer.
+    def call(
+        self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
+    ) -> Message:
+        """Call ``method`` and wait for its answer; with ``wait_for_peer`` also for a peer that is slow to listen.
 
         Raises:
             RpcError: no answer in time, peer gone, or refused.
         """
         stub = self._channel.unary_unary(f"/{self._service}/{method}")
         try:
-            answer = stub(json.dumps(body).encode(), timeout=timeout_seconds, metadata=self._metadata)
+            answer = stub(
+                json.dumps(body).encode(),
+                timeout=timeout_seconds,
+                metadata=self._metadata,
+                wait_for_ready=wait_for_peer,
+            )
         except grpc.RpcError as error:
             message = f"{self._service}.{method} at {self.address}: {error.code().name}: {error.details()}"
             raise RpcError(message, refused=error.code() in _REFUSALS) from None
