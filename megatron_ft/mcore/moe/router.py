@@ -6,6 +6,7 @@ Notation: T tokens of a microbatch on this rank, E experts.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -50,24 +51,29 @@ class PaddingAwareRouter(TopKRouter):
         activation: torch.Tensor,
         aux_loss_coeff: float,
         aux_loss: torch.Tensor,
-        *args: Any,
-        valid_token_count: int,
-        **kwargs: Any,
+        aux_loss_name: str,
+        reduce_group: dist.ProcessGroup,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attach a balancing loss to ``activation``, except for padding.
+        """Attach a balancing loss to ``activation`` [T, E], except for padding.
 
-        With per-token losses Megatron weighs the loss by the tokens of this rank. Where tensor or context
-        parallel ranks hold a part of the tokens each, that is too little by their number.
+        Each rank of ``reduce_group`` gives its share of ``aux_loss``. With per-token losses Megatron weighs it
+        by ``valid_token_count``. That is too little where ranks hold a part of a microbatch's tokens, where
+        ranks of all data-parallel groups share one loss, and by the microbatch's size for the sequence-level
+        loss. Here it has the same weight however a batch is cut.
         """
         if self.is_padding:
             return activation
+        num_shares = self._num_shares()
         return super().attach_and_log_load_balancing_loss(
             activation,
             aux_loss_coeff,
-            aux_loss,
-            *args,
-            valid_token_count=valid_token_count * self._num_shares(),
-            **kwargs,
+            aux_loss * (reduce_group.size() // num_shares),
+            aux_loss_name,
+            reduce_group,
+            reduce_group_has_dp,
+            valid_token_count=activation.shape[0] * num_shares,
         )
 
     def _num_shares(self) -> int:

@@ -1,0 +1,160 @@
+"""What ranks do in ``tests/distributed/test_engine.py``: each function is one scenario and returns JSON."""
+
+import gc
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from megatron_ft.mcore.groups import dissolve_groups, form_groups
+from megatron_ft.mcore.model.names import named_parameters
+from megatron_ft.mcore.optimizer.commit import grad_scalers
+from tests.helpers import engines
+
+SHARDED_BY_ROWS_IN_TWO = "linear_fc1."
+
+
+def train(
+    *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], iterations: int = 3, multiple: int = 0
+) -> dict[str, Any]:
+    """Losses, auxiliary losses and gradient norms of the first iterations; the counted expert load."""
+    config = engines.micro_config(overrides, world_size=world_size)
+    with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
+        if multiple:
+            engines.add_padding(engine, multiple)
+        votes = [engine.run_iteration(number).vote for number in range(1, iterations + 1)]
+        load = engine.take_expert_load().tolist()
+        evaluation = engine.evaluate()
+        return {
+            "losses": [vote.loss for vote in votes],
+            "aux_losses": [vote.aux_loss for vote in votes],
+            "z_losses": [vote.z_loss for vote in votes],
+            "grad_norms": [vote.grad_norm for vote in votes],
+            "tokens": [vote.num_tokens for vote in votes],
+            "num_padding": engine.batch.num_padding_microbatches,
+            "load": load,
+            "evaluation": evaluation,
+        }
+
+
+def weights(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Every initial tensor by global name, whole: parts of tensor-parallel ranks are put together first."""
+    config = engines.micro_config(overrides, world_size=world_size)
+    with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
+        tp = engine.pg.tp
+        whole: dict[str, str] = {}
+        num_sharded = 0
+        for chunk in engine.model_chunks:
+            for name, parameter in named_parameters(chunk):
+                full, dim = parameter.detach(), getattr(parameter, "partition_dim", -1)
+                if tp.size() > 1 and getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name:
+                    num_sharded += 1
+                    parts = [torch.empty_like(full) for _ in range(tp.size())]
+                    dist.all_gather(parts, full.contiguous(), group=tp)
+                    gated = SHARDED_BY_ROWS_IN_TWO in name
+                    halves = [part.chunk(2, dim) for part in parts] if gated else [(part,) for part in parts]
+                    full = torch.cat([half[side] for side in range(1 + gated) for half in halves], dim)
+                digest = xxhash.xxh3_128(full.contiguous().numpy().tobytes()).hexdigest()
+                assert whole.setdefault(name, digest) == digest, name
+    return {"tensors": whole, "num_sharded": num_sharded}
+
+
+def _process_groups() -> int:
+    gc.collect()
+    return sum(isinstance(thing, dist.ProcessGroup) for thing in gc.get_objects())
+
+
+def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Train, tear down, build on a new generation in the same process, train again; then an engine of its own."""
+    config = engines.micro_config(overrides, world_size=world_size)
+
+    def on_new_groups(engine: Any, generation: int) -> dict[str, Any]:
+        engine.build(
+            form_groups(
+                config.parallel,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                generation=generation,
+                device="cpu",
+                timeout_seconds=60,
+            )
+        )
+        losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
+        state = {**engines.digests(engine), **engines.volatile_state(engine)}
+        began = time.monotonic()
+        engine.teardown()
+        dissolve_groups()
+        return {
+            "losses": losses,
+            "state": state,
+            "seconds_to_leave": time.monotonic() - began,
+            "process_groups_left": _process_groups(),
+            "initialized": dist.is_initialized(),
+        }
+
+    engine = engines.new_engine(config)
+    first, second = on_new_groups(engine, 0), on_new_groups(engine, 7)
+    return {"first": first, "second": second, "fresh": on_new_groups(engines.new_engine(config), 8)}
+
+
+def overflow_of_experts(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
+    """An expert's gradient overflows on the last rank: what becomes of the loss scales and the weights."""
+    overrides = {
+        "precision.params_dtype": "fp16",
+        "precision.initial_loss_scale": 64.0,
+        "precision.hysteresis": 1,
+        "parallel.expert_model_parallel_size": world_size,
+    }
+    config = engines.micro_config(overrides, world_size=world_size)
+    with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
+        finalize = engine.transformer_config.finalize_model_grads_func
+
+        def overflow(*args: Any, **kwargs: Any) -> None:
+            finalize(*args, **kwargs)
+            if rank == world_size - 1:
+                expert = next(p for name, p in named_parameters(engine.model_chunks[0]) if ".experts." in name)
+                expert.main_grad.fill_(float("inf"))
+
+        engine.transformer_config.finalize_model_grads_func = overflow
+        before = engines.digests(engine)
+        result = engine.run_iteration(1)
+        unchanged = engines.digests(engine) == before
+        engine.transformer_config.finalize_model_grads_func = finalize
+        return {
+            "action": result.decision.action,
+            "unchanged": unchanged,
+            "scales": [float(scaler.scale) for scaler in grad_scalers(engine.optimizer)],
+            "next_scale": engine.run_iteration(2).vote.loss_scale,
+        }
+
+
+def gradients(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Norm of each router's gradient in the first iteration: what the auxiliary losses act on."""
+    config = engines.micro_config(overrides, world_size=world_size)
+    with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
+        vote = engine.vote(engine.prepare(1))
+        named = dict(named_parameters(engine.model_chunks[0]))
+        norms = {name: float(p.main_grad.norm()) for name, p in named.items() if name.endswith("router.weight")}
+    return {"norms": norms, "aux_loss": vote.aux_loss, "z_loss": vote.z_loss}
+
+
+def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
+    """One rank computes another gradient norm."""
+    import dataclasses
+
+    config = engines.micro_config(world_size=world_size)
+    with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
+        prepared = engine.prepare(1)
+        if rank == 1:
+            wrong = torch.nextafter(torch.tensor(prepared.ballot.grad_norm, dtype=torch.float64), torch.tensor(9.0))
+            ballot = dataclasses.replace(prepared.ballot, grad_norm=float(wrong))
+            prepared = dataclasses.replace(prepared, ballot=ballot)
+        before = engines.digests(engine)
+        try:
+            engine.vote(prepared)
+        except Exception as error:  # noqa: BLE001 - its kind is the outcome
+            return {"error_type": type(error).__name__, "said": str(error), "unchanged": engines.digests(engine) == before}
+    return {}
