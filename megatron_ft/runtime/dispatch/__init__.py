@@ -1,0 +1,1 @@
+"""Replica-aware token dispatch: which rows go to which copy of an expert, and the way back."""

@@ -1,0 +1,93 @@
+"""What every dispatch backend offers, and the choice among them.
+
+Notation of this folder and of ``csrc/dispatch/``:
+
+    T  tokens on this rank            N  ranks of the group
+    K  most experts of one token      L  distinct experts on this rank, ascending
+    E  experts                        H  hidden size
+    S  rows sent: (token, expert) pairs of this rank
+    R  rows received
+
+One layer, forward::
+
+    counts = gather_counts(routing_map, group)                 # [E, N]
+    handle = backend.plan(routing_map, backend.schedule(counts, replicas), rank, local_experts)
+    rows = send_rows(backend.permute(tokens, handle), handle, group, counter)
+    rows = backend.sort_received(rows, handle)                 # rows of each local expert together
+    rows = experts(rows, handle.tokens_per_local_expert)
+    rows = return_rows(backend.unsort(rows, handle), handle, group, counter)
+    tokens = backend.unpermute(rows, probs, handle)
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.runtime.dispatch.handle import DispatchHandle
+from megatron_ft.runtime.dispatch.reference import ReferenceDispatch
+
+KEY = "placement.dispatch_backend"
+
+
+class DispatchBackend(Protocol):
+    """One way to compute a dispatch. All give the same bits; inputs may lie on any device the backend knows."""
+
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
+        """How many tokens go where, the same on every rank (Lazarus algorithm 1, in integers).
+
+        ``counts`` int64 [E, N]: tokens each rank routes to each expert. ``replicas`` int64 [E, N]: copies of
+        each expert on each rank. Returns int64 [E, N, N]: tokens of expert e on rank i for the copy on rank j.
+        Raises ``ValueError`` for bad shapes, negative values and an expert that has tokens but no copy.
+        """
+        ...
+
+    def plan(
+        self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
+    ) -> DispatchHandle:
+        """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [E, N, N] of this very routing.
+
+        The tokens of an expert, in token order, fill its copies in the order: this rank, then the others
+        ascending. ``local_experts``: the L distinct experts this rank holds, ascending.
+        Raises ``ValueError`` when routing map, schedule and local experts do not fit each other.
+        """
+        ...
+
+    def permute(self, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """``tokens`` [T, H] -> [S, H] in sending order. Differentiable, as are the four below."""
+        ...
+
+    def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """``rows`` [R, H] or [R] in order of arrival -> ordered by local expert, source rank, arrival."""
+        ...
+
+    def unsort(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """The inverse of ``sort_received``."""
+        ...
+
+    def unpermute(self, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle) -> torch.Tensor:
+        """``rows`` [S, H] -> [T, H]: each token's rows summed, experts ascending, weighted with ``probs`` [T, E].
+
+        With ``probs=None`` the plain sum, for experts that weight their outputs themselves. A token without
+        rows gets zeros.
+        """
+        ...
+
+    def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """``probs`` [T, E] -> [S], to send along with the rows."""
+        ...
+
+
+def open_backend(name: str) -> DispatchBackend:
+    """The backend of ``placement.dispatch_backend``; builds its kernels at the first use.
+
+    Raises ``ConfigError`` for an unknown name and ``SoftwareError`` when the kernels cannot be built or run.
+    """
+    if name not in BACKENDS:
+        raise ConfigError.of(KEY, name, f"must be one of {', '.join(BACKENDS)}")
+    return BACKENDS[name]()
+
+
+BACKENDS: dict[str, type[DispatchBackend]] = {"reference": ReferenceDispatch}
+"""Backends by the name that ``placement.dispatch_backend`` gives them."""

@@ -1,0 +1,93 @@
+"""The dispatch in torch operators: what the other backends must equal, on any device."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ft.planning import dispatch as rule
+from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle, Totals
+from megatron_ft.runtime.dispatch.rows import RowOperations, sum_dtype
+
+
+class ReferenceDispatch(RowOperations):
+    """Clear and slow; notation in ``backend.py``."""
+
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
+        """Ask ``planning.dispatch``, on the host; the result is on the device of ``counts``."""
+        planned = rule.schedule(counts.cpu().numpy(), replicas.cpu().numpy())
+        return torch.from_numpy(planned).to(counts.device)
+
+    def plan(
+        self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
+    ) -> DispatchHandle:
+        """Order what is sent by one stable sort, and what arrives by another."""
+        schedule = schedule.to(routing_map.device)
+        totals = Totals.of(routing_map, schedule, rank, local_experts)
+        permutation, expert_of_row = _send_order(routing_map, schedule[:, rank, :], rank)
+        order, place = _receive_order(schedule[list(local_experts), :, rank])
+        return DispatchHandle(
+            num_tokens=len(routing_map),
+            rank=rank,
+            send_splits=totals.send_splits,
+            recv_splits=totals.recv_splits,
+            permutation=permutation,
+            expert_of_row=expert_of_row,
+            rows_of_token=_rows_of_token(routing_map, permutation, expert_of_row, totals.max_rows_per_token),
+            receive_order=order,
+            receive_place=place,
+            local_experts=tuple(local_experts),
+            tokens_per_local_expert=torch.tensor(totals.tokens_per_local_expert, dtype=torch.int64),
+        )
+
+    def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``source`` [A, H] at ``index`` [B] -> [B, H]."""
+        return source.index_select(0, index)
+
+    def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """One pass per column of ``rows_of_token`` [T, K]: a token's sum runs in the order of its columns."""
+        total = rows.new_zeros((len(rows_of_token), rows.shape[1]), dtype=sum_dtype(rows))
+        for column in rows_of_token.unbind(1):
+            there = (column != NO_ROW).nonzero().squeeze(1)
+            picked = column[there]
+            term = rows[picked].to(total.dtype)
+            if weights is not None:
+                term = term * weights[picked].unsqueeze(1)
+            total[there] = total[there] + term
+        return total.to(rows.dtype)
+
+
+def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and expert of each sent row; ``outgoing`` [E, N] tokens of an expert that go to each rank.
+
+    An expert's tokens, in token order, fill its copies in the order: this rank, then the others ascending.
+    """
+    num_experts, num_ranks = outgoing.shape
+    experts, tokens = routing_map.t().nonzero(as_tuple=True)
+    filling = torch.tensor([rank, *(other for other in range(num_ranks) if other != rank)], device=outgoing.device)
+    destinations = filling.repeat(num_experts).repeat_interleave(outgoing[:, filling].flatten())
+    order = destinations.argsort(stable=True)
+    return tokens[order], experts[order]
+
+
+def _receive_order(incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order by local expert of what arrives by source, and its inverse; ``incoming`` [L, N] tokens from each rank."""
+    num_local, num_ranks = incoming.shape
+    experts = torch.arange(num_local, device=incoming.device).repeat(num_ranks)
+    order = experts.repeat_interleave(incoming.t().flatten()).argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return order, place
+
+
+def _rows_of_token(
+    routing_map: torch.Tensor, permutation: torch.Tensor, expert_of_row: torch.Tensor, width: int
+) -> torch.Tensor:
+    """Sent rows of each token, experts ascending -> [T, ``width``], padded with ``NO_ROW``."""
+    num_tokens, num_experts = routing_map.shape
+    table = permutation.new_full((num_tokens, width), NO_ROW)
+    by_token = (permutation * num_experts + expert_of_row).argsort()
+    tokens = permutation[by_token]
+    per_token = routing_map.sum(1)
+    starts = per_token.cumsum(0) - per_token
+    table[tokens, torch.arange(len(tokens), device=tokens.device) - starts[tokens]] = by_token
+    return table

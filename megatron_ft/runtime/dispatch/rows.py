@@ -1,0 +1,160 @@
+"""Differentiable movement of rows, built from two kernels every backend has; notation in ``backend.py``.
+
+``gather`` copies rows to an order, ``combine`` sums the rows of each token. Each is the other's gradient:
+no kernel scatters with atomics, so sums run in one fixed order, forward and backward.
+Sums run in float32 (float64 for float64 rows), each product rounded before it is added, and are rounded once to
+the rows' type at the end.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from megatron_ft.runtime.dispatch.handle import DispatchHandle
+
+ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of the elements of rows."""
+
+
+class RowKernels(Protocol):
+    """The two kernels. Rows are contiguous and of a type in ``ROW_DTYPES``; indices are contiguous int64."""
+
+    def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``source`` [A, H], ``index`` [B] -> [B, H]: row ``index[b]`` at place b."""
+        ...
+
+    def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """``rows`` [S, H], ``rows_of_token`` [T, K], ``weights`` None or [S] of the sum's type -> [T, H]."""
+        ...
+
+
+def sum_dtype(rows: torch.Tensor) -> torch.dtype:
+    """The type sums over ``rows`` run in."""
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
+
+
+class _Permute(torch.autograd.Function):
+    """Tokens [T, H] to rows [S, H]; the gradient of a token is the sum over its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, handle: DispatchHandle, kernels: RowKernels) -> torch.Tensor:
+        ctx.handle, ctx.kernels = handle, kernels
+        return kernels.gather(tokens.contiguous(), handle.permutation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.kernels.combine(grad_rows.contiguous(), ctx.handle.rows_of_token, None), None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows to another order of the same rows; ``inverse`` undoes ``order``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, kernels: RowKernels
+    ) -> torch.Tensor:
+        ctx.inverse, ctx.kernels = inverse, kernels
+        return kernels.gather(rows.contiguous(), order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.kernels.gather(grad_rows.contiguous(), ctx.inverse), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Rows [S, H] to tokens [T, H], summed over each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, handle: DispatchHandle, kernels: RowKernels) -> torch.Tensor:
+        ctx.handle, ctx.kernels = handle, kernels
+        return kernels.combine(rows.contiguous(), handle.rows_of_token, None)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_tokens: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.kernels.gather(grad_tokens.contiguous(), ctx.handle.permutation), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Rows [S, H] and probabilities of rows [S] to tokens [T, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, row_probs: torch.Tensor, handle: DispatchHandle, kernels: RowKernels
+    ) -> torch.Tensor:
+        ctx.handle, ctx.kernels = handle, kernels
+        ctx.save_for_backward(rows, row_probs)
+        weights = row_probs.to(sum_dtype(rows)).contiguous()
+        return kernels.combine(rows.contiguous(), handle.rows_of_token, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        rows, row_probs = ctx.saved_tensors
+        dtype = sum_dtype(rows)
+        grad = ctx.kernels.gather(grad_tokens.contiguous(), ctx.handle.permutation).to(dtype)
+        grad_rows = (grad * row_probs.to(dtype).unsqueeze(1)).to(rows.dtype)
+        grad_probs = (grad * rows.to(dtype)).sum(1).to(row_probs.dtype)
+        return grad_rows, grad_probs, None, None
+
+
+class _RowProbs(torch.autograd.Function):
+    """Probabilities [T, E] to those of the rows [S]; each row is one entry, so gradients need no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        ctx.handle, ctx.shape = handle, probs.shape
+        return probs[handle.permutation, handle.expert_of_row]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        flat = grad.new_zeros(ctx.shape[0] * ctx.shape[1])
+        flat[ctx.handle.permutation * ctx.shape[1] + ctx.handle.expert_of_row] = grad
+        return flat.view(ctx.shape), None
+
+
+class RowOperations:
+    """The movements of one dispatch, for a backend that has the kernels ``gather`` and ``combine``."""
+
+    def permute(self: RowKernels, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """``tokens`` [T, H] -> [S, H], in the order rows are sent."""
+        _check_rows("tokens", tokens, handle.num_tokens)
+        return _Permute.apply(tokens, handle, self)
+
+    def sort_received(self: RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """Arrived ``rows`` [R, H] or [R] -> the same rows, those of each local expert together."""
+        return _reorder(self, rows, handle.receive_order, handle.receive_place)
+
+    def unsort(self: RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """Undo ``sort_received``: [R, H] or [R] back in the order of arrival."""
+        return _reorder(self, rows, handle.receive_place, handle.receive_order)
+
+    def unpermute(
+        self: RowKernels, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle
+    ) -> torch.Tensor:
+        """``rows`` [S, H] -> [T, H]: sum of each token's rows, weighted with ``probs`` [T, E] unless None."""
+        _check_rows("rows", rows, handle.num_sent_rows)
+        if probs is None:
+            return _Sum.apply(rows, handle, self)
+        return _WeightedSum.apply(rows, _RowProbs.apply(probs, handle), handle, self)
+
+    def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """``probs`` [T, E] -> [S]: the probability of each sent row, to send it along."""
+        return _RowProbs.apply(probs, handle)
+
+
+def _reorder(kernels: RowKernels, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    matrix = rows.unsqueeze(1) if rows.dim() == 1 else rows
+    _check_rows("rows", matrix, len(order))
+    return _Reorder.apply(matrix, order, inverse, kernels).view(rows.shape)
+
+
+def _check_rows(name: str, rows: torch.Tensor, num_rows: int) -> None:
+    if rows.dim() != 2 or rows.shape[0] != num_rows or rows.dtype not in ROW_DTYPES:
+        raise ValueError(
+            f"{name} is {rows.dtype} {list(rows.shape)}: must be [{num_rows}, H] of "
+            + ", ".join(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)
+        )

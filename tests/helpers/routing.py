@@ -1,0 +1,74 @@
+"""Made-up routings and placements for dispatch tests, and a group of ranks in one process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ft.runtime.dispatch.backend import DispatchBackend
+from megatron_ft.runtime.dispatch.handle import DispatchHandle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """One layer over N ranks: ``maps`` N of bool [T, E], ``replicas`` int64 [E, N]."""
+
+    maps: list[torch.Tensor]
+    replicas: torch.Tensor
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 [E, N]: tokens each rank routes to each expert."""
+        return torch.stack([routing_map.sum(0) for routing_map in self.maps], dim=1)
+
+    def local_experts(self, rank: int) -> list[int]:
+        """Distinct experts of ``rank``, ascending."""
+        return self.replicas[:, rank].nonzero().flatten().tolist()
+
+    def to(self, device: torch.device | str) -> "Routing":
+        """The same on another device."""
+        return Routing(maps=[each.to(device) for each in self.maps], replicas=self.replicas.to(device))
+
+
+def make_routing(
+    *, num_ranks: int, topk: int, num_experts: int, tokens: Sequence[int], skew: float, seed: int, drop: float = 0.0
+) -> Routing:
+    """Zipf-like loads of exponent ``skew``; every third expert gets no token where ``topk`` leaves room.
+
+    ``tokens``: per rank, cycled. ``drop``: share of the (token, expert) pairs removed, as a capacity does.
+    Every expert has a copy on some rank, some several, also several on one rank; the last of several ranks holds
+    none when it can.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = (1.0 + torch.arange(num_experts, dtype=torch.float64)) ** -skew
+    if num_experts - len(range(2, num_experts, 3)) >= topk:
+        weights[2::3] = 0.0
+    maps = []
+    for rank in range(num_ranks):
+        num_tokens = tokens[rank % len(tokens)]
+        routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
+        if num_tokens:
+            drawn = torch.multinomial(weights.expand(num_tokens, -1), topk, generator=generator)
+            routing_map.scatter_(1, drawn, True)
+            routing_map &= torch.rand(routing_map.shape, generator=generator) >= drop
+        maps.append(routing_map)
+    holders = max(1, num_ranks - 1)
+    replicas = torch.randint(0, 3, (num_experts, num_ranks), generator=generator)
+    replicas[:, holders:] = 0
+    replicas[torch.arange(num_experts), torch.arange(num_experts) % holders] += 1
+    return Routing(maps=maps, replicas=replicas)
+
+
+def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]:
+    """The handle of every rank."""
+    schedule = backend.schedule(routing.counts, routing.replicas)
+    return [
+        backend.plan(routing_map, schedule, rank, routing.local_experts(rank))
+        for rank, routing_map in enumerate(routing.maps)
+    ]
+
+
+def swap(rows: Sequence[torch.Tensor], splits: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """An all-to-all in one process: ``rows[i]`` cut by ``splits[i]`` -> what each rank gets, by source."""
+    parts = [list(each.split(list(cut))) for each, cut in zip(rows, splits, strict=True)]
+    return [torch.cat([part[receiver] for part in parts]) for receiver in range(len(rows))]
