@@ -22,7 +22,7 @@ class CheckpointFinder:
         """The newest checkpoint in ``folder`` that verifies; damaged newer ones are reported and set aside."""
         while True:
             names = [entry.path.name for entry in checkpoints.list_checkpoints(folder) if entry.complete]
-            name = self._agreement.from_first(names[-1] if names else None)
+            name: str | None = self._agreement.from_first(names[-1] if names else None)
             if name is None:
                 return None
             try:

@@ -137,7 +137,8 @@ class CheckpointManager:
             self._complete(self._pending)
 
     def _open_directory(self, iteration: int) -> Path | None:
-        name, error = None, None
+        name: str | None = None
+        error: str | None = None
         if self._agreement.rank == 0:
             try:
                 name = checkpoints.start_directory(self.folder, iteration).name
