@@ -156,5 +156,9 @@ def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]
         try:
             engine.vote(prepared)
         except Exception as error:  # noqa: BLE001 - its kind is the outcome
-            return {"error_type": type(error).__name__, "said": str(error), "unchanged": engines.digests(engine) == before}
+            return {
+                "error_type": type(error).__name__,
+                "said": str(error),
+                "unchanged": engines.digests(engine) == before,
+            }
     return {}

@@ -78,7 +78,9 @@ def settled(*ballots: Ballot, clip_grad: float = 1.0, num_moe_losses: int = 4) -
 def test_a_ballots_row_holds_it_exactly(mine: Ballot) -> None:
     row = mine.to_row()
     assert len(row) == BALLOT_FIELDS
-    assert all_bits(Ballot.from_row(struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}d", *row)))) == all_bits(mine)
+    assert all_bits(Ballot.from_row(struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}d", *row)))) == all_bits(
+        mine
+    )
 
 
 @given(vote=VOTES)
