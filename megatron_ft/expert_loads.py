@@ -1,0 +1,222 @@
+"""Recorded expert loads: how many tokens each expert got, read from files of several origins.
+
+A file that does not say exactly what it should is refused: a wrong load would be a wrong plan.
+"""
+
+import csv
+import io
+import itertools
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ft.errors import DataError
+
+SUFFIXES = (".json", ".npz", ".npy", ".csv")
+CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")
+STAGES = ("encoder", "decoder")
+
+Tokens = npt.NDArray[np.float64] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoads:
+    """Tokens per expert over time."""
+
+    source: str
+    """File name, for messages."""
+    iterations: tuple[int, ...]
+    """Iteration of each record, counted as the file does; rising."""
+    tokens: Tokens
+    """``[records, ranks, layers, microbatches, experts]``; ranks and microbatches are 1 where the file sums them up.
+    Integers, or floats where a file of per-layer loads holds fractions."""
+
+    @property
+    def num_records(self) -> int:
+        """Records, one per iteration or batch."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks told apart."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, dense ones (all zero) included."""
+        return int(self.tokens.shape[2])
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each layer."""
+        return int(self.tokens.shape[4])
+
+    def per_layer(self, record: int | None = None) -> Tokens:
+        """``[layers, experts]``: tokens over all ranks and microbatches of one record, or of all."""
+        chosen = self.tokens if record is None else self.tokens[record : record + 1]
+        result: Tokens = chosen.sum(axis=(0, 1, 3))
+        return result
+
+    def record_of(self, iteration: int) -> int:
+        """Position of the record of an iteration.
+
+        Raises:
+            DataError: the file has none.
+        """
+        if iteration not in self.iterations:
+            first, last = self.iterations[0], self.iterations[-1]
+            raise DataError(
+                f"{self.source}: iteration={iteration}: must be one of its {self.num_records}, {first} to {last}"
+            )
+        return self.iterations.index(iteration)
+
+
+def read_expert_loads(path: Path) -> ExpertLoads:
+    """Read a recorded load by the suffix of its file.
+
+    * ``.json``: a list of per-layer lists of tokens, or ``{"logical_count": [[...], ...]}``.
+    * ``.npz``: arrays ``counts`` (iterations, ranks, layers, microbatches, experts) and ``iters``.
+    * ``.npy``: expert ids (tokens, layers, topk).
+    * ``.csv``: a row per batch, stage, layer and expert with ``assigned_tokens``.
+
+    Raises:
+        DataError: missing, damaged, or with loads that are negative or not finite.
+    """
+    readers = {".json": _json, ".npz": _npz, ".npy": _npy, ".csv": _csv}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise DataError(f"{path}: unknown suffix {path.suffix!r}: must be one of {', '.join(SUFFIXES)}")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    iterations, tokens = reader(path.name, content)
+    return ExpertLoads(source=path.name, iterations=iterations, tokens=_checked(path.name, iterations, tokens))
+
+
+def _checked(name: str, iterations: tuple[int, ...], tokens: Tokens) -> Tokens:
+    if tokens.ndim != 5 or 0 in tokens.shape:
+        raise DataError(
+            f"{name}: shape {tokens.shape}: must be (records, ranks, layers, microbatches, experts), none 0"
+        )
+    if len(iterations) != tokens.shape[0]:
+        raise DataError(f"{name}: {len(iterations)} iterations for {tokens.shape[0]} records")
+    if any(later <= earlier for earlier, later in itertools.pairwise(iterations)):
+        raise DataError(f"{name}: iterations must rise from record to record")
+    wrong = np.argwhere(~np.isfinite(tokens) | (tokens < 0))
+    if len(wrong):
+        record, _, layer, _, expert = (int(position) for position in wrong[0])
+        value = tokens[tuple(wrong[0])]
+        where = f"record {record}, layer {layer}, expert {expert}"
+        raise DataError(f"{name}: load of {where} is {value}: must be a finite number, 0 or more")
+    if (tokens == np.floor(tokens)).all() and tokens.max() < 2**62:
+        return tokens.astype(np.int64)
+    return tokens
+
+
+def _json(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{name}: is not JSON: {error}") from error
+    layers = document.get("logical_count") if isinstance(document, dict) else document
+    if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) for layer in layers):
+        raise DataError(f'{name}: must be a list of per-layer lists of loads, or {{"logical_count": such a list}}')
+    for number, layer in enumerate(layers):
+        if len(layer) != len(layers[0]) or not layer:
+            raise DataError(f"{name}: layer {number} has {len(layer)} loads: must have as many as layer 0, 1 or more")
+        for expert, load in enumerate(layer):
+            if isinstance(load, bool) or not isinstance(load, (int, float)):
+                raise DataError(f"{name}: load of layer {number}, expert {expert} is {load!r}: must be a number")
+    return (0,), np.asarray(layers, dtype=np.float64)[None, None, :, None, :]
+
+
+def _npz(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+            missing = {"counts", "iters"} - set(archive.files)
+            if missing:
+                raise DataError(f"{name}: lacks the array {sorted(missing)[0]!r}")
+            counts, iterations = archive["counts"], archive["iters"]
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{name}: is not a readable npz archive: {error}") from error
+    if iterations.ndim != 1:
+        raise DataError(f"{name}: iters must have one dimension, has {iterations.ndim}")
+    return tuple(int(value) for value in iterations), _numbers(name, counts)
+
+
+def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
+    try:
+        ids = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{name}: is not a readable npy array: {error}") from error
+    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+        raise DataError(f"{name}: must be integers (tokens, layers, topk), is {ids.dtype} {ids.shape}")
+    if ids.min() < 0:
+        raise DataError(f"{name}: expert id {ids.min()}: must be 0 or more")
+    num_experts = int(ids.max()) + 1
+    layers = [np.bincount(ids[:, layer].ravel(), minlength=num_experts) for layer in range(ids.shape[1])]
+    return (0,), np.stack(layers)[None, None, :, None, :]
+
+
+def _csv(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
+    try:
+        rows = list(csv.DictReader(io.StringIO(content.decode("utf-8"))))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: is not UTF-8: {error}") from error
+    loads: dict[tuple[int, int, int, int], int] = {}
+    for line, row in enumerate(rows, start=2):
+        key, tokens = _csv_row(name, line, row)
+        if key in loads:
+            raise DataError(f"{name}, line {line}: repeats batch, stage, layer and expert of an earlier line")
+        loads[key] = tokens
+    return _csv_table(name, loads)
+
+
+def _csv_row(name: str, line: int, row: dict[str, Any]) -> tuple[tuple[int, int, int, int], int]:
+    missing = [field for field in CSV_FIELDS if not row.get(field)]
+    if missing:
+        raise DataError(f"{name}, line {line}: lacks {missing[0]}")
+    if row["stage"] not in STAGES:
+        raise DataError(f"{name}, line {line}: stage={row['stage']}: must be one of {', '.join(STAGES)}")
+    try:
+        batch, layer, expert, tokens = (
+            int(row[field]) for field in ("batch_id", "router_layer_index", "expert_id", "assigned_tokens")
+        )
+    except ValueError as error:
+        raise DataError(f"{name}, line {line}: {error}") from error
+    if tokens < 0:
+        raise DataError(f"{name}, line {line}: assigned_tokens={tokens}: must be 0 or more")
+    return (batch, STAGES.index(row["stage"]), layer, expert), tokens
+
+
+def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[tuple[int, ...], Tokens]:
+    """Records are batches; layers are those of the encoder, then those of the decoder."""
+    batches = _distinct([key[:1] for key in loads])
+    layers = _distinct([key[1:3] for key in loads])
+    experts = _distinct([key[3:] for key in loads])
+    tokens = np.zeros((len(batches), 1, len(layers), 1, len(experts)), dtype=np.int64)
+    for (batch, stage, layer, expert), count in loads.items():
+        tokens[batches[(batch,)], 0, layers[(stage, layer)], 0, experts[(expert,)]] = count
+    expected = len(batches) * len(layers) * len(experts)
+    if len(loads) != expected:
+        raise DataError(f"{name}: has {len(loads)} rows: must have one for each batch, layer and expert, {expected}")
+    return tuple(batch for (batch,) in batches), tokens
+
+
+def _distinct(keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    return {key: position for position, key in enumerate(sorted(set(keys)))}
+
+
+def _numbers(name: str, array: npt.NDArray[Any]) -> Tokens:
+    if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
+        raise DataError(f"{name}: loads are {array.dtype}: must be numbers")
+    if np.issubdtype(array.dtype, np.integer):
+        return array.astype(np.int64)
+    return array.astype(np.float64)

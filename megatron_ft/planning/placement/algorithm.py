@@ -1,0 +1,160 @@
+"""What a placement algorithm offers, and the steps all of them share."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.layout import Counts, Layout, per_replica_loads
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.topology import Cluster
+
+Assign = Callable[[Sequence[int], Sequence[int], Sequence[float] | None], Counts]
+"""(replica counts ``[E]``, slots of each domain ``[D]``, loads ``[E]``) to replicas per domain ``[E, D]``."""
+
+
+class PlacementAlgorithm(Protocol):
+    """A policy: a frozen dataclass whose fields are its knobs."""
+
+    def place(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        cluster: Cluster,
+        *,
+        num_slots_per_rank: int,
+        ranks: Sequence[int] | None = None,
+        loads: Sequence[Sequence[float]] | None = None,
+        layer_numbers: Sequence[int] | None = None,
+    ) -> PlacementPlan:
+        """Give every replica a slot.
+
+        Args:
+            replica_counts: replicas of each expert of each layer, ``[L][E]``.
+            cluster: nodes, their ranks and failure domains, and which are alive.
+            num_slots_per_rank: replicas of a layer that a rank can hold.
+            ranks: ranks with slots (those of one pipeline stage); all living ones without.
+            loads: tokens of each expert, ``[L][E]``; only ties are broken by them.
+            layer_numbers: Megatron's numbers of the layers; counted from 1 without.
+
+        Raises:
+            ConfigError: counts that do not fit the slots, or an expert without a replica.
+        """
+        ...
+
+
+def place_layers(
+    assign: Assign,
+    name: str,
+    replica_counts: Sequence[Sequence[int]],
+    cluster: Cluster,
+    num_slots_per_rank: int,
+    ranks: Sequence[int] | None,
+    loads: Sequence[Sequence[float]] | None,
+    layer_numbers: Sequence[int] | None,
+) -> PlacementPlan:
+    """Place layers one by one with ``assign`` and deal each domain's replicas to its ranks."""
+    layout, layer_loads = prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
+    capacities = layout.capacities()
+    slots = []
+    for counts, load in zip(replica_counts, layer_loads, strict=True):
+        slots.append(layout.deal(assign(counts, capacities, load), load))
+    return PlacementPlan.of(layout, tuple(slots), len(replica_counts[0]), name, layer_numbers)
+
+
+def prepare(
+    replica_counts: Sequence[Sequence[int]],
+    cluster: Cluster,
+    num_slots_per_rank: int,
+    ranks: Sequence[int] | None,
+    loads: Sequence[Sequence[float]] | None,
+) -> tuple[Layout, list[Sequence[float] | None]]:
+    """The layout, after counts and loads were checked against it, and the loads of each layer."""
+    layout = Layout.of(cluster, num_slots_per_rank, ranks)
+    if not replica_counts:
+        raise ConfigError.of("replica_counts", "[]", "must have at least one layer")
+    for counts in replica_counts:
+        layout.check_counts(counts)
+        if len(counts) != len(replica_counts[0]):
+            raise ConfigError.of(
+                "replica_counts", len(counts), f"must have {len(replica_counts[0])} experts, as layer 1"
+            )
+    if loads is None:
+        return layout, [None] * len(replica_counts)
+    if [len(load) for load in loads] != [len(counts) for counts in replica_counts]:
+        raise ConfigError.of("loads", [len(load) for load in loads], "must have the shape of replica_counts")
+    return layout, list(loads)
+
+
+def ascending(replica_counts: Sequence[int]) -> list[int]:
+    """Expert ids by number of replicas, ties by id."""
+    return sorted(range(len(replica_counts)), key=lambda expert: (replica_counts[expert], expert))
+
+
+def fill_vacancies(
+    placed: Counts, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None
+) -> Counts:
+    """Put the replicas that are left into free slots, on domains new to their expert as far as possible.
+
+    Experts with most replicas left come first, each taking the domains with most free slots (the order that succeeds
+    whenever one does, for equal demands); equal ones by least load so far, then by position. What finds no new domain
+    goes beside a replica of its own expert.
+    """
+    result = placed.copy()
+    totals = np.asarray(replica_counts, dtype=np.int64)
+    vacant = np.asarray(capacities, dtype=np.int64) - result.sum(axis=0)
+    weights = np.ones(len(totals)) if loads is None else np.asarray(loads, dtype=np.float64) / totals
+    sums = weights @ result
+    left = totals - result.sum(axis=1)
+    for expert in sorted(np.nonzero(left)[0].tolist(), key=lambda expert: (-left[expert], expert)):
+        while left[expert] > 0:
+            order = np.lexsort((sums, -vacant))
+            new = order[(vacant[order] > 0) & (result[expert, order] == 0)]
+            chosen = (new if new.size else order[:1])[: left[expert]]
+            result[expert, chosen] += 1
+            vacant[chosen] -= 1
+            sums[chosen] += weights[expert]
+            left[expert] -= len(chosen)
+    assert vacant.min() >= 0, "more replicas than slots"
+    return result
+
+
+def spread_to_floor(counts: Counts, floor: int) -> Counts:
+    """Swap replicas until every expert sits on ``floor`` domains, or on as many as it has replicas and there are.
+
+    A replica that shares its domain with another of the same expert is swapped with a replica elsewhere whose expert
+    loses no domain by it, or can spare one. With equal domains such a partner always exists.
+    """
+    result = counts.copy()
+    goals = np.minimum(np.minimum(result.sum(axis=1), floor), result.shape[1])
+    for expert in np.nonzero((result > 0).sum(axis=1) < goals)[0].tolist():
+        while (result[expert] > 0).sum() < goals[expert]:
+            if not _spread_once(result, expert, goals):
+                return result
+    return result
+
+
+def _spread_once(result: Counts, expert: int, goals: Counts) -> bool:
+    for source in np.nonzero(result[expert] > 1)[0].tolist():
+        for target in np.nonzero(result[expert] == 0)[0].tolist():
+            held = result[:, target]
+            support = (result > 0).sum(axis=1)
+            spare = (held > 1) | (result[:, source] == 0) | (support > goals)
+            partners = np.nonzero((held > 0) & spare)[0]
+            if partners.size:
+                swap(result, expert, source, int(partners[0]), target)
+                return True
+    return False
+
+
+def swap(counts: Counts, expert: int, domain: int, other_expert: int, other_domain: int) -> None:
+    """Exchange one replica of ``expert`` in ``domain`` with one of ``other_expert`` in ``other_domain``, in place."""
+    counts[expert, domain] -= 1
+    counts[expert, other_domain] += 1
+    counts[other_expert, other_domain] -= 1
+    counts[other_expert, domain] += 1
+
+
+def domain_loads(counts: Counts, loads: Sequence[float] | None) -> np.ndarray:
+    """Tokens that each domain computes, ``[D]``."""
+    return per_replica_loads(counts, loads) @ counts

@@ -1,0 +1,111 @@
+"""How many replicas each expert of a layer gets: token shares in integers, with a floor that survives failures."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from megatron_ft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Replica counts of one layer, and the minimum that could be kept."""
+
+    replica_counts: tuple[int, ...]
+    """Replicas of each expert, by expert id."""
+    min_replicas: int
+    """The floor that was kept."""
+    requested_min_replicas: int
+    """The floor that was asked for; larger than ``min_replicas`` where slots were short."""
+
+    @property
+    def lowered(self) -> bool:
+        """Whether there were too few slots for the floor that was asked for."""
+        return self.min_replicas < self.requested_min_replicas
+
+    def validate(self) -> None:
+        """Every expert has at least the floor."""
+        for expert, count in enumerate(self.replica_counts):
+            if count < max(1, self.min_replicas):
+                raise ConfigError.of(
+                    f"replica_counts[{expert}]", count, f"must be at least {max(1, self.min_replicas)}"
+                )
+
+    def summary(self) -> str:
+        """One log line."""
+        floor = f"at least {self.min_replicas}"
+        if self.lowered:
+            floor += f" (lowered from {self.requested_min_replicas}: too few slots)"
+        counts = self.replica_counts
+        return f"{sum(counts)} replicas of {len(counts)} experts, {floor}, at most {max(counts)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "replica_counts": list(self.replica_counts),
+            "min_replicas": self.min_replicas,
+            "requested_min_replicas": self.requested_min_replicas,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Allocation":
+        """Inverse of ``to_json``."""
+        return cls(**{**content, "replica_counts": tuple(content["replica_counts"])})
+
+
+def allocate(
+    loads: Sequence[float], num_slots: int, min_replicas: int, *, num_domains: int | None = None
+) -> Allocation:
+    """Share ``num_slots`` over experts in proportion to ``loads`` (Lazarus, section 4.1, equation 1).
+
+    Experts are taken by ascending load (ties by id); each gets ``floor(t_e * S / T)`` of the S slots left, T being
+    the tokens of itself and all heavier experts, and never less than the floor. The division is of integers, so no
+    rounding of floats decides a count. The counts add up to ``num_slots``. A layer without tokens is shared evenly.
+    The floor is lowered to ``num_slots // num_experts`` where slots are short. A count may exceed the number of
+    nodes or ranks: replicas of one expert on one rank are one set of weights with a larger share of its tokens.
+
+    Args:
+        loads: tokens of each expert, ``[E]``; fractions are taken exactly.
+        num_slots: slots of the whole layer.
+        min_replicas: the floor, 1 or more.
+        num_domains: failure domains; a floor above it could never be spread and is refused.
+
+    Raises:
+        ConfigError: a load that is negative or not finite, more experts than slots, an impossible floor.
+    """
+    if min_replicas < 1:
+        raise ConfigError.of("min_replicas", min_replicas, "must be at least 1")
+    if num_domains is not None and min_replicas > num_domains:
+        raise ConfigError.of("min_replicas", min_replicas, f"must be at most the {num_domains} failure domains")
+    if not loads:
+        raise ConfigError.of("num_experts", 0, "must be at least 1")
+    if len(loads) > num_slots:
+        raise ConfigError.of("num_experts", len(loads), f"must be at most the {num_slots} slots")
+    floor = min(min_replicas, num_slots // len(loads))
+    tokens = integer_loads(loads)
+    if not any(tokens):
+        tokens = [1] * len(tokens)
+    counts, slots, total = [0] * len(tokens), num_slots, sum(tokens)
+    for expert in sorted(range(len(tokens)), key=lambda expert: (tokens[expert], expert)):
+        counts[expert] = max(tokens[expert] * slots // total, floor) if total else floor
+        slots -= counts[expert]
+        total -= tokens[expert]
+    return Allocation(replica_counts=tuple(counts), min_replicas=floor, requested_min_replicas=min_replicas)
+
+
+def integer_loads(loads: Sequence[float]) -> list[int]:
+    """Loads as integers in the same proportions, exactly.
+
+    Raises:
+        ConfigError: a load that is negative or not finite.
+    """
+    for expert, load in enumerate(loads):
+        if not math.isfinite(load) or load < 0:
+            raise ConfigError.of(f"loads[{expert}]", load, "must be a finite number of tokens, 0 or more")
+    if all(int(load) == load for load in loads):
+        return [int(load) for load in loads]
+    exact = [Fraction(float(load)) for load in loads]
+    scale = math.lcm(*(load.denominator for load in exact))
+    return [int(load * scale) for load in exact]

@@ -1,0 +1,103 @@
+"""Counting the losses that leave a holder in every set, without listing them: a sweep over the domains.
+
+Sets that share no domain are independent, so each connected part is swept alone and the results are convolved. In a
+sweep the state is which of the sets begun have no survivor yet; what is kept for each state is the weight of the losses
+that lead there, by number of lost domains.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+MAX_STATES = 4096
+
+
+class TooManyStates(Exception):
+    """The sets are too entangled to be counted in bounded memory."""
+
+
+def minimal_masks(masks: Iterable[int]) -> list[int]:
+    """Sets as bit masks without those that contain another: losing a superset implies losing the subset."""
+    kept: list[int] = []
+    for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
+        if not any(smaller & mask == smaller for smaller in kept):
+            kept.append(mask)
+    return kept
+
+
+def surviving_weights(
+    masks: Sequence[int], num_domains: int, max_lost: int, odds: Sequence[float] | None = None
+) -> list[float]:
+    """Weight of the losses of 0 to ``max_lost`` domains that leave every set of ``masks`` a holder.
+
+    A loss weighs the product of its domains' ``odds``; without odds the weights are exact integers, numbers of losses.
+
+    Raises:
+        TooManyStates: a connected part needs more than ``MAX_STATES`` states.
+    """
+    touched = 0
+    total: list[float] = [1]
+    for part in _parts(masks):
+        union = 0
+        for mask in part:
+            union |= mask
+        touched |= union
+        total = _convolve(total, _sweep(part, union, max_lost, odds), max_lost)
+    free = [domain for domain in range(num_domains) if not touched >> domain & 1]
+    if odds is None:
+        total = _convolve(total, [math.comb(len(free), lost) for lost in range(max_lost + 1)], max_lost)
+    else:
+        for domain in free:
+            total = _convolve(total, [1, odds[domain]], max_lost)
+    return total + [0] * (max_lost + 1 - len(total))
+
+
+def _parts(masks: Sequence[int]) -> list[list[int]]:
+    """Masks grouped so that sets of different groups share no domain."""
+    parts: list[tuple[int, list[int]]] = []
+    for mask in masks:
+        union, members, apart = mask, [mask], []
+        for other, group in parts:
+            if other & mask:
+                union, members = union | other, members + group
+            else:
+                apart.append((other, group))
+        parts = [*apart, (union, members)]
+    return [members for _, members in parts]
+
+
+def _sweep(masks: Sequence[int], union: int, max_lost: int, odds: Sequence[float] | None) -> list[float]:
+    domains = [domain for domain in range(union.bit_length()) if union >> domain & 1]
+    members = {domain: sum(1 << k for k, mask in enumerate(masks) if mask >> domain & 1) for domain in domains}
+    closing = {
+        domain: sum(1 << k for k, mask in enumerate(masks) if mask.bit_length() - 1 == domain) for domain in domains
+    }
+    states: dict[int, list[float]] = {(1 << len(masks)) - 1: [1]}
+    for domain in domains:
+        weight = 1 if odds is None else odds[domain]
+        following: dict[int, list[float]] = {}
+        for unhit, weights in states.items():
+            _add(following, unhit & ~members[domain], weights)
+            if not unhit & closing[domain]:
+                _add(following, unhit, [0, *(value * weight for value in weights[:max_lost])])
+        if len(following) > MAX_STATES:
+            raise TooManyStates(f"{len(masks)} sets over {len(domains)} domains")
+        states = following
+    return states.get(0, [0])
+
+
+def _add(states: dict[int, list[float]], state: int, weights: list[float]) -> None:
+    known = states.get(state)
+    if known is None:
+        states[state] = weights
+        return
+    longer, shorter = (known, weights) if len(known) >= len(weights) else (weights, known)
+    states[state] = [value + other for value, other in zip(longer, shorter, strict=False)] + longer[len(shorter) :]
+
+
+def _convolve(left: list[float], right: list[float], max_lost: int) -> list[float]:
+    result: list[float] = [0] * min(len(left) + len(right) - 1, max_lost + 1)
+    for position, value in enumerate(left):
+        if value:
+            for offset, other in enumerate(right[: len(result) - position]):
+                result[position + offset] += value * other
+    return result

@@ -1,0 +1,113 @@
+"""The slots a placement may use: ranks, their failure domains, and how a domain's replicas are dealt to its ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.topology import Cluster
+
+Counts = npt.NDArray[np.int64]
+"""``[E, D]``: replicas of each expert in each failure domain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Ranks with slots, in order, and the failure domain of each."""
+
+    ranks: tuple[int, ...]
+    """Global ranks."""
+    domains: tuple[str, ...]
+    """Failure domains in order of their first rank."""
+    domain_of: tuple[int, ...]
+    """Index into ``domains`` of each entry of ``ranks``."""
+    num_slots_per_rank: int
+
+    @classmethod
+    def of(cls, cluster: Cluster, num_slots_per_rank: int, ranks: Sequence[int] | None = None) -> "Layout":
+        """Slots of ``ranks``, or of every rank of the nodes that are alive.
+
+        Raises:
+            ConfigError: no slots, no ranks, or a rank of a lost node.
+        """
+        if num_slots_per_rank < 1:
+            raise ConfigError.of("num_slots_per_rank", num_slots_per_rank, "must be at least 1")
+        alive = [rank for node in sorted(cluster.alive) for rank in cluster.ranks_of(node)]
+        chosen = tuple(alive if ranks is None else ranks)
+        if not chosen:
+            raise ConfigError.of("ranks", "[]", "must name at least one living rank")
+        for rank in chosen:
+            if cluster.node_of(rank) not in cluster.alive:
+                raise ConfigError.of("ranks", rank, "must run on a node that is alive")
+        names = [cluster.failure_domains[cluster.node_of(rank)] for rank in chosen]
+        domains = tuple(dict.fromkeys(names))
+        index = {name: position for position, name in enumerate(domains)}
+        return cls(
+            ranks=chosen,
+            domains=domains,
+            domain_of=tuple(index[name] for name in names),
+            num_slots_per_rank=num_slots_per_rank,
+        )
+
+    @property
+    def num_domains(self) -> int:
+        """Failure domains with at least one rank."""
+        return len(self.domains)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a layer over all ranks."""
+        return len(self.ranks) * self.num_slots_per_rank
+
+    def capacities(self) -> tuple[int, ...]:
+        """Slots of each failure domain."""
+        return tuple(int(count) * self.num_slots_per_rank for count in np.bincount(self.domain_of))
+
+    def check_counts(self, replica_counts: Sequence[int]) -> None:
+        """Raise ConfigError for counts that leave an expert without a replica or do not fit the slots."""
+        for expert, count in enumerate(replica_counts):
+            if count < 1:
+                raise ConfigError.of(f"replica_counts[{expert}]", count, "must be at least 1: the expert has no slot")
+        if sum(replica_counts) > self.num_slots:
+            what = f"must add up to at most {self.num_slots}: {len(self.ranks)} ranks x {self.num_slots_per_rank} slots"
+            raise ConfigError.of("replica_counts", list(replica_counts), what)
+
+    def deal(self, counts: Counts, loads: Sequence[float] | None = None) -> tuple[tuple[int, ...], ...]:
+        """Expert ids in the slots of each rank, ascending, from the replicas of each domain.
+
+        Inside a domain the heaviest replicas are dealt first, each to the rank with the least load so far among those
+        with a free slot; equal loads go to the rank with the fewest replicas. Without ``loads`` all weigh the same.
+        """
+        weights = per_replica_loads(counts, loads)
+        members: list[list[int]] = [[] for _ in self.domains]
+        for position, domain in enumerate(self.domain_of):
+            members[domain].append(position)
+        slots: list[list[int]] = [[] for _ in self.ranks]
+        order = np.argsort(-weights, kind="stable")
+        for domain, positions in enumerate(members):
+            column = counts[order, domain]
+            held = np.nonzero(column)[0]
+            self._deal_domain(np.repeat(order[held], column[held]).tolist(), weights.tolist(), positions, slots)
+        return tuple(tuple(sorted(experts)) for experts in slots)
+
+    def _deal_domain(
+        self, experts: list[int], weights: list[float], positions: list[int], slots: list[list[int]]
+    ) -> None:
+        if len(positions) == 1:
+            slots[positions[0]] = experts
+            return
+        sums = dict.fromkeys(positions, 0.0)
+        for expert in experts:
+            free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
+            chosen = min(free, key=lambda position: (sums[position], len(slots[position]), position))
+            slots[chosen].append(expert)
+            sums[chosen] += weights[expert]
+
+
+def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDArray[np.float64]:
+    """Tokens of one replica of each expert, ``[E]``; ones without ``loads``."""
+    if loads is None:
+        return np.ones(counts.shape[0])
+    return np.asarray(np.asarray(loads, dtype=np.float64) / np.maximum(counts.sum(axis=1), 1))

@@ -1,0 +1,136 @@
+"""Improving a placement by exchanging replicas between failure domains, judged by the losses it survives."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ft.planning.placement.algorithm import swap
+from megatron_ft.planning.placement.layout import Counts
+
+EPSILON = 1e-12
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Masks = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Sets of lost domains that count, and how much."""
+
+    masks: Masks
+    """Bit d of entry m says that domain d is lost, ``[M]``."""
+    values: Floats
+    """Weight of each set, ``[M]``."""
+
+    def dead(self, held: Masks) -> Bools:
+        """Whether each loss takes all domains of each set in ``held``: ``[..., M]``."""
+        wide = held[..., None]
+        return np.asarray((self.masks & wide) == wide)
+
+    def score(self, counts: Counts) -> float:
+        """Weight of the losses that leave every expert of ``counts`` ``[E, D]`` a replica."""
+        return float(self.values[~self.dead(support_masks(counts)).any(axis=0)].sum())
+
+
+def support_masks(counts: Counts) -> Masks:
+    """Domains of each expert as bit masks, ``[E]``."""
+    bits = np.int64(1) << np.arange(counts.shape[1], dtype=np.int64)
+    return np.asarray((counts > 0) @ bits, dtype=np.int64)
+
+
+class Search:
+    """One placement under improvement. Deterministic: pairs of domains in order, the best exchange of each first.
+
+    Empty slots are the replicas of one more expert that nobody misses.
+    """
+
+    def __init__(self, counts: Counts, capacities: Sequence[int], floor: int, losses: Losses, weights: Floats) -> None:
+        vacant = np.asarray(capacities, dtype=np.int64) - counts.sum(axis=0)
+        self.counts: Counts = np.vstack((counts, vacant))
+        self.losses = losses
+        self.goals = np.append(np.minimum(np.minimum(counts.sum(axis=1), floor), counts.shape[1]), 0)
+        self.weights = np.append(weights, 0.0)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.support = (self.counts > 0).sum(axis=1)
+        self.masks = support_masks(self.counts)
+        self.dead = self.losses.dead(self.masks)
+        self.dead[-1] = False
+        self.cover = self.dead.sum(axis=0, dtype=np.int16)
+        self.score = float(self.losses.values[self.cover == 0].sum())
+        self.sums = self.weights @ self.counts
+
+    def result(self) -> Counts:
+        """Replicas per domain, ``[E, D]``."""
+        return self.counts[:-1].copy()
+
+    def descend(self, *, balance: bool) -> None:
+        """Exchange replicas until no exchange helps; with ``balance`` also those that only even out the loads."""
+        pairs = list(combinations(range(self.counts.shape[1]), 2))
+        quiet = 0
+        while quiet < len(pairs):
+            for pair in pairs:
+                quiet = 0 if self._improve(*pair, balance=balance) else quiet + 1
+                if quiet >= len(pairs):
+                    break
+
+    def kick(self, draw: random.Random, num_swaps: int) -> None:
+        """Exchange replicas at random, keeping the floor."""
+        for _ in range(num_swaps):
+            left, right = draw.sample(range(self.counts.shape[1]), 2)
+            ours, theirs, allowed = self._exchanges(left, right)
+            options = np.argwhere(allowed)
+            if len(options):
+                mine, other = options[draw.randrange(len(options))]
+                swap(self.counts, int(ours[mine]), left, int(theirs[other]), right)
+                self.support = (self.counts > 0).sum(axis=1)
+        self._refresh()
+
+    def _exchanges(self, left: int, right: int) -> tuple[Masks, Masks, Bools]:
+        """Experts in each of two domains and which of them may change places."""
+        ours, theirs = np.nonzero(self.counts[:, left])[0], np.nonzero(self.counts[:, right])[0]
+        allowed = self._keeps_floor(ours, left, right)[:, None] & self._keeps_floor(theirs, right, left)[None, :]
+        return ours, theirs, allowed & (ours[:, None] != theirs[None, :])
+
+    def _keeps_floor(self, experts: Masks, source: int, target: int) -> Bools:
+        lost = (self.counts[experts, source] == 1).astype(np.int64) - (self.counts[experts, target] == 0)
+        return np.asarray(self.support[experts] - lost >= self.goals[experts])
+
+    def _moved(self, experts: Masks, source: int, target: int) -> npt.NDArray[np.int16]:
+        """Change of ``cover`` when one replica of each expert moves, ``[experts, M]``."""
+        single = self.counts[experts, source] == 1
+        after = np.where(single, self.masks[experts] & ~(1 << source), self.masks[experts]) | (1 << target)
+        change = self.losses.dead(after).astype(np.int16) - self.dead[experts]
+        change[experts == len(self.counts) - 1] = 0
+        return change
+
+    def _improve(self, left: int, right: int, *, balance: bool) -> bool:
+        ours, theirs, allowed = self._exchanges(left, right)
+        if not allowed.any():
+            return False
+        change = self._moved(ours, left, right)[:, None] + self._moved(theirs, right, left)[None, :]
+        gains = ((self.cover + change) == 0) @ self.losses.values - self.score
+        gains[~allowed] = -1.0
+        best: int | None = int(gains.argmax())
+        if gains.flat[best] <= EPSILON:
+            best = self._evener(ours, theirs, gains >= -EPSILON, left, right) if balance else None
+        if best is None:
+            return False
+        mine, other = divmod(best, len(theirs))
+        swap(self.counts, int(ours[mine]), left, int(theirs[other]), right)
+        self._refresh()
+        return True
+
+    def _evener(self, ours: Masks, theirs: Masks, allowed: Bools, left: int, right: int) -> int | None:
+        """Flat index of the exchange that lowers the sum of squared loads of both domains most, if any does."""
+        moved = self.weights[ours][:, None] - self.weights[theirs][None, :]
+        change = 2 * moved * (self.sums[right] - self.sums[left] + moved)
+        change = np.where(allowed, change, 0.0)
+        best = int(change.argmin())
+        return best if change.flat[best] < -1e-9 * float(self.sums.sum()) ** 2 else None

@@ -1,0 +1,67 @@
+"""Placement by overlapping experts of similar popularity on the same failure domains."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ft.planning.placement.algorithm import ascending, fill_vacancies, place_layers
+from megatron_ft.planning.placement.layout import Counts
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.topology import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaximumRankOverlap:
+    """The construction of Lazarus, section 4.1, with failure domains in the place of its nodes.
+
+    Best for every number of lost domains where the slots of a domain divide the number of experts, or are no fewer.
+    Elsewhere a better placement may exist, and an expert may sit on fewer domains than it has replicas even where
+    slots would allow more.
+    """
+
+    def place(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        cluster: Cluster,
+        *,
+        num_slots_per_rank: int,
+        ranks: Sequence[int] | None = None,
+        loads: Sequence[Sequence[float]] | None = None,
+        layer_numbers: Sequence[int] | None = None,
+    ) -> PlacementPlan:
+        """See ``PlacementAlgorithm.place``."""
+        name = "maximum_rank_overlap"
+        return place_layers(overlap, name, replica_counts, cluster, num_slots_per_rank, ranks, loads, layer_numbers)
+
+
+def overlap(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
+    """Replicas per domain of one layer, ``[E, D]``.
+
+    Experts by ascending replicas are cut into groups of c, the slots of the smallest domain. Each group gets as many
+    domains as its first expert has replicas, the last one what is left; all of a group's experts sit on all of its
+    domains. The replicas that are left fill the free slots.
+    """
+    return overlap_groups(replica_counts, capacities, group_sizes(len(replica_counts), min(capacities)), loads)
+
+
+def group_sizes(num_experts: int, num_slots: int) -> list[int]:
+    """Full groups and, at the end, what remains."""
+    full, rest = divmod(num_experts, num_slots)
+    return [num_slots] * full + ([rest] if rest else [])
+
+
+def overlap_groups(
+    replica_counts: Sequence[int], capacities: Sequence[int], sizes: Sequence[int], loads: Sequence[float] | None
+) -> Counts:
+    """``overlap`` with groups of given sizes."""
+    order = ascending(replica_counts)
+    counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
+    first_expert = first_domain = 0
+    for size in sizes:
+        group = order[first_expert : first_expert + size]
+        num_domains = min(replica_counts[group[0]], len(capacities) - first_domain)
+        counts[np.asarray(group), first_domain : first_domain + num_domains] = 1
+        first_expert += size
+        first_domain += num_domains
+    return fill_vacancies(counts, replica_counts, capacities, loads)

@@ -1,0 +1,244 @@
+"""From the placement in force to a new one: which rank plays which part, and what has to move."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.plan import PlacementPlan, Slots
+
+Holdings = tuple[tuple[frozenset[int], ...], ...]
+"""``[layer][rank]``: experts whose state each rank has now, ranks in a plan's order; a new rank has none."""
+
+Costs = npt.NDArray[np.int64]
+Mapping = tuple[int, ...]
+"""For each rank of the plan, in order, the position of the rank whose slots it takes over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One expert's state from one rank to another."""
+
+    layer_number: int
+    expert: int
+    source_rank: int
+    target_rank: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationPlan:
+    """Every transfer that turns the holdings into a placement."""
+
+    placement: PlacementPlan
+    """What holds afterwards."""
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes over all transfers."""
+        return sum(transfer.num_bytes for transfer in self.transfers)
+
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes each sending rank sends."""
+        return self._sums("source_rank")
+
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes each receiving rank receives."""
+        return self._sums("target_rank")
+
+    def _sums(self, side: str) -> dict[int, int]:
+        sums: dict[int, int] = {}
+        for transfer in self.transfers:
+            rank = getattr(transfer, side)
+            sums[rank] = sums.get(rank, 0) + transfer.num_bytes
+        return dict(sorted(sums.items()))
+
+    def validate(self) -> None:
+        """Every transfer ends where the placement wants the expert, once."""
+        wanted = set()
+        for layer, by_rank in zip(self.placement.layer_numbers, self.placement.slots, strict=True):
+            for rank, experts in zip(self.placement.ranks, by_rank, strict=True):
+                wanted |= {(layer, expert, rank) for expert in experts}
+        seen = set()
+        for transfer in self.transfers:
+            target = (transfer.layer_number, transfer.expert, transfer.target_rank)
+            if target not in wanted or target in seen or transfer.source_rank == transfer.target_rank:
+                raise ConfigError.of(
+                    "transfer", transfer, "must bring an expert once to a rank that wants and lacks it"
+                )
+            seen.add(target)
+
+    def summary(self) -> str:
+        """One log line."""
+        largest = max(self.sent_bytes().values(), default=0)
+        return f"{len(self.transfers)} expert states move, {self.num_bytes:,} bytes, at most {largest:,} from one rank"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; a transfer is [layer, expert, source rank, target rank, bytes]."""
+        rows = [[t.layer_number, t.expert, t.source_rank, t.target_rank, t.num_bytes] for t in self.transfers]
+        return {"placement": self.placement.to_json(), "transfers": rows}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "MigrationPlan":
+        """Inverse of ``to_json``; validated."""
+        names = ("layer_number", "expert", "source_rank", "target_rank", "num_bytes")
+        transfers = tuple(Transfer(**dict(zip(names, row, strict=True))) for row in content["transfers"])
+        plan = cls(placement=PlacementPlan.from_json(content["placement"]), transfers=transfers)
+        plan.validate()
+        return plan
+
+
+def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:
+    """What ranks hold under ``plan``.
+
+    ``previous`` gives, for each rank of the next membership in order, the rank that it was under ``plan``, or None
+    for one that is new; without it the ranks are the same.
+    """
+    position = {rank: index for index, rank in enumerate(plan.ranks)}
+    wanted: Sequence[int | None] = plan.ranks if previous is None else previous
+    return tuple(
+        tuple(frozenset() if rank is None else frozenset(by_rank[position[rank]]) for rank in wanted)
+        for by_rank in plan.slots
+    )
+
+
+def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int] = 1) -> PlacementPlan:
+    """``plan`` with its ranks permuted so that as few bytes as possible move, over all layers together.
+
+    Failure domains change places only with domains that have as many ranks, and ranks inside their domain: survival
+    stays what it was. The optimum of both levels is found as linear assignment problems.
+    """
+    return _permuted(plan, _mapping(plan, held, expert_bytes, _optimal))
+
+
+def remap_greedily(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int] = 1) -> PlacementPlan:
+    """``remap`` as Lazarus, section 4.3: one after another, the pair that moves least."""
+    return _permuted(plan, _mapping(plan, held, expert_bytes, _greedy))
+
+
+def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> MigrationPlan:
+    """Transfers that bring every missing expert to its ranks, spread evenly over those that hold it.
+
+    Of an expert's holders none serves two ranks more than another; among those that have served least, the one that
+    sends the fewest bytes altogether is taken, then the lowest rank.
+
+    Args:
+        plan: the new placement, mapped to ranks.
+        held: what ``plan.ranks`` hold now, in order.
+        expert_bytes: state of one expert, or of one expert of each layer.
+
+    Raises:
+        ConfigError: an expert that nobody holds any more.
+    """
+    sizes = _sizes(plan, expert_bytes)
+    sent = dict.fromkeys(plan.ranks, 0)
+    transfers = []
+    for layer, (by_rank, owned, size) in enumerate(zip(plan.slots, held, sizes, strict=True)):
+        owners: list[list[int]] = [[] for _ in range(plan.num_experts)]
+        for rank, has in zip(plan.ranks, owned, strict=True):
+            for expert in has:
+                owners[expert].append(rank)
+        served = [dict.fromkeys(ranks, 0) for ranks in owners]
+        for rank, experts, has in zip(plan.ranks, by_rank, owned, strict=True):
+            for expert in sorted(set(experts) - has):
+                if not owners[expert]:
+                    where = f"expert {expert} of layer {plan.layer_numbers[layer]}"
+                    raise ConfigError.of(where, "lost", "must be held by at least one living rank to be moved")
+                counts = served[expert]
+                source = min(owners[expert], key=lambda owner: (counts[owner], sent[owner], owner))
+                counts[source] += 1
+                sent[source] += size
+                transfers.append(
+                    Transfer(
+                        layer_number=plan.layer_numbers[layer],
+                        expert=expert,
+                        source_rank=source,
+                        target_rank=rank,
+                        num_bytes=size,
+                    )
+                )
+    result = MigrationPlan(placement=plan, transfers=tuple(transfers))
+    result.validate()
+    return result
+
+
+def _sizes(plan: PlacementPlan, expert_bytes: int | Sequence[int]) -> list[int]:
+    sizes = [expert_bytes] * len(plan.slots) if isinstance(expert_bytes, int) else list(expert_bytes)
+    if len(sizes) != len(plan.slots):
+        raise ConfigError.of("expert_bytes", sizes, f"must have one entry for each of {len(plan.slots)} layers")
+    return sizes
+
+
+def _permuted(plan: PlacementPlan, mapping: Mapping) -> PlacementPlan:
+    slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
+    return plan.replacing(slots)
+
+
+Assign = Callable[[Costs], list[tuple[int, int]]]
+
+
+def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int], assign: Assign) -> Mapping:
+    """Which position's slots each position takes over."""
+    costs = _missing_bytes(plan, held, _sizes(plan, expert_bytes))
+    members: dict[str, list[int]] = {}
+    for position, name in enumerate(plan.domains):
+        members.setdefault(name, []).append(position)
+    mapping = [0] * len(plan.ranks)
+    for size in sorted({len(positions) for positions in members.values()}):
+        alike = [positions for positions in members.values() if len(positions) == size]
+        inner = [[_inner(costs, actual, part, assign) for part in alike] for actual in alike]
+        outer = np.asarray([[cost for cost, _ in row] for row in inner], dtype=np.int64)
+        for actual, part in assign(outer):
+            for position, taken in inner[actual][part][1]:
+                mapping[position] = taken
+    return tuple(mapping)
+
+
+def _inner(
+    costs: Costs, actual: Sequence[int], part: Sequence[int], assign: Assign
+) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes and pairs when the ranks at ``actual`` take over the slots at ``part``."""
+    if len(actual) == 1:
+        return int(costs[actual[0], part[0]]), [(actual[0], part[0])]
+    block = costs[np.ix_(actual, part)]
+    pairs = assign(block)
+    return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]
+
+
+def _missing_bytes(plan: PlacementPlan, held: Holdings, sizes: Sequence[int]) -> Costs:
+    """``[N, N]``: bytes that the rank in a row lacks to take over the slots in a column."""
+    costs = np.zeros((len(plan.ranks), len(plan.ranks)), dtype=np.int64)
+    for by_rank, owned, size in zip(plan.slots, held, sizes, strict=True):
+        wants = _incidence(by_rank, plan.num_experts)
+        has = _incidence(owned, plan.num_experts)
+        costs += size * (wants.sum(axis=1)[None, :] - has @ wants.T)
+    return costs
+
+
+def _incidence(by_rank: Sequence[Sequence[int] | frozenset[int]], num_experts: int) -> Costs:
+    matrix = np.zeros((len(by_rank), num_experts), dtype=np.int64)
+    for position, experts in enumerate(by_rank):
+        matrix[position, sorted(set(experts))] = 1
+    return matrix
+
+
+def _optimal(costs: Costs) -> list[tuple[int, int]]:
+    from scipy.optimize import linear_sum_assignment  # a third of a second that only migrations need
+
+    rows, columns = linear_sum_assignment(costs)
+    return list(zip(rows.tolist(), columns.tolist(), strict=True))
+
+
+def _greedy(costs: Costs) -> list[tuple[int, int]]:
+    left = costs.astype(np.float64)
+    pairs = []
+    for _ in range(len(costs)):
+        row, column = np.unravel_index(int(left.argmin()), left.shape)
+        pairs.append((int(row), int(column)))
+        left[row, :] = np.inf
+        left[:, column] = np.inf
+    return pairs

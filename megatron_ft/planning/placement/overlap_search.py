@@ -1,0 +1,202 @@
+"""Placement by search: keeps a floor of distinct failure domains and is never worse than maximum rank overlap."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_ft.planning.placement import exhaustive
+from megatron_ft.planning.placement.algorithm import prepare, spread_to_floor
+from megatron_ft.planning.placement.alignment import align
+from megatron_ft.planning.placement.frontier import TooManyStates
+from megatron_ft.planning.placement.layout import Counts, per_replica_loads
+from megatron_ft.planning.placement.local_search import EPSILON, Losses, Search
+from megatron_ft.planning.placement.maximum_rank_overlap import group_sizes, overlap, overlap_groups
+from megatron_ft.planning.placement.objective import SurvivalObjective
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.topology import Cluster
+
+MAX_SEARCHED_DOMAINS = 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapSearch:
+    """Starts from maximum rank overlap and its variants and improves them under an objective.
+
+    * Every expert sits on ``min_domains`` distinct failure domains, or on as many as its replicas and the cluster
+      allow.
+    * Where the slots of a domain divide the number of experts, or are no fewer, the construction is best already and
+      is kept. Elsewhere small layers are solved by trying every placement, medium ones by exchanging replicas, large
+      ones by the best of several groupings.
+    * Layers are then turned against each other for joint survival.
+    """
+
+    objective: SurvivalObjective = field(default_factory=SurvivalObjective)
+    min_domains: int | None = None
+    """Floor of distinct failure domains of every expert; None keeps the smallest replica count of the layer."""
+    num_exhaustive_slots: int = 15
+    """Layers with at most so many slots are solved exactly."""
+    num_losses: int = 1024
+    """Sets of lost domains that guide the exchanges: fewest domains first, whole numbers of domains only."""
+    num_kicks: int = 4
+    """Restarts from a disturbed best placement."""
+    seed: int = 0
+    balance: bool = True
+    """Whether exchanges that leave survival alone even out the loads of domains, where loads are given."""
+
+    def place(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        cluster: Cluster,
+        *,
+        num_slots_per_rank: int,
+        ranks: Sequence[int] | None = None,
+        loads: Sequence[Sequence[float]] | None = None,
+        layer_numbers: Sequence[int] | None = None,
+    ) -> PlacementPlan:
+        """See ``PlacementAlgorithm.place``."""
+        layout, layer_loads = prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
+        capacities = layout.capacities()
+        self.objective.validate(len(capacities))
+        losses = self._losses(len(capacities))
+        layers = [
+            self.assign(counts, capacities, load, losses)
+            for counts, load in zip(replica_counts, layer_loads, strict=True)
+        ]
+        if losses is not None and len(layers) > 1:
+            layers = self._joint(layers, replica_counts, capacities, layer_loads, losses)
+        slots = tuple(layout.deal(layer, load) for layer, load in zip(layers, layer_loads, strict=True))
+        return PlacementPlan.of(layout, slots, len(replica_counts[0]), "overlap_search", layer_numbers)
+
+    def assign(
+        self,
+        replica_counts: Sequence[int],
+        capacities: Sequence[int],
+        loads: Sequence[float] | None = None,
+        losses: Losses | None = None,
+    ) -> Counts:
+        """Replicas per domain of one layer, ``[E, D]``."""
+        floor = min(replica_counts) if self.min_domains is None else self.min_domains
+        built = overlap(replica_counts, capacities, loads)
+        start = spread_to_floor(built, floor)
+        known_best = self._known_best(replica_counts, capacities) and (start == built).all()
+        if not known_best and self._solvable(capacities):
+            return self._solve(replica_counts, capacities, floor, start)
+        losses = losses or self._losses(len(capacities))
+        starts = [start] if known_best else self._starts(replica_counts, capacities, floor, loads, start)
+        if losses is None:
+            return starts[0]
+        if known_best and (loads is None or not self.balance):
+            return start
+        found = self._improve(starts, capacities, floor, losses, loads, kicks=0 if known_best else self.num_kicks)
+        return max((start, found), key=lambda counts: (round(self._score([counts]), 12), counts is found))
+
+    def _known_best(self, replica_counts: Sequence[int], capacities: Sequence[int]) -> bool:
+        num_slots = capacities[0]
+        divides = len(replica_counts) <= num_slots or len(replica_counts) % num_slots == 0
+        full = sum(replica_counts) == sum(capacities)
+        return divides and full and len(set(capacities)) == 1 and not self.objective.failure_rates
+
+    def _solvable(self, capacities: Sequence[int]) -> bool:
+        equal = len(set(capacities)) == 1 and not self.objective.failure_rates
+        return equal and sum(capacities) <= self.num_exhaustive_slots
+
+    def _solve(self, replica_counts: Sequence[int], capacities: Sequence[int], floor: int, start: Counts) -> Counts:
+        """The best of all placements; ``start`` where none is better."""
+        losses = self._losses(len(capacities), limit=1 << len(capacities))
+        assert losses is not None, "a small layer has few losses"
+        best, best_score = start, losses.score(start)
+        for counts in exhaustive.placements(replica_counts, capacities[0], len(capacities), floor):
+            score = losses.score(counts)
+            if score > best_score + EPSILON:
+                best, best_score = counts, score
+        return best
+
+    def _starts(
+        self,
+        replica_counts: Sequence[int],
+        capacities: Sequence[int],
+        floor: int,
+        loads: Sequence[float] | None,
+        start: Counts,
+    ) -> list[Counts]:
+        """Placements by groups of other sizes, best first: the short group at either end, or all groups even."""
+        full = group_sizes(len(replica_counts), min(capacities))
+        size, longer = divmod(len(replica_counts), len(full))
+        even = [size + 1] * longer + [size] * (len(full) - longer)
+        options = {tuple(sizes) for sizes in (full[::-1], even, even[::-1])} - {tuple(full)}
+        built = [overlap_groups(replica_counts, capacities, sizes, loads) for sizes in sorted(options)]
+        starts = [start, *(spread_to_floor(counts, floor) for counts in built)]
+        return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
+
+    def _improve(
+        self,
+        starts: Sequence[Counts],
+        capacities: Sequence[int],
+        floor: int,
+        losses: Losses,
+        loads: Sequence[float] | None,
+        *,
+        kicks: int,
+    ) -> Counts:
+        weights = per_replica_loads(starts[0], loads)
+        balance = self.balance and loads is not None
+        draw = random.Random(self.seed)
+        best: Search | None = None
+        for start in starts:
+            search = Search(start, capacities, floor, losses, weights)
+            search.descend(balance=False)
+            best = search if best is None or search.score > best.score + EPSILON else best
+        assert best is not None, "no start"
+        for _ in range(kicks):
+            search = Search(best.result(), capacities, floor, losses, weights)
+            search.kick(draw, num_swaps=3)
+            search.descend(balance=False)
+            best = search if search.score > best.score + EPSILON else best
+        if balance:
+            best.descend(balance=True)
+        return best.result()
+
+    def _joint(
+        self,
+        layers: Sequence[Counts],
+        replica_counts: Sequence[Sequence[int]],
+        capacities: Sequence[int],
+        loads: Sequence[Sequence[float] | None],
+        losses: Losses,
+    ) -> list[Counts]:
+        """Layers turned for joint survival, or the construction's layers where those survive better together."""
+        turned = align(layers, capacities, losses)
+        floors = [min(counts) if self.min_domains is None else self.min_domains for counts in replica_counts]
+        plain = [
+            spread_to_floor(overlap(counts, capacities, load), floor)
+            for counts, load, floor in zip(replica_counts, loads, floors, strict=True)
+        ]
+        better = self._score(turned) + EPSILON >= self._score(plain)
+        return turned if better else align(plain, capacities, losses)
+
+    def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
+        """The losses that guide a search; None where even pairs of domains would be too many."""
+        if num_domains > MAX_SEARCHED_DOMAINS:
+            return None
+        masks, values = self.objective.losses(num_domains, limit or self.num_losses)
+        return Losses(masks=masks, values=values) if len(masks) > num_domains else None
+
+    def _score(self, layers: Iterable[Counts]) -> float:
+        """Joint survival under the whole objective; by the guiding losses where that cannot be counted."""
+        kept = list(layers)
+        num_domains = kept[0].shape[1]
+        masks = [_mask(held) for counts in kept for held in counts > 0]
+        try:
+            return self.objective.score(masks, num_domains)
+        except TooManyStates:
+            losses = self._losses(num_domains)
+            if losses is None:
+                raise
+            stacked = np.concatenate(kept)
+            return losses.score(stacked)
+
+
+def _mask(held: np.ndarray) -> int:
+    return int.from_bytes(np.packbits(held, bitorder="little").tobytes(), "little")

@@ -1,0 +1,149 @@
+"""``PlacementPlan``: which expert sits in which slot of which rank, layer by layer."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.layout import Layout
+
+Slots = tuple[tuple[tuple[int, ...], ...], ...]
+"""Expert ids by layer, by rank in the plan's order, by slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPlan:
+    """Slots of every rank and layer. Several slots of a rank may hold the same expert: one set of weights, more tokens.
+
+    The same plan on every rank: it is data, ordered, without hidden state.
+    """
+
+    num_experts: int
+    num_slots_per_rank: int
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of ``slots``."""
+    domains: tuple[str, ...]
+    """Failure domain of each rank."""
+    layer_numbers: tuple[int, ...]
+    """Megatron's layer numbers, counted from 1."""
+    slots: Slots
+    """``[layer][rank][slot]``: expert ids, ascending; a rank may have fewer than its slots."""
+    algorithm: str
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        slots: Slots,
+        num_experts: int,
+        algorithm: str,
+        layer_numbers: Sequence[int] | None = None,
+    ) -> "PlacementPlan":
+        """A valid plan over a layout. Layers are numbered from 1 without ``layer_numbers``."""
+        plan = cls(
+            num_experts=num_experts,
+            num_slots_per_rank=layout.num_slots_per_rank,
+            ranks=layout.ranks,
+            domains=tuple(layout.domains[domain] for domain in layout.domain_of),
+            layer_numbers=tuple(layer_numbers or range(1, len(slots) + 1)),
+            slots=slots,
+            algorithm=algorithm,
+        )
+        plan.validate()
+        return plan
+
+    def validate(self) -> None:
+        """Every expert of every layer has a slot, no rank holds more than its slots.
+
+        Raises:
+            ConfigError: naming layer, rank or expert.
+        """
+        if len(self.domains) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+            raise ConfigError.of("ranks", list(self.ranks), "must be distinct, each with one failure domain")
+        if len(self.layer_numbers) != len(self.slots):
+            raise ConfigError.of("layer_numbers", list(self.layer_numbers), f"must name {len(self.slots)} layers")
+        everyone = set(range(self.num_experts))
+        for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True):
+            if len(by_rank) != len(self.ranks):
+                raise ConfigError.of(f"slots of layer {layer}", len(by_rank), f"must be of {len(self.ranks)} ranks")
+            for rank, experts in zip(self.ranks, by_rank, strict=True):
+                if len(experts) > self.num_slots_per_rank:
+                    where = f"slots of layer {layer}, rank {rank}"
+                    raise ConfigError.of(where, list(experts), f"must be at most {self.num_slots_per_rank}")
+            held = {expert for experts in by_rank for expert in experts}
+            if foreign := sorted(held - everyone):
+                raise ConfigError.of(f"expert of layer {layer}", foreign[0], f"must be below {self.num_experts}")
+            if missing := sorted(everyone - held):
+                raise ConfigError.of(f"expert of layer {layer}", missing[0], "must have at least one slot; it has none")
+
+    def summary(self) -> str:
+        """One log line."""
+        layers = range(len(self.slots))
+        num_replicas = max((sum(self.replica_counts(layer)) for layer in layers), default=0)
+        fewest = min((len(held) for held in self.all_expert_domains()), default=0)
+        return (
+            f"{self.algorithm}: {len(layers)} layers x {self.num_experts} experts, at most {num_replicas} replicas "
+            f"a layer on {len(self.ranks)} ranks in {len(set(self.domains))} failure domains, "
+            f"each expert on at least {fewest}"
+        )
+
+    def replica_counts(self, layer: int) -> tuple[int, ...]:
+        """Replicas of each expert in the layer at this position of the plan."""
+        held = Counter(expert for experts in self.slots[layer] for expert in experts)
+        return tuple(held[expert] for expert in range(self.num_experts))
+
+    def replicas_per_rank(self, layer: int) -> npt.NDArray[np.int64]:
+        """``R[E, N]``: replicas of each expert on each rank, what the dispatcher needs."""
+        matrix = np.zeros((self.num_experts, len(self.ranks)), dtype=np.int64)
+        for position, experts in enumerate(self.slots[layer]):
+            np.add.at(matrix[:, position], list(experts), 1)
+        return matrix
+
+    def expert_domains(self, layer: int) -> tuple[frozenset[str], ...]:
+        """Failure domains that hold each expert."""
+        held: list[set[str]] = [set() for _ in range(self.num_experts)]
+        for domain, experts in zip(self.domains, self.slots[layer], strict=True):
+            for expert in experts:
+                held[expert].add(domain)
+        return tuple(frozenset(names) for names in held)
+
+    def all_expert_domains(self) -> Iterator[frozenset[str]]:
+        """Failure domains that hold each expert of each layer: what the model's survival hangs on."""
+        for layer in range(len(self.slots)):
+            yield from self.expert_domains(layer)
+
+    def replacing(self, slots: Slots, algorithm: str | None = None) -> "PlacementPlan":
+        """The same ranks and layers with other slots, validated."""
+        plan = dataclasses.replace(self, slots=slots, algorithm=algorithm or self.algorithm)
+        plan.validate()
+        return plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "num_experts": self.num_experts,
+            "num_slots_per_rank": self.num_slots_per_rank,
+            "ranks": list(self.ranks),
+            "domains": list(self.domains),
+            "layer_numbers": list(self.layer_numbers),
+            "slots": [[list(experts) for experts in by_rank] for by_rank in self.slots],
+            "algorithm": self.algorithm,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "PlacementPlan":
+        """Inverse of ``to_json``; validated.
+
+        Raises:
+            ConfigError: a plan that does not hold together.
+        """
+        slots = tuple(tuple(tuple(experts) for experts in by_rank) for by_rank in content["slots"])
+        names = ("ranks", "domains", "layer_numbers")
+        plan = cls(**{**content, **{name: tuple(content[name]) for name in names}, "slots": slots})
+        plan.validate()
+        return plan

@@ -1,0 +1,48 @@
+"""Placement by dealing replicas round-robin over failure domains: a baseline that ignores overlap."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ft.planning.placement.algorithm import place_layers
+from megatron_ft.planning.placement.layout import Counts
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.topology import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Each expert's replicas on different domains, in turn (baseline of Lazarus, section 6.3)."""
+
+    def place(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        cluster: Cluster,
+        *,
+        num_slots_per_rank: int,
+        ranks: Sequence[int] | None = None,
+        loads: Sequence[Sequence[float]] | None = None,
+        layer_numbers: Sequence[int] | None = None,
+    ) -> PlacementPlan:
+        """See ``PlacementAlgorithm.place``."""
+        return place_layers(
+            deal_round, "spread", replica_counts, cluster, num_slots_per_rank, ranks, loads, layer_numbers
+        )
+
+
+def deal_round(
+    replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None
+) -> Counts:
+    """Replicas per domain of one layer, ``[E, D]``: experts by id, the next replica to the next domain with room."""
+    counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
+    vacant = list(capacities)
+    domain = 0
+    for expert, num_replicas in enumerate(replica_counts):
+        for _ in range(num_replicas):
+            while not vacant[domain]:
+                domain = (domain + 1) % len(vacant)
+            counts[expert, domain] += 1
+            vacant[domain] -= 1
+            domain = (domain + 1) % len(vacant)
+    return counts

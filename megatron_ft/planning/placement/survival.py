@@ -1,0 +1,140 @@
+"""The probability that a model's state outlives the loss of failure domains.
+
+A state *survives* when every piece of it (an expert of a layer, a shard of non-expert state) has a holder left. Pieces
+are given as the sets of domains that hold them, so one family of sets speaks for all layers at once: their losses are
+not independent, because they sit on the same domains. Counting is exact; sampling happens only where counting gives up,
+and says so.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.frontier import TooManyStates, minimal_masks, surviving_weights
+
+MAX_ENUMERATED_DOMAINS = 16
+"""Up to here every set of lost domains is tried; above, only those that matter are counted."""
+CONFIDENCE_DEVIATIONS = 3.2905
+"""Two-sided 99.9 % of a normal distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """Probability of survival when exactly ``num_lost`` domains are lost, all such losses being equally likely."""
+
+    num_lost: int
+    probability: float
+    method: str
+    """``enumeration`` or ``counting`` (both exact), or ``monte_carlo``."""
+    interval: tuple[float, float] | None = None
+    """99.9 % confidence interval of a Monte Carlo estimate (Wilson)."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the probability is no estimate."""
+        return self.method != "monte_carlo"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        interval = None if self.interval is None else list(self.interval)
+        return {
+            "num_lost": self.num_lost,
+            "probability": self.probability,
+            "method": self.method,
+            "interval": interval,
+        }
+
+
+def survival(
+    holders: Iterable[Iterable[str]],
+    domains: Sequence[str],
+    lost: Iterable[int],
+    *,
+    odds: Sequence[float] | None = None,
+    num_samples: int = 200_000,
+    seed: int = 0,
+) -> tuple[Survival, ...]:
+    """Survival for each number of lost domains.
+
+    Args:
+        holders: for each piece of state, the domains that hold it; experts of all layers, and shards.
+        domains: every domain that may be lost, each once.
+        lost: numbers of domains lost together.
+        odds: of each domain's failure, where rates differ: ``q / (1 - q)``. A loss of k domains then happens in
+            proportion to the product of their odds; equal odds change nothing.
+        num_samples: draws where counting gives up.
+        seed: of those draws.
+
+    Raises:
+        ConfigError: more domains lost than there are, or a piece that nobody holds.
+    """
+    index = {name: position for position, name in enumerate(domains)}
+    masks = minimal_masks(sum(1 << index[name] for name in set(held)) for held in holders)
+    wanted = sorted(set(lost))
+    for count in wanted:
+        if not 0 <= count <= len(index):
+            raise ConfigError.of("lost domains", count, f"must lie between 0 and the {len(index)} failure domains")
+    if 0 in masks:
+        raise ConfigError.of("holders", "{}", "must name at least one failure domain for every piece of state")
+    return tuple(_survival(masks, len(index), count, odds, num_samples, seed) for count in wanted)
+
+
+def _survival(
+    masks: Sequence[int], num_domains: int, lost: int, odds: Sequence[float] | None, num_samples: int, seed: int
+) -> Survival:
+    relevant = [mask for mask in masks if mask.bit_count() <= lost]
+    if not relevant:
+        return Survival(num_lost=lost, probability=1.0, method="counting")
+    if num_domains <= MAX_ENUMERATED_DOMAINS and odds is None:
+        good = int(np.count_nonzero(~lethal(relevant, num_domains) & (popcounts(num_domains) == lost)))
+        return Survival(num_lost=lost, probability=good / math.comb(num_domains, lost), method="enumeration")
+    try:
+        good_weight = surviving_weights(relevant, num_domains, lost, odds)[lost]
+        all_weight = surviving_weights([], num_domains, lost, odds)[lost]
+        return Survival(num_lost=lost, probability=good_weight / all_weight, method="counting")
+    except TooManyStates:
+        if odds is not None:
+            raise
+        return _monte_carlo(relevant, num_domains, lost, num_samples, seed)
+
+
+def popcounts(num_domains: int) -> npt.NDArray[np.int64]:
+    """Number of lost domains in each of the ``2**num_domains`` sets."""
+    counts = np.zeros(1, dtype=np.int64)
+    for _ in range(num_domains):
+        counts = np.concatenate((counts, counts + 1))
+    return counts
+
+
+def lethal(masks: Iterable[int], num_domains: int) -> npt.NDArray[np.bool_]:
+    """Whether losing each of the ``2**num_domains`` sets of domains loses one of ``masks`` whole."""
+    bad = np.zeros(1 << num_domains, dtype=np.bool_)
+    bad[list(masks)] = True
+    for bit in range(num_domains):
+        view = bad.reshape(-1, 2, 1 << bit)
+        view[:, 1] |= view[:, 0]
+    return bad
+
+
+def _monte_carlo(masks: Sequence[int], num_domains: int, lost: int, num_samples: int, seed: int) -> Survival:
+    draw = random.Random(seed)
+    good = 0
+    for _ in range(num_samples):
+        gone = sum(1 << domain for domain in draw.sample(range(num_domains), lost))
+        good += all(mask & ~gone for mask in masks)
+    return Survival(
+        num_lost=lost, probability=good / num_samples, method="monte_carlo", interval=_wilson(good, num_samples)
+    )
+
+
+def _wilson(good: int, total: int) -> tuple[float, float]:
+    z, share = CONFIDENCE_DEVIATIONS, good / total
+    centre = (share + z * z / (2 * total)) / (1 + z * z / total)
+    width = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return max(0.0, centre - width), min(1.0, centre + width)
