@@ -11,7 +11,7 @@ from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle
 from tests.helpers.routing import Routing, make_routing, plan_all, swap
 
-BACKENDS = {"reference": "cpu"}
+BACKENDS = {"reference": "cpu", "cpp": "cpu", "cuda": "cuda"}
 """Backends, and the device each is tested on."""
 
 CASES = {
@@ -287,7 +287,7 @@ def test_schedules_refuse_what_cannot_be_sent(opened: tuple[DispatchBackend, str
     backend.schedule(counts, replicas)
     with pytest.raises(ValueError, match="expert 0"):
         backend.schedule(counts, torch.zeros_like(replicas))
-    with pytest.raises(ValueError, match="negative|at least 0|>= 0"):
+    with pytest.raises(ValueError, match="negative"):
         backend.schedule(-counts, replicas)
-    with pytest.raises(ValueError, match=r"\[E, N\]|shape"):
+    with pytest.raises(ValueError, match=r"\[E, N\]"):
         backend.schedule(counts, replicas[:, :1])

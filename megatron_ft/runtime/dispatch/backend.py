@@ -25,6 +25,8 @@ from typing import Protocol
 import torch
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.runtime.dispatch.cpp import CppDispatch
+from megatron_ft.runtime.dispatch.cuda import CudaDispatch
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
 from megatron_ft.runtime.dispatch.reference import ReferenceDispatch
 
@@ -89,5 +91,5 @@ def open_backend(name: str) -> DispatchBackend:
     return BACKENDS[name]()
 
 
-BACKENDS: dict[str, type[DispatchBackend]] = {"reference": ReferenceDispatch}
+BACKENDS: dict[str, type[DispatchBackend]] = {"reference": ReferenceDispatch, "cpp": CppDispatch, "cuda": CudaDispatch}
 """Backends by the name that ``placement.dispatch_backend`` gives them."""

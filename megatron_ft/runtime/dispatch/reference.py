@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ft.planning import dispatch as rule
-from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle, Totals
+from megatron_ft.runtime.dispatch.checks import Totals, check_plan, check_schedule
+from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle
 from megatron_ft.runtime.dispatch.rows import RowOperations, sum_dtype
 
 
@@ -14,6 +15,7 @@ class ReferenceDispatch(RowOperations):
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
         """Ask ``planning.dispatch``, on the host; the result is on the device of ``counts``."""
+        check_schedule(counts, replicas)
         planned = rule.schedule(counts.cpu().numpy(), replicas.cpu().numpy())
         return torch.from_numpy(planned).to(counts.device)
 
@@ -22,7 +24,10 @@ class ReferenceDispatch(RowOperations):
     ) -> DispatchHandle:
         """Order what is sent by one stable sort, and what arrives by another."""
         schedule = schedule.to(routing_map.device)
-        totals = Totals.of(routing_map, schedule, rank, local_experts)
+        check_plan(routing_map, schedule, rank, local_experts)
+        per_token = routing_map.sum(1)
+        widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
+        totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
         permutation, expert_of_row = _send_order(routing_map, schedule[:, rank, :], rank)
         order, place = _receive_order(schedule[list(local_experts), :, rank])
         return DispatchHandle(

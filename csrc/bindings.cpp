@@ -1,0 +1,64 @@
+// Index of the C++ kernels: what megatron_ft/runtime/dispatch/cpp.py calls. Checks are made there.
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include "dispatch/plan.hpp"
+#include "dispatch/rows.hpp"
+#include "dispatch/schedule.hpp"
+
+namespace dispatch = megatron_ft::dispatch;
+
+namespace {
+
+template <typename T>
+void combine_as(const void* rows, const int64_t* rows_of_token, const void* weights, int64_t num_tokens, int64_t width,
+                int64_t hidden, void* out) {
+    using Sum = typename dispatch::SumOf<T>::type;
+    dispatch::combine(static_cast<const T*>(rows), rows_of_token, static_cast<const Sum*>(weights), num_tokens, width,
+                      hidden, static_cast<T*>(out));
+}
+
+}  // namespace
+
+extern "C" {
+
+void dispatch_schedule(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks,
+                       int64_t* schedule) {
+    dispatch::schedule(counts, replicas, num_experts, num_ranks, schedule);
+}
+
+int64_t dispatch_count_rows(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t* counts) {
+    return dispatch::count_rows(routing_map, num_tokens, num_experts, counts);
+}
+
+void dispatch_order_sent(const uint8_t* routing_map, const int64_t* outgoing, int64_t num_tokens, int64_t num_experts,
+                         int64_t num_ranks, int64_t rank, int64_t width, int64_t* permutation, int64_t* expert_of_row,
+                         int64_t* rows_of_token) {
+    dispatch::order_sent(routing_map, outgoing, num_tokens, num_experts, num_ranks, rank, width, permutation,
+                         expert_of_row, rows_of_token);
+}
+
+void dispatch_order_received(const int64_t* incoming, int64_t num_local_experts, int64_t num_ranks, int64_t* order,
+                             int64_t* place) {
+    dispatch::order_received(incoming, num_local_experts, num_ranks, order, place);
+}
+
+void dispatch_gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out) {
+    dispatch::gather(source, index, num_rows, row_bytes, out);
+}
+
+void dispatch_combine(int64_t row_type, const void* rows, const int64_t* rows_of_token, const void* weights,
+                      int64_t num_tokens, int64_t width, int64_t hidden, void* out) {
+    switch (static_cast<dispatch::RowType>(row_type)) {
+        case dispatch::RowType::kFloat32:
+            return combine_as<float>(rows, rows_of_token, weights, num_tokens, width, hidden, out);
+        case dispatch::RowType::kBFloat16:
+            return combine_as<c10::BFloat16>(rows, rows_of_token, weights, num_tokens, width, hidden, out);
+        case dispatch::RowType::kFloat16:
+            return combine_as<c10::Half>(rows, rows_of_token, weights, num_tokens, width, hidden, out);
+        case dispatch::RowType::kFloat64:
+            return combine_as<double>(rows, rows_of_token, weights, num_tokens, width, hidden, out);
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,62 @@
+// Index of the CUDA kernels: what megatron_ft/runtime/dispatch/cuda.py calls. Checks are made there.
+// Every function makes `device` the current one, launches on `stream` and returns the runtime's error code.
+#include "dispatch/kernels.cuh"
+
+namespace dispatch = megatron_ft::dispatch;
+
+namespace {
+
+template <typename Launch>
+int on(int64_t device, Launch launch) {
+    const cudaError_t found = cudaSetDevice(static_cast<int>(device));
+    if (found != cudaSuccess) {
+        return found;
+    }
+    launch();
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* dispatch_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+
+int dispatch_schedule(int64_t device, cudaStream_t stream, const int64_t* counts, const int64_t* replicas,
+                      int64_t num_experts, int64_t num_ranks, int64_t* rests_before, int64_t* schedule) {
+    return on(device, [=] {
+        dispatch::cuda::schedule(counts, replicas, num_experts, num_ranks, rests_before, schedule, stream);
+    });
+}
+
+int dispatch_order_sent(int64_t device, cudaStream_t stream, const uint8_t* routing_map, const int64_t* outgoing,
+                        const int64_t* starts, int64_t num_tokens, int64_t num_experts, int64_t num_ranks, int64_t rank,
+                        int64_t width, int64_t* row_of, int64_t* permutation, int64_t* expert_of_row,
+                        int64_t* rows_of_token) {
+    return on(device, [=] {
+        dispatch::cuda::order_sent(routing_map, outgoing, starts, num_tokens, num_experts, num_ranks, rank, width,
+                                   row_of, permutation, expert_of_row, rows_of_token, stream);
+    });
+}
+
+int dispatch_order_received(int64_t device, cudaStream_t stream, const int64_t* sizes, const int64_t* arrivals,
+                            const int64_t* places, int64_t num_blocks, int64_t* order, int64_t* place) {
+    return on(device,
+              [=] { dispatch::cuda::order_received(sizes, arrivals, places, num_blocks, order, place, stream); });
+}
+
+int dispatch_gather(int64_t device, cudaStream_t stream, const char* source, const int64_t* index, int64_t num_rows,
+                    int64_t row_bytes, char* out) {
+    return on(device, [=] { dispatch::cuda::gather(source, index, num_rows, row_bytes, out, stream); });
+}
+
+int dispatch_combine(int64_t device, cudaStream_t stream, int64_t row_type, const void* rows,
+                     const int64_t* rows_of_token, const void* weights, int64_t num_tokens, int64_t width,
+                     int64_t hidden, void* out) {
+    return on(device, [=] {
+        dispatch::cuda::combine(static_cast<dispatch::RowType>(row_type), rows, rows_of_token, weights, num_tokens,
+                                width, hidden, out, stream);
+    });
+}
+
+}  // extern "C"

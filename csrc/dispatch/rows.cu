@@ -1,0 +1,140 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "kernels.cuh"
+
+namespace megatron_ft::dispatch::cuda {
+namespace {
+
+constexpr int kMaxThreads = 256;
+constexpr int kPackBytes = 16;
+
+template <typename T, int Size>
+struct alignas(sizeof(T) * Size) Pack {
+    T units[Size];
+};
+
+__device__ inline float widen(float unit) { return unit; }
+__device__ inline double widen(double unit) { return unit; }
+__device__ inline float widen(__half unit) { return __half2float(unit); }
+__device__ inline float widen(__nv_bfloat16 unit) { return __bfloat162float(unit); }
+
+template <typename T, typename Sum>
+__device__ inline T narrow(Sum sum) {
+    return sum;
+}
+template <>
+__device__ inline __half narrow<__half, float>(float sum) {
+    return __float2half_rn(sum);
+}
+template <>
+__device__ inline __nv_bfloat16 narrow<__nv_bfloat16, float>(float sum) {
+    return __float2bfloat16_rn(sum);
+}
+
+// One block for one row.
+template <typename Word>
+__global__ void gather_kernel(const Word* source, const int64_t* index, int64_t row_words, Word* out) {
+    const Word* from = source + index[blockIdx.x] * row_words;
+    Word* to = out + static_cast<int64_t>(blockIdx.x) * row_words;
+    for (int64_t word = threadIdx.x; word < row_words; word += blockDim.x) {
+        to[word] = from[word];
+    }
+}
+
+// One block for one token. Compiled without contraction: each product is rounded before it is added.
+template <typename T, int Size>
+__global__ void combine_kernel(const Pack<T, Size>* rows, const int64_t* rows_of_token,
+                               const typename SumOf<T>::type* weights, int64_t width, int64_t row_packs,
+                               Pack<T, Size>* out) {
+    using Sum = typename SumOf<T>::type;
+    const int64_t* listed = rows_of_token + static_cast<int64_t>(blockIdx.x) * width;
+    for (int64_t pack = threadIdx.x; pack < row_packs; pack += blockDim.x) {
+        Sum total[Size] = {};
+        for (int64_t column = 0; column < width && listed[column] != kNoRow; ++column) {
+            const Pack<T, Size> term = rows[listed[column] * row_packs + pack];
+            const Sum weight = weights == nullptr ? Sum(1) : weights[listed[column]];
+#pragma unroll
+            for (int unit = 0; unit < Size; ++unit) {
+                total[unit] += widen(term.units[unit]) * weight;
+            }
+        }
+        Pack<T, Size> rounded;
+#pragma unroll
+        for (int unit = 0; unit < Size; ++unit) {
+            rounded.units[unit] = narrow<T, Sum>(total[unit]);
+        }
+        out[static_cast<int64_t>(blockIdx.x) * row_packs + pack] = rounded;
+    }
+}
+
+int threads_for(int64_t items) { return static_cast<int>(std::min<int64_t>(kMaxThreads, (items + 31) / 32 * 32)); }
+
+bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+template <typename Word>
+bool try_gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
+                cudaStream_t stream) {
+    constexpr int64_t bytes = sizeof(Word);
+    if (row_bytes % bytes != 0 || !aligned(source, bytes) || !aligned(out, bytes)) {
+        return false;
+    }
+    const int64_t words = row_bytes / bytes;
+    gather_kernel<Word><<<num_rows, threads_for(words), 0, stream>>>(reinterpret_cast<const Word*>(source), index,
+                                                                     words, reinterpret_cast<Word*>(out));
+    return true;
+}
+
+template <typename T, int Size>
+void launch_combine(const void* rows, const int64_t* rows_of_token, const void* weights, int64_t num_tokens,
+                    int64_t width, int64_t hidden, void* out, cudaStream_t stream) {
+    const int64_t packs = hidden / Size;
+    combine_kernel<T, Size><<<num_tokens, threads_for(packs), 0, stream>>>(
+        static_cast<const Pack<T, Size>*>(rows), rows_of_token, static_cast<const typename SumOf<T>::type*>(weights),
+        width, packs, static_cast<Pack<T, Size>*>(out));
+}
+
+template <typename T>
+void combine_as(const void* rows, const int64_t* rows_of_token, const void* weights, int64_t num_tokens, int64_t width,
+                int64_t hidden, void* out, cudaStream_t stream) {
+    constexpr int size = kPackBytes / sizeof(T);
+    if (hidden % size == 0 && aligned(rows, kPackBytes) && aligned(out, kPackBytes)) {
+        launch_combine<T, size>(rows, rows_of_token, weights, num_tokens, width, hidden, out, stream);
+    } else {
+        launch_combine<T, 1>(rows, rows_of_token, weights, num_tokens, width, hidden, out, stream);
+    }
+}
+
+}  // namespace
+
+void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
+            cudaStream_t stream) {
+    if (num_rows == 0 || row_bytes == 0) {
+        return;
+    }
+    try_gather<uint4>(source, index, num_rows, row_bytes, out, stream) ||
+        try_gather<uint32_t>(source, index, num_rows, row_bytes, out, stream) ||
+        try_gather<uint16_t>(source, index, num_rows, row_bytes, out, stream) ||
+        try_gather<uint8_t>(source, index, num_rows, row_bytes, out, stream);
+}
+
+void combine(RowType type, const void* rows, const int64_t* rows_of_token, const void* weights, int64_t num_tokens,
+             int64_t width, int64_t hidden, void* out, cudaStream_t stream) {
+    if (num_tokens == 0 || hidden == 0) {
+        return;
+    }
+    switch (type) {
+        case RowType::kFloat32:
+            return combine_as<float>(rows, rows_of_token, weights, num_tokens, width, hidden, out, stream);
+        case RowType::kBFloat16:
+            return combine_as<__nv_bfloat16>(rows, rows_of_token, weights, num_tokens, width, hidden, out, stream);
+        case RowType::kFloat16:
+            return combine_as<__half>(rows, rows_of_token, weights, num_tokens, width, hidden, out, stream);
+        case RowType::kFloat64:
+            return combine_as<double>(rows, rows_of_token, weights, num_tokens, width, hidden, out, stream);
+    }
+}
+
+}  // namespace megatron_ft::dispatch::cuda

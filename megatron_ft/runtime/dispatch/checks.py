@@ -1,0 +1,98 @@
+"""Whether the arguments of a dispatch fit each other, and the sums a plan needs; notation in ``backend.py``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+def check_schedule(counts: torch.Tensor, replicas: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless both are int64 [E, N] of one device and ``schedule`` can place every token."""
+    matrices = counts.dtype == replicas.dtype == torch.int64 and counts.dim() == 2
+    if not matrices or counts.shape != replicas.shape or counts.device != replicas.device:
+        both = " and ".join(f"{each.dtype} {list(each.shape)} on {each.device}" for each in (counts, replicas))
+        raise ValueError(f"counts and replicas are {both}: must both be int64 [E, N] on one device")
+    negative = ((counts < 0) | (replicas < 0)).any()
+    orphans = (replicas.sum(1) == 0) & (counts.sum(1) > 0)
+    found = torch.cat([negative.view(1), orphans]).tolist()
+    if found[0]:
+        raise ValueError("counts and replicas: must not be negative")
+    if any(found):
+        raise ValueError(f"expert {found.index(True) - 1} has tokens and no copy: must have one")
+
+
+def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]) -> None:
+    """Raise ``ValueError`` unless ``plan``'s arguments have the shapes, types and ranges it states."""
+    if routing_map.dtype != torch.bool or routing_map.dim() != 2:
+        raise ValueError(f"routing_map is {routing_map.dtype} {list(routing_map.shape)}: must be bool [T, E]")
+    num_experts = routing_map.shape[1]
+    square = schedule.dim() == 3 and schedule.shape[1] == schedule.shape[2]
+    if schedule.dtype != torch.int64 or not square or schedule.shape[0] != num_experts:
+        raise ValueError(
+            f"schedule is {schedule.dtype} {list(schedule.shape)}: must be int64 [E, N, N] with E={num_experts}"
+        )
+    if not 0 <= rank < schedule.shape[1]:
+        raise ValueError(f"rank={rank}: must be from 0 to {schedule.shape[1] - 1}")
+    experts = list(local_experts)
+    if experts != sorted(set(experts)) or any(not 0 <= expert < num_experts for expert in experts):
+        raise ValueError(f"local_experts={experts}: must be distinct, ascending and from 0 to {num_experts - 1}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Totals:
+    """The sums a plan needs on the host, checked against each other."""
+
+    send_splits: list[int]
+    recv_splits: list[int]
+    tokens_per_local_expert: list[int]
+    max_rows_per_token: int
+
+    @classmethod
+    def of(
+        cls,
+        routed: torch.Tensor,
+        max_rows_per_token: torch.Tensor,
+        schedule: torch.Tensor,
+        rank: int,
+        local_experts: Sequence[int],
+    ) -> "Totals":
+        """Sums over ``schedule`` [E, N, N] in one copy to the host.
+
+        ``routed`` [E]: tokens this rank routes to each expert; ``max_rows_per_token`` [1]. All on one device.
+        Raises ``ValueError`` when the schedule does not send just what this rank routes, or when it sends rows to
+        this rank for an expert that is not among ``local_experts``.
+        """
+        num_experts, num_ranks = schedule.shape[0], schedule.shape[1]
+        outgoing, incoming = schedule[:, rank, :], schedule[:, :, rank]
+        parts = [max_rows_per_token, routed, outgoing.sum(1), outgoing.sum(0), incoming.sum(0), incoming.sum(1)]
+        sizes = [1, num_experts, num_experts, num_ranks, num_ranks, num_experts]
+        flat = torch.cat(parts).tolist()
+        ends = list(accumulate(sizes))
+        widest, here, sent, send_splits, recv_splits, arriving = (
+            flat[end - size : end] for size, end in zip(sizes, ends, strict=True)
+        )
+        _check_sums(here, sent, arriving, rank, local_experts)
+        return cls(
+            send_splits=send_splits,
+            recv_splits=recv_splits,
+            tokens_per_local_expert=[arriving[expert] for expert in local_experts],
+            max_rows_per_token=widest[0],
+        )
+
+
+def _check_sums(
+    routed: list[int], sent: list[int], arriving: list[int], rank: int, local_experts: Sequence[int]
+) -> None:
+    for expert, (have, planned) in enumerate(zip(routed, sent, strict=True)):
+        if have != planned:
+            raise ValueError(
+                f"the schedule sends {planned} tokens of expert {expert} from rank {rank}, which routes {have}: "
+                "the schedule must come from the counts of this very routing map"
+            )
+    for expert, num_tokens in enumerate(arriving):
+        if num_tokens and expert not in local_experts:
+            raise ValueError(
+                f"the schedule sends {num_tokens} tokens of expert {expert} to rank {rank}, "
+                f"whose experts are {list(local_experts)}"
+            )

@@ -1,0 +1,108 @@
+"""The dispatch in C++, for tokens in host memory. Bit for bit the reference."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ft.runtime.dispatch import extension
+from megatron_ft.runtime.dispatch.checks import Totals, check_plan, check_schedule
+from megatron_ft.runtime.dispatch.handle import DispatchHandle
+from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, RowOperations
+
+POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
+SIGNATURES = {
+    "dispatch_schedule": [POINTER, POINTER, INTEGER, INTEGER, POINTER],
+    "dispatch_count_rows": [POINTER, INTEGER, INTEGER, POINTER],
+    "dispatch_order_sent": [POINTER, POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, POINTER],
+    "dispatch_order_received": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
+    "dispatch_gather": [POINTER, POINTER, INTEGER, INTEGER, POINTER],
+    "dispatch_combine": [INTEGER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER],
+}
+"""Arguments of every function in ``csrc/bindings.cpp``: pointers and int64."""
+
+
+class CppDispatch(RowOperations):
+    """Single-threaded kernels; notation in ``backend.py``. Raises ``SoftwareError`` when they cannot be built."""
+
+    def __init__(self) -> None:
+        self.library = extension.load("cpp")
+        for name, arguments in SIGNATURES.items():
+            getattr(self.library, name).argtypes = arguments
+            getattr(self.library, name).restype = None
+        self.library.dispatch_count_rows.restype = INTEGER
+
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
+        """``counts`` and ``replicas`` int64 [E, N] -> int64 [E, N, N]."""
+        check_schedule(counts, replicas)
+        counts, replicas = _on_host("counts", counts), _on_host("replicas", replicas)
+        num_experts, num_ranks = counts.shape
+        planned = torch.empty((num_experts, num_ranks, num_ranks), dtype=torch.int64)
+        self.library.dispatch_schedule(_at(counts), _at(replicas), num_experts, num_ranks, _at(planned))
+        return planned
+
+    def plan(
+        self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
+    ) -> DispatchHandle:
+        """Two passes over ``routing_map`` [T, E]: one counts, one places each row."""
+        check_plan(routing_map, schedule, rank, local_experts)
+        routing_map, schedule = _on_host("routing_map", routing_map), _on_host("schedule", schedule)
+        (num_tokens, num_experts), num_ranks = routing_map.shape, schedule.shape[1]
+        routed = torch.empty(num_experts, dtype=torch.int64)
+        width = self.library.dispatch_count_rows(_at(routing_map), num_tokens, num_experts, _at(routed))
+        totals = Totals.of(routed, torch.tensor([width]), schedule, rank, local_experts)
+        num_sent, num_received = sum(totals.send_splits), sum(totals.recv_splits)
+        permutation, expert_of_row = (torch.empty(num_sent, dtype=torch.int64) for _ in range(2))
+        order, place = (torch.empty(num_received, dtype=torch.int64) for _ in range(2))
+        rows_of_token = torch.empty((num_tokens, width), dtype=torch.int64)
+        outgoing = schedule[:, rank, :].contiguous()
+        incoming = schedule[list(local_experts), :, rank].contiguous()
+        self.library.dispatch_order_sent(
+            *(_at(routing_map), _at(outgoing), num_tokens, num_experts, num_ranks, rank, width),
+            *(_at(permutation), _at(expert_of_row), _at(rows_of_token)),
+        )
+        self.library.dispatch_order_received(_at(incoming), len(local_experts), num_ranks, _at(order), _at(place))
+        return DispatchHandle(
+            num_tokens=num_tokens,
+            rank=rank,
+            send_splits=totals.send_splits,
+            recv_splits=totals.recv_splits,
+            permutation=permutation,
+            expert_of_row=expert_of_row,
+            rows_of_token=rows_of_token,
+            receive_order=order,
+            receive_place=place,
+            local_experts=tuple(local_experts),
+            tokens_per_local_expert=torch.tensor(totals.tokens_per_local_expert, dtype=torch.int64),
+        )
+
+    def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``source`` [A, H] at ``index`` [B] -> [B, H]."""
+        source = _on_host("rows", source)
+        out = source.new_empty((len(index), source.shape[1]))
+        row_bytes = source.shape[1] * source.element_size()
+        self.library.dispatch_gather(_at(source), _at(index), len(index), row_bytes, _at(out))
+        return out
+
+    def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """``rows`` [S, H] summed as ``rows_of_token`` [T, K] lists them -> [T, H]."""
+        rows = _on_host("rows", rows)
+        (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
+        out = rows.new_empty((num_tokens, hidden))
+        scales = None if weights is None else _at(weights)
+        self.library.dispatch_combine(
+            *(ROW_DTYPES.index(rows.dtype), _at(rows), _at(rows_of_token), scales, num_tokens, width, hidden, _at(out))
+        )
+        return out
+
+
+def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} is on {tensor.device}: placement.dispatch_backend=cpp works in host memory; set it to cuda"
+        )
+    return tensor.contiguous()
+
+
+def _at(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()

@@ -1,0 +1,133 @@
+"""The dispatch in CUDA kernels. Bit for bit the reference; one copy to the host per plan, for the splits."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ft.errors import SoftwareError
+from megatron_ft.runtime.dispatch import extension
+from megatron_ft.runtime.dispatch.checks import Totals, check_plan, check_schedule
+from megatron_ft.runtime.dispatch.handle import DispatchHandle
+from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, RowOperations
+
+MAX_RANKS = 3072
+"""Two int64 for each rank must fit 48 KiB of a block's shared memory."""
+
+Argument = torch.Tensor | int | None
+
+
+class CudaDispatch(RowOperations):
+    """Kernels on the current stream; notation in ``backend.py``. Raises ``SoftwareError`` without a CUDA device."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise SoftwareError("placement.dispatch_backend=cuda: torch.cuda.is_available() is False on this machine")
+        self.library = extension.load("cuda")
+        self.library.dispatch_error.restype = ctypes.c_char_p
+
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
+        """``counts`` and ``replicas`` int64 [E, N] -> int64 [E, N, N]. One copy to the host, for the checks."""
+        check_schedule(counts, replicas)
+        num_experts, num_ranks = counts.shape
+        _check_ranks(num_ranks)
+        planned = counts.new_empty((num_experts, num_ranks, num_ranks))
+        scratch = counts.new_empty(num_experts)
+        self._run(
+            *("dispatch_schedule", counts.contiguous(), replicas.contiguous(), num_experts, num_ranks, scratch, planned)
+        )
+        return planned
+
+    def plan(
+        self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
+    ) -> DispatchHandle:
+        """A block per expert gives its tokens their rows; a warp per token lists them."""
+        check_plan(routing_map, schedule, rank, local_experts)
+        schedule = schedule.to(routing_map.device)
+        _check_ranks(schedule.shape[1])
+        per_token = routing_map.sum(1)
+        widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
+        totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
+        permutation, expert_of_row, rows_of_token = self._order_sent(
+            routing_map, schedule[:, rank, :].contiguous(), rank, totals
+        )
+        order, place = self._order_received(schedule[list(local_experts), :, rank], sum(totals.recv_splits))
+        return DispatchHandle(
+            num_tokens=len(routing_map),
+            rank=rank,
+            send_splits=totals.send_splits,
+            recv_splits=totals.recv_splits,
+            permutation=permutation,
+            expert_of_row=expert_of_row,
+            rows_of_token=rows_of_token,
+            receive_order=order,
+            receive_place=place,
+            local_experts=tuple(local_experts),
+            tokens_per_local_expert=torch.tensor(totals.tokens_per_local_expert, dtype=torch.int64),
+        )
+
+    def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``source`` [A, H] at ``index`` [B] -> [B, H]."""
+        out = source.new_empty((len(index), source.shape[1]))
+        self._run("dispatch_gather", source, index, len(index), source.shape[1] * source.element_size(), out)
+        return out
+
+    def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """``rows`` [S, H] summed as ``rows_of_token`` [T, K] lists them -> [T, H]."""
+        (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
+        out = rows.new_empty((num_tokens, hidden))
+        row_type = ROW_DTYPES.index(rows.dtype)
+        self._run("dispatch_combine", row_type, rows, rows_of_token, weights, num_tokens, width, hidden, out)
+        return out
+
+    def _order_sent(
+        self, routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int, totals: Totals
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        (num_tokens, num_experts), num_ranks = routing_map.shape, outgoing.shape[1]
+        num_sent, width = sum(totals.send_splits), totals.max_rows_per_token
+        permutation, expert_of_row = outgoing.new_empty(num_sent), outgoing.new_empty(num_sent)
+        rows_of_token = outgoing.new_empty((num_tokens, width))
+        row_of = outgoing.new_empty((num_tokens, num_experts))
+        starts = _starts(outgoing.t()).t().contiguous()
+        self._run(
+            *("dispatch_order_sent", routing_map.contiguous(), outgoing, starts, num_tokens, num_experts, num_ranks),
+            *(rank, width, row_of, permutation, expert_of_row, rows_of_token),
+        )
+        return permutation, expert_of_row, rows_of_token
+
+    def _order_received(self, incoming: torch.Tensor, num_received: int) -> tuple[torch.Tensor, torch.Tensor]:
+        order, place = incoming.new_empty(num_received), incoming.new_empty(num_received)
+        sizes, places = incoming.contiguous(), _starts(incoming)
+        arrivals = _starts(incoming.t()).t().contiguous()
+        self._run("dispatch_order_received", sizes, arrivals, places, sizes.numel(), order, place)
+        return order, place
+
+    def _run(self, name: str, *arguments: Argument) -> None:
+        device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
+        if device.type != "cuda":
+            raise ValueError(f"{name}: tensors on {device}; placement.dispatch_backend=cuda works on CUDA devices")
+        stream = torch.cuda.current_stream(device).cuda_stream
+        index = torch.cuda.current_device() if device.index is None else device.index
+        code = getattr(self.library, name)(
+            ctypes.c_int64(index), ctypes.c_void_p(stream), *(_argument(each, device) for each in arguments)
+        )
+        if code:
+            raise SoftwareError(f"{name} failed on {device}: {self.library.dispatch_error(code).decode()}")
+
+
+def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes.c_int64:
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    assert value is None or value.device == device, f"tensors on {device} and {value.device}: must share a device"
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
+
+
+def _starts(sizes: torch.Tensor) -> torch.Tensor:
+    """Where each block begins when blocks of ``sizes`` lie one after the other, line by line; of the same shape."""
+    flat = sizes.flatten()
+    return (flat.cumsum(0) - flat).view(sizes.shape)
+
+
+def _check_ranks(num_ranks: int) -> None:
+    if num_ranks > MAX_RANKS:
+        raise ValueError(f"{num_ranks} ranks: placement.dispatch_backend=cuda takes at most {MAX_RANKS}")

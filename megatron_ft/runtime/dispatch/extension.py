@@ -1,0 +1,133 @@
+"""Builds the kernels of ``csrc/`` at their first use and loads them: the one place that compiles anything.
+
+The library has a plain C interface and is loaded with ctypes, so that building needs a compiler and torch's headers
+for 16-bit numbers, no Python headers, no build tool and no download. What is built lies in ``.cache/extensions/``
+under a digest of sources, command, torch and Python; ranks that come at the same time wait for the first one's
+build. The lock is the kernel's own, so a rank that dies while it builds leaves none behind.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from megatron_ft.errors import SoftwareError
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = ROOT / "csrc"
+CACHE = ROOT / ".cache" / "extensions"
+BUILD_SECONDS = 600
+CXX_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
+"""No contraction: a product is rounded before it is added, as in the reference."""
+NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
+
+
+@cache
+def load(kind: str) -> ctypes.CDLL:
+    """The kernels ``cpp`` or ``cuda``, built if they are not in the cache.
+
+    Raises ``SoftwareError`` when sources or compiler are missing or the build fails.
+    """
+    compiler = find_compiler(kind)
+    sources = source_files(kind)
+    flags = [*CXX_FLAGS] if kind == "cpp" else [*NVCC_FLAGS, f"-arch={device_architecture()}"]
+    return ctypes.CDLL(str(build(kind, [compiler, *flags, *include_flags(), "-shared"], sources, CACHE)))
+
+
+def source_files(kind: str) -> list[Path]:
+    """What is compiled into one library. Raises ``SoftwareError`` outside a clone of the project."""
+    suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
+    found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
+    if not found:
+        raise SoftwareError(f"no {suffix} files in {SOURCES}: kernels are built from a clone of the project")
+    return found
+
+
+def include_flags() -> list[str]:
+    """Where headers are: ours, and torch's for 16-bit numbers."""
+    from torch.utils.cpp_extension import include_paths
+
+    return [f"-I{SOURCES}", *(f"-I{path}" for path in include_paths())]
+
+
+def find_compiler(kind: str) -> str:
+    """``CXX`` or c++ for C++, nvcc of ``CUDA_HOME`` or of the path for CUDA. Raises ``SoftwareError``."""
+    if kind == "cpp":
+        wanted = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
+    else:
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        wanted = [*([f"{CUDA_HOME}/bin/nvcc"] if CUDA_HOME else []), "nvcc"]
+    found = next((path for name in wanted if (path := shutil.which(name))), None)
+    if found is None:
+        hint = "install a C++17 compiler or name it in CXX" if kind == "cpp" else "install CUDA or name it in CUDA_HOME"
+        raise SoftwareError(
+            f"placement.dispatch_backend={kind}: no compiler found (tried {', '.join(wanted)}); {hint}, "
+            "or take the backend reference"
+        )
+    return found
+
+
+def device_architecture() -> str:
+    """The current CUDA device's, as nvcc writes it: ``sm_90``."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
+    """Compile ``sources`` with ``command`` unless the cache has them. Returns the library.
+
+    It is put in place by a rename, so whoever finds it finds all of it. Raises ``SoftwareError``.
+    """
+    library = cache_folder / f"{kind}-{digest(command, sources)}.so"
+    if library.exists():
+        return library
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with _locked(library.with_suffix(".lock")):
+        if not library.exists():
+            unfinished = library.with_suffix(f".{os.getpid()}.tmp")
+            try:
+                _compile([*command, *map(str, sources), "-o", str(unfinished)])
+                os.replace(unfinished, library)
+            finally:
+                unfinished.unlink(missing_ok=True)
+    return library
+
+
+def digest(command: Sequence[str], sources: Sequence[Path]) -> str:
+    """Of all a library depends on: sources, headers beside them, command, torch, Python, machine."""
+    versions = (torch.__version__, sys.version.split()[0], platform.machine())
+    state = hashlib.sha256("\0".join((*command, *versions)).encode())
+    headers = {path for source in sources for path in source.parent.rglob("*.hpp")}
+    for path in sorted({*sources, *headers}):
+        state.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SoftwareError(f"building the dispatch kernels failed: {error}") from error
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+        raise SoftwareError(
+            f"building the dispatch kernels failed with exit code {done.returncode}: {' '.join(command)}\n{tail}"
+        )
