@@ -61,6 +61,8 @@ def form_groups(
 def dissolve_groups() -> None:
     """Drop Megatron's groups and torch's. The caller has let go of its ``Groups`` and of all that holds them."""
     parallel_state.destroy_model_parallel()
+    # The one group that Megatron forgets to drop.
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     # A process group that is still referenced keeps its transports open, and its peers blocked.
     gc.collect()
     dist.destroy_process_group()

@@ -133,7 +133,8 @@ def test_a_second_generation_in_the_same_process_is_like_the_first(outcomes: dic
         assert rank["second"]["losses"] == rank["first"]["losses"] == rank["fresh"]["losses"]
         assert rank["second"]["state"] == rank["first"]["state"] == rank["fresh"]["state"]
         for generation in rank.values():
-            assert generation["process_groups_left"] == 0
+            assert generation["sockets_opened"] > 4
+            assert generation["sockets_left"] == 0
             assert not generation["initialized"]
             assert generation["seconds_to_leave"] < 20
 

@@ -1,6 +1,7 @@
 """What ranks do in ``tests/distributed/test_engine.py``: each function is one scenario and returns JSON."""
 
-import gc
+import contextlib
+import os
 import time
 from typing import Any
 
@@ -61,9 +62,13 @@ def weights(*, rank: int, world_size: int, store: dist.Store, overrides: dict[st
     return {"tensors": whole, "num_sharded": num_sharded}
 
 
-def _process_groups() -> int:
-    gc.collect()
-    return sum(isinstance(thing, dist.ProcessGroup) for thing in gc.get_objects())
+def _open_sockets() -> int:
+    """Sockets this process holds: a process group that anything still refers to keeps its connections."""
+    targets = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            targets.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(target.startswith("socket:") for target in targets)
 
 
 def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +76,7 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
     config = engines.micro_config(overrides, world_size=world_size)
 
     def on_new_groups(engine: Any, generation: int) -> dict[str, Any]:
+        sockets_before = _open_sockets()
         engine.build(
             form_groups(
                 config.parallel,
@@ -84,6 +90,7 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
         )
         losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
         state = {**engines.digests(engine), **engines.volatile_state(engine)}
+        sockets_between = _open_sockets()
         began = time.monotonic()
         engine.teardown()
         dissolve_groups()
@@ -91,7 +98,8 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
             "losses": losses,
             "state": state,
             "seconds_to_leave": time.monotonic() - began,
-            "process_groups_left": _process_groups(),
+            "sockets_opened": sockets_between - sockets_before,
+            "sockets_left": _open_sockets() - sockets_before,
             "initialized": dist.is_initialized(),
         }
 

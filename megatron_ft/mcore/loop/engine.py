@@ -27,6 +27,7 @@ from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.forward import forward_step
 from megatron_ft.mcore.loop.undo import UndoRecord
 from megatron_ft.mcore.model.build import build_model
+from megatron_ft.mcore.model.release import release_caches
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.layer import MixtureLayer
 from megatron_ft.mcore.moe.observation import forget_auxiliary_losses, take_auxiliary_losses, take_expert_load
@@ -138,6 +139,7 @@ class TrainingEngine:
         """Let go of everything that holds the groups; the caller dissolves them next."""
         self._reach("teardown", self.iteration)
         forget_auxiliary_losses()
+        release_caches()
         for name in (
             "model_chunks",
             "optimizer",

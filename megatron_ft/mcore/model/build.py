@@ -1,7 +1,7 @@
 """Builds the model chunks of this rank, wrapped for precision and data parallelism."""
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.model.layers import build_block_spec
+from megatron_ft.mcore.model.release import ReleasableDataParallel
 from megatron_ft.mcore.model.weights import initialize_weights
 
 
@@ -34,7 +35,7 @@ def build_model(
         check_for_nan_in_grad=False,
     )
     return [
-        DistributedDataParallel(
+        ReleasableDataParallel(
             transformer_config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=pg_collection
         )
         for number, chunk in enumerate(chunks)
