@@ -177,11 +177,12 @@ class OverlapSearch:
         return turned if better else align(plain, capacities, losses)
 
     def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
-        """The losses that guide a search; None where even pairs of domains would be too many."""
+        """The losses that guide a search; None where they would be too many, single domains aside."""
         if num_domains > MAX_SEARCHED_DOMAINS:
             return None
         masks, values = self.objective.losses(num_domains, limit or self.num_losses)
-        return Losses(masks=masks, values=values) if len(masks) > num_domains else None
+        single_only = len(masks) == num_domains and any(self.objective.weights(num_domains)[2:])
+        return None if single_only or not len(masks) else Losses(masks=masks, values=values)
 
     def _score(self, layers: Iterable[Counts]) -> float:
         """Joint survival under the whole objective; by the guiding losses where that cannot be counted."""

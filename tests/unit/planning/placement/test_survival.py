@@ -1,0 +1,132 @@
+"""Survival against every loss tried, the paper's figures, and the labels of estimates."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement import frontier
+from megatron_ft.planning.placement.frontier import minimal_masks, surviving_weights
+from megatron_ft.planning.placement.objective import SurvivalObjective
+from megatron_ft.planning.placement.survival import survival
+
+families = st.lists(st.integers(1, 2**7 - 1), max_size=12)
+
+
+def survivors(masks: list[int], num_domains: int, lost: int) -> list[tuple[int, ...]]:
+    """Losses that leave every mask a domain, tried one by one."""
+    return [
+        chosen
+        for chosen in combinations(range(num_domains), lost)
+        if all(mask & ~sum(1 << d for d in chosen) for mask in masks)
+    ]
+
+
+@given(masks=families)
+def test_sweep_counts_what_enumeration_counts(masks: list[int]) -> None:
+    expected = [len(survivors(masks, 7, lost)) for lost in range(8)]
+    assert surviving_weights(minimal_masks(masks), 7, 7) == expected
+
+
+@settings(deadline=None)
+@given(masks=families, odds=st.lists(st.floats(0.01, 3), min_size=7, max_size=7))
+def test_sweep_weighs_unequal_domains(masks: list[int], odds: list[float]) -> None:
+    def weight(chosen: tuple[int, ...]) -> float:
+        product = 1.0
+        for domain in chosen:
+            product *= odds[domain]
+        return product
+
+    expected = [sum(weight(chosen) for chosen in survivors(masks, 7, lost)) for lost in range(4)]
+    assert surviving_weights(minimal_masks(masks), 7, 3, odds) == pytest.approx(expected)
+
+
+@given(masks=families)
+def test_minimal_masks_lose_nothing(masks: list[int]) -> None:
+    kept = minimal_masks(masks)
+    assert all(any(small & mask == small for small in kept) for mask in masks)
+    assert not any(a != b and a & b == a for a in kept for b in kept)
+
+
+def names(*sets: str) -> list[set[str]]:
+    return [set(held) for held in sets]
+
+
+def failures(held: list[set[str]], lost: int) -> int:
+    """Failing losses of five nodes, out of ten."""
+    (value,) = survival(held, "12345", [lost])
+    return round(10 * (1 - value.probability))
+
+
+def test_figure_5_cases_one_and_two() -> None:
+    assert failures(names("12", "12", "345", "345"), 3) == 4
+    assert failures(names("12", "13", "345", "245"), 3) == 7
+
+
+def test_layers_are_judged_together() -> None:
+    first, second = names("12", "345"), names("13", "245")
+    alone = [survival(held, "12345", [2])[0].probability for held in (first, second)]
+    assert alone == [0.9, 0.9]
+    assert survival(first + second, "12345", [2])[0].probability == 0.8
+    assert survival(first + first, "12345", [2])[0].probability == 0.9
+
+
+def test_large_clusters_are_counted_not_sampled() -> None:
+    domains = [f"node{n}" for n in range(1024)]
+    pairs = [{domains[n], domains[n + 1]} for n in range(0, 1024, 2)]
+    (value,) = survival(pairs, domains, [3])
+    assert value.exact
+    assert value.method == "counting"
+    assert value.probability == pytest.approx((1022 / 1023) * (1020 / 1022), rel=1e-12)
+
+
+def test_estimates_say_so_and_contain_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    domains = [f"n{n}" for n in range(20)]
+    held = [{domains[a], domains[b]} for a, b in combinations(range(20), 2) if (a * b) % 7 == 1]
+    (exact,) = survival(held, domains, [4])
+    monkeypatch.setattr(frontier, "MAX_STATES", 1)
+    (estimate,) = survival(held, domains, [4], num_samples=20_000)
+    assert not estimate.exact
+    assert estimate.interval is not None
+    assert estimate.interval[0] < exact.probability < estimate.interval[1]
+    assert estimate == survival(held, domains, [4], num_samples=20_000)[0]
+
+
+def test_refused() -> None:
+    with pytest.raises(ConfigError, match="lost domains=6"):
+        survival(names("12"), "12345", [6])
+    with pytest.raises(ConfigError, match="holders"):
+        survival([set()], "12345", [1])
+
+
+def test_objective_scores_as_survival_says() -> None:
+    held = names("12", "345")
+    objective = SurvivalObjective(lost_weights=(0, 1, 3))
+    (two, three) = survival(held, "12345", [2, 3])
+    assert objective.score([0b00011, 0b11100], 5) == pytest.approx((two.probability + 3 * three.probability) / 4)
+
+
+def test_objective_follows_unequal_rates() -> None:
+    objective = SurvivalObjective(lost_weights=(0, 1), failure_rates=(0.5, 0.5, 0.1, 0.1))
+    masks, values = objective.losses(4, 100)
+    weights = dict(zip(masks.tolist(), values.tolist(), strict=True))
+    assert sum(weights.values()) == pytest.approx(1)
+    assert weights[0b0011] == pytest.approx(81 * weights[0b1100])
+    assert objective.score([0b0011], 4) == pytest.approx(1 - weights[0b0011])
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        SurvivalObjective(lost_weights=(0.0,)),
+        SurvivalObjective(lost_weights=(-1.0, 2.0)),
+        SurvivalObjective(lost_ratio=1.0),
+        SurvivalObjective(failure_rates=(0.1, 0.0)),
+        SurvivalObjective(failure_rates=(0.1,)),
+    ],
+)
+def test_objective_refuses(objective: SurvivalObjective) -> None:
+    with pytest.raises(ConfigError):
+        objective.validate(2)

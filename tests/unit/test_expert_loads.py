@@ -1,0 +1,126 @@
+"""Recorded loads: the real files and what must be refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ft.errors import DataError
+from megatron_ft.expert_loads import read_expert_loads
+
+REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "expert_load"
+HEADER = "batch_id,dataset_name,stage,router_layer_index,expert_id,assigned_tokens,total_tokens\n"
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="needs the recorded loads in ../shared/data/expert_load")
+@pytest.mark.parametrize(
+    ("name", "shape", "tokens_per_layer"),
+    [
+        ("smartmoe_gate_counts.npz", (251, 16, 24, 4, 32), 251 * 16 * 4 * 4096),
+        ("deepseek_v3_prefill_in1024.json", (1, 1, 61, 1, 256), 2**26),
+        ("mixtral_top2_ids.npy", (1, 1, 32, 1, 8), 2 * 16470),
+        ("switch8_load.csv", (8, 1, 12, 1, 8), 4096),
+    ],
+)
+def test_real_files(name: str, shape: tuple[int, ...], tokens_per_layer: int) -> None:
+    loads = read_expert_loads(REAL / name)
+    assert loads.tokens.shape == shape
+    assert loads.tokens.dtype == np.int64
+    assert loads.per_layer()[-1].sum() == tokens_per_layer
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_lists_of_loads(tmp_path: Path) -> None:
+    loads = read_expert_loads(write(tmp_path, "loads.json", "[[1, 2.0, 0], [4, 5, 6]]"))
+    assert loads.per_layer().tolist() == [[1, 2, 0], [4, 5, 6]]
+    assert loads.per_layer().dtype == np.int64
+    assert read_expert_loads(write(tmp_path, "f.json", "[[0.5, 1]]")).per_layer().tolist() == [[0.5, 1.0]]
+
+
+def test_records_by_iteration(tmp_path: Path) -> None:
+    counts = np.arange(2 * 2 * 1 * 1 * 3).reshape(2, 2, 1, 1, 3)
+    np.savez(tmp_path / "x.npz", counts=counts, iters=np.array([1, 11]))
+    loads = read_expert_loads(tmp_path / "x.npz")
+    assert loads.per_layer(loads.record_of(11)).tolist() == [[6 + 9, 7 + 10, 8 + 11]]
+    with pytest.raises(DataError, match="iteration=12"):
+        loads.record_of(12)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[[1, 2], [3", "is not JSON"),
+        ("[[1, 2], [3]]", "layer 1 has 1 loads"),
+        ("[1, 2]", "must be a list of per-layer lists"),
+        ("[]", "must be a list of per-layer lists"),
+        ("[[]]", "layer 0 has 0 loads"),
+        ('{"other": [[1]]}', "must be a list of per-layer lists"),
+        ("[[1, NaN]]", "expert 1 is nan"),
+        ("[[1, -2]]", "expert 1 is -2"),
+        ("[[1, Infinity]]", "expert 1 is inf"),
+        ('[[1, "2"]]', "expert 1 is '2'"),
+        ("[[1, true]]", "expert 1 is True"),
+        ("[[1, null]]", "expert 1 is None"),
+    ],
+)
+def test_json_refused(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_expert_loads(write(tmp_path, "x.json", content))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,1", "line 3: lacks assigned_tokens"),
+        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,0,5,9\n", "line 3: repeats"),
+        ("0,a,encoder,1,0,5,9\n1,a,encoder,1,1,5,9\n", "has 2 rows: must have one for each"),
+        ("0,a,middle,1,0,5,9\n", "stage=middle"),
+        ("0,a,encoder,1,0,-5,9\n", "assigned_tokens=-5"),
+        ("0,a,encoder,1,0,x,9\n", "line 2"),
+        ("", "none 0"),
+    ],
+)
+def test_csv_refused(tmp_path: Path, rows: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_expert_loads(write(tmp_path, "x.csv", HEADER + rows))
+
+
+def test_arrays_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "lacks.npz", counts=np.zeros((1, 1, 1, 1, 2)))
+    np.savez(tmp_path / "shape.npz", counts=np.zeros((1, 1, 2)), iters=np.array([1]))
+    np.savez(tmp_path / "order.npz", counts=np.zeros((2, 1, 1, 1, 2)), iters=np.array([2, 2]))
+    np.save(tmp_path / "ids.npy", np.zeros((3, 2)))
+    np.save(tmp_path / "object.npy", np.array([{}]), allow_pickle=True)
+    write(tmp_path, "damaged.npz", b"PK\x03\x04 and then nothing")
+    write(tmp_path, "x.txt", "")
+    for name, message in [
+        ("lacks.npz", "lacks the array 'iters'"),
+        ("shape.npz", "shape"),
+        ("order.npz", "must rise"),
+        ("ids.npy", "must be integers"),
+        ("object.npy", "not a readable npy"),
+        ("damaged.npz", "not a readable npz"),
+        ("x.txt", "unknown suffix"),
+        ("missing.json", "cannot be read"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            read_expert_loads(tmp_path / name)
+
+
+def test_truncated_archive_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", counts=np.ones((1, 1, 1, 1, 2)), iters=np.array([1]))
+    whole = (tmp_path / "x.npz").read_bytes()
+    for length in range(0, len(whole), 37):
+        with pytest.raises(DataError):
+            read_expert_loads(write(tmp_path, "cut.npz", whole[:length]))
+
+
+def test_json_file_of_one_thousand_layers(tmp_path: Path) -> None:
+    layers = [[layer, 1] for layer in range(1000)]
+    assert read_expert_loads(write(tmp_path, "x.json", json.dumps(layers))).num_layers == 1000

@@ -1,0 +1,247 @@
+"""Plan expert replicas for recorded loads: how many of each, on which node, and what survives lost nodes."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ft.errors import ConfigError, MegatronFtError, SoftwareError
+from megatron_ft.expert_loads import SUFFIXES, Tokens, read_expert_loads
+from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
+from megatron_ft.planning.placement.algorithms import ALGORITHMS
+from megatron_ft.planning.placement.allocation import Allocation, allocate
+from megatron_ft.planning.placement.objective import SurvivalObjective
+from megatron_ft.planning.placement.overlap_search import OverlapSearch
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.survival import Survival, survival
+from megatron_ft.topology import Cluster
+
+DEFAULT_MIN_REPLICAS = 2
+MAX_CURVE_NODES = 16
+"""Plots draw the whole survival curve up to so many nodes, beyond only the numbers asked for."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Command line of this tool."""
+    result = argparse.ArgumentParser(prog="plan_placement", description=__doc__)
+    source = result.add_mutually_exclusive_group(required=True)
+    source.add_argument("--loads", type=Path, metavar="FILE", help=f"recorded loads ({', '.join(SUFFIXES)})")
+    source.add_argument("--replica-counts", metavar="2,3,3", help="replicas of each expert; skips the allocation")
+    result.add_argument(
+        "--iteration", type=int, help="only this iteration of the recorded loads (default: all, summed)"
+    )
+    result.add_argument("--num-nodes", type=int, required=True)
+    result.add_argument("--slots-per-node", type=int, required=True)
+    result.add_argument(
+        "--min-replicas", type=int, help=f"replicas every expert has at least (default: {DEFAULT_MIN_REPLICAS})"
+    )
+    result.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="overlap_search")
+    result.add_argument(
+        "--lost-nodes",
+        type=int,
+        action="append",
+        metavar="K",
+        help="nodes lost together; repeatable (default: 1 and 2)",
+    )
+    result.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+    result.add_argument("--plot", type=Path, metavar="FILE.png", help="draw slots and survival curves")
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A plan and what survives it."""
+
+    allocations: tuple[Allocation, ...]
+    """Of each layer; empty where the counts were given."""
+    plan: PlacementPlan
+    layers: tuple[tuple[Survival, ...], ...]
+    """Of each layer alone, for each number of lost nodes."""
+    joint: tuple[Survival, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that ``--json`` prints."""
+        layers = [
+            {
+                "replica_counts": list(self.plan.replica_counts(layer)),
+                "placement": [list(experts) for experts in self.plan.slots[layer]],
+                "survival": {str(value.num_lost): value.probability for value in values},
+            }
+            for layer, values in enumerate(self.layers)
+        ]
+        document: dict[str, Any] = {
+            "layers": layers,
+            "survival": {str(value.num_lost): value.probability for value in self.joint},
+        }
+        if self.allocations:
+            document["min_replicas"] = [allocation.min_replicas for allocation in self.allocations]
+        estimates = {
+            f"{scope}{value.num_lost}": list(value.interval)
+            for scope, values in [("joint ", self.joint), *((f"layer {n} ", v) for n, v in enumerate(self.layers))]
+            for value in values
+            if value.interval is not None
+        }
+        return document | ({"monte_carlo_intervals": estimates} if estimates else {})
+
+
+def plan(options: argparse.Namespace) -> Result:
+    """Allocate and place as the command line says."""
+    check(options)
+    lost = tuple(dict.fromkeys(options.lost_nodes or [k for k in (1, 2) if k <= options.num_nodes]))
+    cluster = Cluster.of(options.num_nodes, 1)
+    loads, allocations, counts = demand(options)
+    algorithm = chosen_algorithm(options.algorithm, lost, options.num_nodes)
+    placed = algorithm.place(counts, cluster, num_slots_per_rank=options.slots_per_node, loads=loads)
+    layers = tuple(
+        survival(placed.expert_domains(layer), cluster.failure_domains, lost) for layer in range(len(placed.slots))
+    )
+    joint = survival(placed.all_expert_domains(), cluster.failure_domains, lost)
+    return Result(allocations=allocations, plan=placed, layers=layers, joint=joint)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ConfigError for numbers that cannot be."""
+    for key in ("num_nodes", "slots_per_node", "min_replicas"):
+        value = getattr(options, key)
+        if value is not None and value < 1:
+            raise ConfigError.of(flag(key), value, "must be at least 1")
+    if options.min_replicas is not None and options.min_replicas > options.num_nodes:
+        raise ConfigError.of("--min-replicas", options.min_replicas, f"must be at most the {options.num_nodes} nodes")
+    for lost in options.lost_nodes or ():
+        if not 0 <= lost <= options.num_nodes:
+            raise ConfigError.of("--lost-nodes", lost, f"must lie between 0 and the {options.num_nodes} nodes")
+    if options.iteration is not None and options.loads is None:
+        raise ConfigError.of("--iteration", options.iteration, "needs --loads")
+
+
+def flag(name: str) -> str:
+    """A field's name on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def demand(
+    options: argparse.Namespace,
+) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
+    """Loads, allocations and replica counts of each layer; given counts are one layer without loads."""
+    num_slots = options.num_nodes * options.slots_per_node
+    if options.replica_counts is not None:
+        counts = parse_counts(options.replica_counts)
+        if len(counts) > num_slots:
+            raise ConfigError.of("num_experts", len(counts), f"must be at most the {num_slots} slots")
+        floor = options.min_replicas
+        for expert, count in enumerate(counts):
+            if floor is not None and count < floor:
+                raise ConfigError.of(f"replica_counts[{expert}]", count, f"must be at least --min-replicas={floor}")
+        return None, (), [counts]
+    loads = read_loads(options).tolist()
+    floor = min(DEFAULT_MIN_REPLICAS, options.num_nodes) if options.min_replicas is None else options.min_replicas
+    allocations = tuple(allocate(layer, num_slots, floor, num_domains=options.num_nodes) for layer in loads)
+    return loads, allocations, [allocation.replica_counts for allocation in allocations]
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """``2,3,3`` as integers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError.of("--replica-counts", text, "must be integers with commas between them") from None
+
+
+def read_loads(options: argparse.Namespace) -> Tokens:
+    """``[layers, experts]`` of the chosen iteration or of all."""
+    recorded = read_expert_loads(options.loads)
+    return recorded.per_layer(None if options.iteration is None else recorded.record_of(options.iteration))
+
+
+def chosen_algorithm(name: str, lost: Sequence[int], num_nodes: int) -> PlacementAlgorithm:
+    """The algorithm; a search aims at the numbers of lost nodes that were asked for, all alike."""
+    weights = tuple(float(k in lost) for k in range(1, num_nodes + 1))
+    if name == "overlap_search" and any(weights):
+        return OverlapSearch(objective=SurvivalObjective(lost_weights=weights))
+    return ALGORITHMS[name]()
+
+
+def table(result: Result) -> str:
+    """Layers, their replicas and slots, and survival, for people."""
+    lines = [result.plan.summary()]
+    lowered = {allocation.min_replicas for allocation in result.allocations if allocation.lowered}
+    if lowered:
+        wanted = result.allocations[0].requested_min_replicas
+        lines.append(f"too few slots: at least {min(lowered)} replicas per expert instead of {wanted}")
+    lines += ["", "survival        " + "".join(f"{value.num_lost:>3} lost" for value in result.joint)]
+    for number, values in enumerate(result.layers, start=1):
+        lines.append(f"  layer {number:<8}" + "".join(f"{value.probability:>8.4f}" for value in values))
+    lines.append("  all layers    " + "".join(f"{value.probability:>8.4f}" for value in result.joint))
+    for value in result.joint:
+        if value.interval is not None:
+            low, high = value.interval
+            lines.append(f"  {value.num_lost} lost: an estimate, between {low:.4f} and {high:.4f} (99.9 %)")
+    for number, by_rank in enumerate(result.plan.slots, start=1):
+        counts = ",".join(str(count) for count in result.plan.replica_counts(number - 1))
+        lines += ["", f"layer {number}: replicas {counts}"]
+        lines += [f"  node {node:<4} {' '.join(str(e) for e in experts)}" for node, experts in enumerate(by_rank)]
+    return "\n".join(lines)
+
+
+def plot(result: Result, path: Path) -> None:
+    """Draw who sits where (one layer: the first) and the survival of each layer and of all together."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SoftwareError("--plot needs matplotlib: make docs-deps installs it") from error
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    matrix = result.plan.replicas_per_rank(0)
+    image = left.imshow(matrix, aspect="auto", cmap="Blues", interpolation="nearest")
+    left.set(xlabel="node", ylabel="expert", title="Replicas of the first layer")
+    figure.colorbar(image, ax=left, label="replicas")
+    lost, layers, joint = curves(result)
+    for values in layers:
+        right.plot(lost, values, color="tab:gray", alpha=0.4, linewidth=1)
+    right.plot(lost, joint, color="tab:blue", marker="o", label="all layers together")
+    right.plot([], [], color="tab:gray", label="each layer alone")
+    right.set(xlabel="nodes lost together", ylabel="probability of survival", ylim=(-0.02, 1.02), title="Survival")
+    right.legend()
+    right.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
+    """Numbers of lost nodes, survival of each layer, survival of all."""
+    num_nodes = len(result.plan.ranks)
+    if num_nodes > MAX_CURVE_NODES:
+        rows = [[value.probability for value in values] for values in result.layers]
+        return [v.num_lost for v in result.joint], rows, [v.probability for v in result.joint]
+    lost, domains = list(range(num_nodes + 1)), result.plan.domains
+    rows = [
+        [value.probability for value in survival(result.plan.expert_domains(layer), domains, lost)]
+        for layer in range(len(result.plan.slots))
+    ]
+    return lost, rows, [v.probability for v in survival(result.plan.all_expert_domains(), domains, lost)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        result = plan(options)
+        if options.plot is not None:
+            plot(result, options.plot)
+    except MegatronFtError as error:
+        print(f"plan_placement: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(result.to_json()) if options.json else table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
