@@ -10,12 +10,19 @@ namespace dispatch = megatron_ft::dispatch;
 
 namespace {
 
-template <typename T>
-void combine_as(const void* rows, const int64_t* rows_of_token, const void* weights, int64_t num_tokens, int64_t width,
-                int64_t hidden, void* out) {
-    using Sum = typename dispatch::SumOf<T>::type;
-    dispatch::combine(static_cast<const T*>(rows), rows_of_token, static_cast<const Sum*>(weights), num_tokens, width,
-                      hidden, static_cast<T*>(out));
+// Calls run(T()) with the type that `row_type` names.
+template <typename Run>
+void with_row_type(int64_t row_type, Run run) {
+    switch (static_cast<dispatch::RowType>(row_type)) {
+        case dispatch::RowType::kFloat32:
+            return run(float());
+        case dispatch::RowType::kBFloat16:
+            return run(c10::BFloat16());
+        case dispatch::RowType::kFloat16:
+            return run(c10::Half());
+        case dispatch::RowType::kFloat64:
+            return run(double());
+    }
 }
 
 }  // namespace
@@ -49,16 +56,23 @@ void dispatch_gather(const char* source, const int64_t* index, int64_t num_rows,
 
 void dispatch_combine(int64_t row_type, const void* rows, const int64_t* rows_of_token, const void* weights,
                       int64_t num_tokens, int64_t width, int64_t hidden, void* out) {
-    switch (static_cast<dispatch::RowType>(row_type)) {
-        case dispatch::RowType::kFloat32:
-            return combine_as<float>(rows, rows_of_token, weights, num_tokens, width, hidden, out);
-        case dispatch::RowType::kBFloat16:
-            return combine_as<c10::BFloat16>(rows, rows_of_token, weights, num_tokens, width, hidden, out);
-        case dispatch::RowType::kFloat16:
-            return combine_as<c10::Half>(rows, rows_of_token, weights, num_tokens, width, hidden, out);
-        case dispatch::RowType::kFloat64:
-            return combine_as<double>(rows, rows_of_token, weights, num_tokens, width, hidden, out);
-    }
+    with_row_type(row_type, [=](auto unit) {
+        using T = decltype(unit);
+        using Sum = typename dispatch::SumOf<T>::type;
+        dispatch::combine(static_cast<const T*>(rows), rows_of_token, static_cast<const Sum*>(weights), num_tokens,
+                          width, hidden, static_cast<T*>(out));
+    });
+}
+
+void dispatch_weigh(int64_t row_type, const void* grad, const void* rows, const int64_t* permutation,
+                    const void* weights, int64_t num_rows, int64_t hidden, void* grad_rows, void* dots) {
+    with_row_type(row_type, [=](auto unit) {
+        using T = decltype(unit);
+        using Sum = typename dispatch::SumOf<T>::type;
+        dispatch::weigh(static_cast<const T*>(grad), static_cast<const T*>(rows), permutation,
+                        static_cast<const Sum*>(weights), num_rows, hidden, static_cast<T*>(grad_rows),
+                        static_cast<Sum*>(dots));
+    });
 }
 
 }  // extern "C"

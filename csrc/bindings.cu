@@ -50,6 +50,15 @@ int dispatch_gather(int64_t device, cudaStream_t stream, const char* source, con
     return on(device, [=] { dispatch::cuda::gather(source, index, num_rows, row_bytes, out, stream); });
 }
 
+int dispatch_weigh(int64_t device, cudaStream_t stream, int64_t row_type, const void* grad, const void* rows,
+                   const int64_t* permutation, const void* weights, int64_t num_rows, int64_t hidden, void* grad_rows,
+                   void* dots) {
+    return on(device, [=] {
+        dispatch::cuda::weigh(static_cast<dispatch::RowType>(row_type), grad, rows, permutation, weights, num_rows,
+                              hidden, grad_rows, dots, stream);
+    });
+}
+
 int dispatch_combine(int64_t device, cudaStream_t stream, int64_t row_type, const void* rows,
                      const int64_t* rows_of_token, const void* weights, int64_t num_tokens, int64_t width,
                      int64_t hidden, void* out) {

@@ -26,6 +26,10 @@ void order_received(const int64_t* sizes, const int64_t* arrivals, const int64_t
 void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
             cudaStream_t stream);
 
+// Half of H, rounded up to a power of two, must fit a block's shared memory: H to 65536 in float sums on sm_90.
+void weigh(RowType type, const void* grad, const void* rows, const int64_t* permutation, const void* weights,
+           int64_t num_rows, int64_t hidden, void* grad_rows, void* dots, cudaStream_t stream);
+
 void combine(RowType type, const void* rows, const int64_t* rows_of_token, const void* weights, int64_t num_tokens,
              int64_t width, int64_t hidden, void* out, cudaStream_t stream);
 

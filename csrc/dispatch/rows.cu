@@ -70,6 +70,41 @@ __global__ void combine_kernel(const Pack<T, Size>* rows, const int64_t* rows_of
     }
 }
 
+// One block for one row. The first halving happens while units are read, so shared memory holds half of them.
+template <typename T>
+__global__ void weigh_kernel(const T* grad, const T* rows, const int64_t* permutation,
+                             const typename SumOf<T>::type* weights, int64_t hidden, int64_t half_width, T* grad_rows,
+                             typename SumOf<T>::type* dots) {
+    using Sum = typename SumOf<T>::type;
+    extern __shared__ double shared[];
+    Sum* terms = reinterpret_cast<Sum*>(shared);
+    const int64_t row = blockIdx.x;
+    const T* from = grad + permutation[row] * hidden;
+    const Sum weight = weights[row];
+    const auto visit = [&](int64_t unit) -> Sum {
+        if (unit >= hidden) {
+            return Sum(0);
+        }
+        const Sum wide = widen(from[unit]);
+        grad_rows[row * hidden + unit] = narrow<T, Sum>(wide * weight);
+        return wide * widen(rows[row * hidden + unit]);
+    };
+    for (int64_t unit = threadIdx.x; unit < half_width; unit += blockDim.x) {
+        const Sum first = visit(unit);
+        terms[unit] = first + visit(unit + half_width);
+    }
+    __syncthreads();
+    for (int64_t half = half_width / 2; half > 0; half /= 2) {
+        for (int64_t unit = threadIdx.x; unit < half; unit += blockDim.x) {
+            terms[unit] += terms[unit + half];
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        dots[row] = terms[0];
+    }
+}
+
 int threads_for(int64_t items) { return static_cast<int>(std::min<int64_t>(kMaxThreads, (items + 31) / 32 * 32)); }
 
 bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
@@ -97,6 +132,18 @@ void launch_combine(const void* rows, const int64_t* rows_of_token, const void* 
 }
 
 template <typename T>
+void weigh_as(const void* grad, const void* rows, const int64_t* permutation, const void* weights, int64_t num_rows,
+              int64_t hidden, void* grad_rows, void* dots, cudaStream_t stream) {
+    using Sum = typename SumOf<T>::type;
+    const int64_t half_width = std::max<int64_t>(padded_width(hidden) / 2, 1);
+    const int shared_bytes = static_cast<int>(half_width * sizeof(Sum));
+    cudaFuncSetAttribute(weigh_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    weigh_kernel<T><<<num_rows, threads_for(half_width), shared_bytes, stream>>>(
+        static_cast<const T*>(grad), static_cast<const T*>(rows), permutation, static_cast<const Sum*>(weights), hidden,
+        half_width, static_cast<T*>(grad_rows), static_cast<Sum*>(dots));
+}
+
+template <typename T>
 void combine_as(const void* rows, const int64_t* rows_of_token, const void* weights, int64_t num_tokens, int64_t width,
                 int64_t hidden, void* out, cudaStream_t stream) {
     constexpr int size = kPackBytes / sizeof(T);
@@ -118,6 +165,23 @@ void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t 
         try_gather<uint32_t>(source, index, num_rows, row_bytes, out, stream) ||
         try_gather<uint16_t>(source, index, num_rows, row_bytes, out, stream) ||
         try_gather<uint8_t>(source, index, num_rows, row_bytes, out, stream);
+}
+
+void weigh(RowType type, const void* grad, const void* rows, const int64_t* permutation, const void* weights,
+           int64_t num_rows, int64_t hidden, void* grad_rows, void* dots, cudaStream_t stream) {
+    if (num_rows == 0) {
+        return;
+    }
+    switch (type) {
+        case RowType::kFloat32:
+            return weigh_as<float>(grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots, stream);
+        case RowType::kBFloat16:
+            return weigh_as<__nv_bfloat16>(grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots, stream);
+        case RowType::kFloat16:
+            return weigh_as<__half>(grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots, stream);
+        case RowType::kFloat64:
+            return weigh_as<double>(grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots, stream);
+    }
 }
 
 void combine(RowType type, const void* rows, const int64_t* rows_of_token, const void* weights, int64_t num_tokens,

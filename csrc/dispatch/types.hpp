@@ -17,6 +17,15 @@ struct SumOf<double> {
     using type = double;
 };
 
+// The power of two that H units are padded to before they are summed by halves.
+inline int64_t padded_width(int64_t hidden) {
+    int64_t width = 1;
+    while (width < hidden) {
+        width *= 2;
+    }
+    return width;
+}
+
 // Padding of rows_of_token: this token has fewer than K rows.
 constexpr int64_t kNoRow = -1;
 

@@ -8,11 +8,12 @@ import torch
 
 
 def check_schedule(counts: torch.Tensor, replicas: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless both are int64 [E, N] of one device and ``schedule`` can place every token."""
+    """Raise ``ValueError`` unless both are int64 [E, N] and every token can be placed. One copy to the host."""
     matrices = counts.dtype == replicas.dtype == torch.int64 and counts.dim() == 2
-    if not matrices or counts.shape != replicas.shape or counts.device != replicas.device:
-        both = " and ".join(f"{each.dtype} {list(each.shape)} on {each.device}" for each in (counts, replicas))
-        raise ValueError(f"counts and replicas are {both}: must both be int64 [E, N] on one device")
+    if not matrices or counts.shape != replicas.shape:
+        both = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (counts, replicas))
+        raise ValueError(f"counts and replicas are {both}: must both be int64 [E, N]")
+    replicas = replicas.to(counts.device)
     negative = ((counts < 0) | (replicas < 0)).any()
     orphans = (replicas.sum(1) == 0) & (counts.sum(1) > 0)
     found = torch.cat([negative.view(1), orphans]).tolist()

@@ -18,6 +18,7 @@ SIGNATURES = {
     "dispatch_order_received": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
     "dispatch_gather": [POINTER, POINTER, INTEGER, INTEGER, POINTER],
     "dispatch_combine": [INTEGER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER],
+    "dispatch_weigh": [INTEGER, POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER, POINTER],
 }
 """Arguments of every function in ``csrc/bindings.cpp``: pointers and int64."""
 
@@ -94,6 +95,18 @@ class CppDispatch(RowOperations):
             *(ROW_DTYPES.index(rows.dtype), _at(rows), _at(rows_of_token), scales, num_tokens, width, hidden, _at(out))
         )
         return out
+
+    def weigh(
+        self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
+        (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
+        grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
+        self.library.dispatch_weigh(
+            *(row_type, _at(grad), _at(rows), _at(permutation), _at(weights), num_rows, hidden),
+            *(_at(grad_rows), _at(dots)),
+        )
+        return grad_rows, dots
 
 
 def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:

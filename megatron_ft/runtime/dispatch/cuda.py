@@ -32,10 +32,9 @@ class CudaDispatch(RowOperations):
         num_experts, num_ranks = counts.shape
         _check_ranks(num_ranks)
         planned = counts.new_empty((num_experts, num_ranks, num_ranks))
+        counts, replicas = counts.contiguous(), replicas.to(counts.device).contiguous()
         scratch = counts.new_empty(num_experts)
-        self._run(
-            *("dispatch_schedule", counts.contiguous(), replicas.contiguous(), num_experts, num_ranks, scratch, planned)
-        )
+        self._run("dispatch_schedule", counts, replicas, num_experts, num_ranks, scratch, planned)
         return planned
 
     def plan(
@@ -79,6 +78,15 @@ class CudaDispatch(RowOperations):
         row_type = ROW_DTYPES.index(rows.dtype)
         self._run("dispatch_combine", row_type, rows, rows_of_token, weights, num_tokens, width, hidden, out)
         return out
+
+    def weigh(
+        self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
+        (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
+        grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
+        self._run(*("dispatch_weigh", row_type, grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots))
+        return grad_rows, dots
 
     def _order_sent(
         self, routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int, totals: Totals

@@ -60,6 +60,23 @@ class ReferenceDispatch(RowOperations):
             total[there] = total[there] + term
         return total.to(rows.dtype)
 
+    def weigh(
+        self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
+        picked = grad[permutation].to(weights.dtype)
+        return (picked * weights.unsqueeze(1)).to(rows.dtype), _halving_sum(picked * rows.to(weights.dtype))
+
+
+def _halving_sum(terms: torch.Tensor) -> torch.Tensor:
+    """[S, H] -> [S]: padded with zeros to a power of two, then the second half added to the first until one is left."""
+    width = 1 << max(terms.shape[1] - 1, 0).bit_length()
+    terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
+    while width > 1:
+        width //= 2
+        terms = terms[:, :width] + terms[:, width:]
+    return terms[:, 0]
+
 
 def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token and expert of each sent row; ``outgoing`` [E, N] tokens of an expert that go to each rank.

@@ -1,7 +1,7 @@
-"""Differentiable movement of rows, built from two kernels every backend has; notation in ``backend.py``.
+"""Differentiable movement of rows, built from three kernels every backend has; notation in ``backend.py``.
 
-``gather`` copies rows to an order, ``combine`` sums the rows of each token. Each is the other's gradient:
-no kernel scatters with atomics, so sums run in one fixed order, forward and backward.
+``gather`` copies rows to an order, ``combine`` sums the rows of each token; without weights each is the other's
+gradient. ``weigh`` is the gradient of the weighted sum. No kernel scatters with atomics: every sum has one fixed order.
 Sums run in float32 (float64 for float64 rows), each product rounded before it is added, and are rounded once to
 the rows' type at the end.
 """
@@ -17,7 +17,7 @@ ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class RowKernels(Protocol):
-    """The two kernels. Rows are contiguous and of a type in ``ROW_DTYPES``; indices are contiguous int64."""
+    """The kernels. Rows are contiguous and of a type in ``ROW_DTYPES``; indices are contiguous int64."""
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """``source`` [A, H], ``index`` [B] -> [B, H]: row ``index[b]`` at place b."""
@@ -25,6 +25,17 @@ class RowKernels(Protocol):
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """``rows`` [S, H], ``rows_of_token`` [T, K], ``weights`` None or [S] of the sum's type -> [T, H]."""
+        ...
+
+    def weigh(
+        self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient of ``combine``, from that of its tokens, ``grad`` [T, H], and ``permutation`` [S].
+
+        Returns, for ``rows`` [S, H] and ``weights`` [S]: each row's ``grad * weight`` [S, H], and [S] the products
+        ``grad * row`` summed over H: padded with zeros to a power of two, the second half is added to the first
+        until one is left.
+        """
         ...
 
 
@@ -85,19 +96,17 @@ class _WeightedSum(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, row_probs: torch.Tensor, handle: DispatchHandle, kernels: RowKernels
     ) -> torch.Tensor:
         ctx.handle, ctx.kernels = handle, kernels
-        ctx.save_for_backward(rows, row_probs)
-        weights = row_probs.to(sum_dtype(rows)).contiguous()
-        return kernels.combine(rows.contiguous(), handle.rows_of_token, weights)
+        rows, weights = rows.contiguous(), row_probs.to(sum_dtype(rows)).contiguous()
+        ctx.save_for_backward(rows, weights)
+        ctx.probs_dtype = row_probs.dtype
+        return kernels.combine(rows, handle.rows_of_token, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        rows, row_probs = ctx.saved_tensors
-        dtype = sum_dtype(rows)
-        grad = ctx.kernels.gather(grad_tokens.contiguous(), ctx.handle.permutation).to(dtype)
-        grad_rows = (grad * row_probs.to(dtype).unsqueeze(1)).to(rows.dtype)
-        grad_probs = (grad * rows.to(dtype)).sum(1).to(row_probs.dtype)
-        return grad_rows, grad_probs, None, None
+        rows, weights = ctx.saved_tensors
+        grad_rows, dots = ctx.kernels.weigh(grad_tokens.contiguous(), rows, ctx.handle.permutation, weights)
+        return grad_rows, dots.to(ctx.probs_dtype), None, None
 
 
 class _RowProbs(torch.autograd.Function):
@@ -117,7 +126,7 @@ class _RowProbs(torch.autograd.Function):
 
 
 class RowOperations:
-    """The movements of one dispatch, for a backend that has the kernels ``gather`` and ``combine``."""
+    """The movements of one dispatch, for a backend that has the kernels."""
 
     def permute(self: RowKernels, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """``tokens`` [T, H] -> [S, H], in the order rows are sent."""
