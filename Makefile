@@ -12,6 +12,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
 CONSTRAIN := -c requirements/constraints.txt -c $(VENV)/torch-constraint.txt
 STRICT := $(wildcard $(addprefix megatron_ft/,errors.py topology.py operators.py events.py failpoints.py corpus config planning))
+KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*.hpp *.cuh *.cpp *.cu))
 
 export PIP_NO_WARN_SCRIPT_LOCATION := 1
 
@@ -64,6 +65,7 @@ test-fast: $(VENV)/installed-dev  ## unit tests that start no training
 checks: $(VENV)/installed-dev  ## format, lint, types, import rules, house rules, tables
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy $(STRICT)
 	PYTHONPATH=. $(VENV)/bin/lint-imports
 	$(PY) -m pytest -q tests/unit/test_house.py
@@ -72,6 +74,7 @@ checks: $(VENV)/installed-dev  ## format, lint, types, import rules, house rules
 format: $(VENV)/installed-dev  ## rewrite files to the project's format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/clang-format -i $(KERNELS)
 
 bench: $(VENV)/installed-dev  ## measure every claim this machine's hardware class can measure
 	$(PY) -m benchmarks.prove --all $(if $(QUICK),--quick)
