@@ -3,7 +3,7 @@
 The library has a plain C interface and is loaded with ctypes, so that building needs a compiler and torch's headers
 for 16-bit numbers, no Python headers, no build tool and no download. What is built lies in ``.cache/extensions/``
 under a digest of sources, command, torch and Python; ranks that come at the same time wait for the first one's
-build. The lock is the kernel's own, so a rank that dies while it builds leaves none behind.
+build. The lock is the operating system's, so a rank that dies while it builds leaves none behind.
 """
 
 import ctypes
@@ -26,6 +26,7 @@ from megatron_ft.errors import SoftwareError
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "csrc"
 CACHE = ROOT / ".cache" / "extensions"
+HEADERS = {".hpp", ".cuh"}
 BUILD_SECONDS = 600
 CXX_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
 """No contraction: a product is rounded before it is added, as in the reference."""
@@ -108,7 +109,7 @@ def digest(command: Sequence[str], sources: Sequence[Path]) -> str:
     """Of all a library depends on: sources, headers beside them, command, torch, Python, machine."""
     versions = (torch.__version__, sys.version.split()[0], platform.machine())
     state = hashlib.sha256("\0".join((*command, *versions)).encode())
-    headers = {path for source in sources for path in source.parent.rglob("*.hpp")}
+    headers = {path for source in sources for path in source.parent.rglob("*") if path.suffix in HEADERS}
     for path in sorted({*sources, *headers}):
         state.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return state.hexdigest()[:16]

@@ -34,9 +34,10 @@ def test_a_library_is_built_once_and_found_again(source: Path, tmp_path: Path) -
     assert sorted(path.suffix for path in built.parent.iterdir()) == [".lock", ".so"]
 
 
-def test_a_change_of_source_header_or_command_is_another_library(source: Path) -> None:
+@pytest.mark.parametrize("suffix", [".hpp", ".cuh"])
+def test_a_change_of_source_header_or_command_is_another_library(source: Path, suffix: str) -> None:
     digests = {extension.digest(COMMAND, [source]), extension.digest([*COMMAND, "-O1"], [source])}
-    header = source.parent / "answer.hpp"
+    header = source.parent / f"answer{suffix}"
     header.write_text("int other();\n")
     digests.add(extension.digest(COMMAND, [source]))
     source.write_text(GOOD.replace("42", "43"))
