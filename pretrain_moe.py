@@ -129,17 +129,19 @@ def _refuse_flags(arguments: list[str]) -> None:
 
 
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
+    from megatron_ft.config.checks.placement import derive_placement
     from megatron_ft.config.validate import validate
 
     environment = None if config.dry_run else _environment(config, overrides)
     if environment is not None:
         config = _adopt(config, environment, overrides)
     validate(config)
-    plan = _plan(config)
+    plan = _plan(derive_placement(config))
     if config.dry_run:
         _show(plan, config)
         return EXIT_OK
     _check_machine(config, plan)
+    config = derive_placement(config)
     if environment is not None:
         from megatron_ft.mcore.loop import standalone
 

@@ -1,67 +1,13 @@
-"""Every record of a run: what ranks and the control plane report, and what sinks, reports and tests read.
+"""Every record of a run: what ranks and the control plane report, and what sinks, reports and tests read."""
 
-A record is a frozen dataclass. ``to_record()`` makes a flat JSON object of it, ``from_record()`` reads
-one back and refuses what does not fit. Numbers that JSON lacks travel as the strings ``"NaN"``,
-``"Infinity"`` and ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: whoever
-reports, or the sink that receives, stamps ``time_unix_seconds``.
-"""
-
-import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from functools import cache
-from types import MappingProxyType
-from typing import Any, ClassVar, get_type_hints
+from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron_ft.strict_json import JsonValue, decode, encode, to_number, type_name
+from megatron_ft.records import RECORDS, SCHEMA_VERSION, Record, field_types, schema
+from megatron_ft.strict_json import JsonValue, decode, to_number
 
-SCHEMA_VERSION = 1
-"""Rises when a field changes its meaning or goes away; new records and new optional fields keep it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One line of ``events.jsonl`` or ``metrics.jsonl``."""
-
-    kind: ClassVar[str] = ""
-    durable: ClassVar[bool] = True
-    """Whether the line is forced to disk at once; not so for records of every iteration."""
-
-    time_unix_seconds: float | None = None
-    """When it happened, in seconds since 1970 by the wall clock of whoever stamped it."""
-
-    def __init_subclass__(cls) -> None:
-        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-
-    def to_record(self) -> dict[str, JsonValue]:
-        """A JSON object, ``kind`` first."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"kind": self.kind} | {name: encode(value) for name, value in values.items() if value is not None}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, JsonValue]) -> "Record":
-        """The inverse of ``to_record``.
-
-        Called on ``Record`` it takes any kind, on a subclass only its own.
-
-        Raises:
-            ValueError: unknown kind, unknown, missing or ill-typed field; the message names it.
-        """
-        kind = record.get("kind")
-        found = RECORDS.get(kind) if isinstance(kind, str) else None
-        if found is None or not issubclass(found, cls):
-            expected = ", ".join(name for name, known in RECORDS.items() if issubclass(known, cls))
-            raise ValueError(f"record kind={kind!r}: must be one of {expected}")
-        return found._of({name: value for name, value in record.items() if name != "kind"})
-
-    @classmethod
-    def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
-        hints = _hints(cls.kind)
-        if unknown := [name for name in values if name not in hints]:
-            raise ValueError(f"{cls.kind}.{unknown[0]}: is no field of it; fields are {', '.join(hints)}")
-        if missing := [name for name in _required(cls.kind) if name not in values]:
-            raise ValueError(f"{cls.kind}.{missing[0]}: is required")
-        return cls(**{name: decode(hints[name], value, f"{cls.kind}.{name}") for name, value in values.items()})
+__all__ = ["RECORDS", "Record", "schema"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +35,7 @@ class Metrics(Record):
         if "iteration" not in own:
             raise ValueError("metrics.iteration: is required")
         figures = {name: to_number(value, name) for name, value in values.items() if name not in own}
-        hints = _hints(cls.kind)
+        hints = field_types(cls.kind)
         return cls(values=figures, **{name: decode(hints[name], own[name], f"metrics.{name}") for name in own})
 
 
@@ -172,13 +118,25 @@ class ExpertLoad(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointStarted(Record):
-    """Writing of a dense checkpoint began."""
+class PlacementInForce(Record):
+    """Where expert replicas sit from an iteration on; the plan itself lies in ``placements/`` of the run."""
 
     iteration: int
-    """Last iteration it contains."""
-    path: str | None = None
-    """Where it will lie."""
+    """First iteration it holds for."""
+    reason: str
+    """``first``, ``resumed``, ``scripted``, or what a rebalance gains."""
+    stages: tuple[str, ...]
+    """One line per pipeline stage."""
+    moved_bytes: int | None = None
+    """Bytes of expert weights and optimizer state that moved."""
+    gain: float | None = None
+    """Share of the busiest ranks' tokens that the change is predicted to save."""
+    imbalance_before: float | None = None
+    """Busiest rank over mean rank under the smoothed loads, worst layer, before the change."""
+    imbalance_after: float | None = None
+    """The same after it."""
+    seconds: float | None = None
+    """Seconds training stood still for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,42 +315,3 @@ class LogHealed(Record):
     """Name of the file."""
     num_dropped_bytes: int
     """Length of what was cut off."""
-
-
-RECORDS: Mapping[str, type[Record]] = MappingProxyType(
-    {
-        found.kind: found
-        for found in list(globals().values())
-        if isinstance(found, type) and issubclass(found, Record) and found is not Record
-    }
-)
-"""Every kind of record, from the classes above."""
-
-
-def schema() -> dict[str, JsonValue]:
-    """All records as JSON: version, and per kind its meaning and each field's type and necessity."""
-    kinds = {
-        kind: {
-            "meaning": (found.__doc__ or "").strip().splitlines()[0],
-            "fields": {
-                name: {"type": type_name(hint), "required": name in _required(kind)}
-                for name, hint in _hints(kind).items()
-            },
-        }
-        for kind, found in RECORDS.items()
-    }
-    return {"version": SCHEMA_VERSION, "records": kinds}
-
-
-@cache
-def _hints(kind: str) -> dict[str, Any]:
-    """Field name to type of a kind of record."""
-    record = RECORDS[kind]
-    hints = get_type_hints(record)
-    return {field.name: hints[field.name] for field in fields(record)}
-
-
-@cache
-def _required(kind: str) -> tuple[str, ...]:
-    """Names of the fields without a default."""
-    return tuple(field.name for field in fields(RECORDS[kind]) if field.default is MISSING)

@@ -8,6 +8,7 @@ from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.config.optimizer import OptimizerConfig
 from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.config.precision import PrecisionConfig
 from megatron_ft.config.run import RunConfig
 from megatron_ft.config.telemetry import TelemetryConfig
@@ -20,6 +21,7 @@ class JobConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

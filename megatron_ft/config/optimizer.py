@@ -14,7 +14,7 @@ class OptimizerConfig:
     lr_warmup_iterations: int = 10
     """Iterations of linear warm-up from ``lr_warmup_init``."""
     lr_warmup_init: float = 0.0
-    """Learning rate before the first iteration."""
+    """Learning rate of the first iteration of the warm-up: with 0 it changes nothing, as in Megatron."""
     lr_decay_style: str = "cosine"
     """``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD``."""
     lr_decay_iterations: int | None = None

@@ -66,6 +66,10 @@ def _fits(annotation: Any, value: Any) -> bool:
         return any(_fits(argument, value) for argument in typing.get_args(annotation))
     if typing.get_origin(annotation) is list:
         return isinstance(value, list) and all(_fits(typing.get_args(annotation)[0], item) for item in value)
+    if typing.get_origin(annotation) is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if annotation is typing.Any:
+        return True
     if annotation is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if annotation is int:

@@ -33,7 +33,7 @@ class TrainingConfig:
     """A loss or gradient norm that is NaN or infinite: ``stop``, or ``skip`` the update and go on.
     With ``fp16`` an overflow is skipped in either case: it drives the loss scale."""
     max_consecutive_skips: int = 10
-    """Stop after so many skipped updates in a row."""
+    """Skipped updates in a row that are put up with; one more stops the run."""
     loss_spike_factor: float | None = None
     """A loss above this factor times the median of the last ``loss_spike_window`` committed losses is
     a spike; null looks for none."""

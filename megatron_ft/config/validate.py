@@ -7,6 +7,7 @@ from megatron_ft.config.checks.launch import check_launch, check_names, check_ru
 from megatron_ft.config.checks.model import check_model
 from megatron_ft.config.checks.moe import check_moe
 from megatron_ft.config.checks.parallel import check_parallel, check_transformer_engine
+from megatron_ft.config.checks.placement import check_placement
 from megatron_ft.config.checks.primitives import finite_numbers
 from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
 from megatron_ft.config.job import JobConfig
@@ -37,6 +38,7 @@ def validate(config: JobConfig) -> None:
     check_checkpoint(config)
     check_parallel(config)
     check_transformer_engine(config)
+    check_placement(config)
     _check_failpoints(config)
 
 

@@ -165,7 +165,8 @@ def _stages(
 ) -> tuple[StagePlan, ...]:
     plans = []
     for stage in range(topology.pipeline_model_parallel_size):
-        parameters = parameters_of_stage(config.model, operators, topology, stage)
+        num_slots = config.placement.num_slots_per_rank if config.placement.algorithm else None
+        parameters = parameters_of_stage(config.model, operators, topology, stage, num_slots)
         memory = memory_of_stage(config, parameters, topology, stage, data.vocab_size)
         layers = topology.stage_layers(config.model.num_layers, stage)
         plans.append(StagePlan(pipeline_stage=stage, layers=layers, parameters=parameters, memory=memory))

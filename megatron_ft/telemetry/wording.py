@@ -29,8 +29,8 @@ def note(record: Record) -> Note | None:
             return Note(level="warning", text=f"iteration {record.iteration} skipped: {record.reason}")
         case events.Evaluation():
             return Note(level="info", text=f"evaluation after iteration {record.iteration}: loss {record.loss:.4f}")
-        case events.CheckpointStarted():
-            return Note(level="info", text=f"checkpoint of iteration {record.iteration} being written")
+        case events.PlacementInForce():
+            return Note(level="info", text=f"placement from iteration {record.iteration} on: {record.reason}")
         case events.CheckpointSaved():
             return Note(level="good", text=f"checkpoint of iteration {record.iteration} saved{_cost(record)}")
         case events.CheckpointFailed():

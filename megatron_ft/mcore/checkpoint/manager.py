@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from megatron_ft.config.checkpoint import CheckpointConfig
@@ -19,6 +20,7 @@ from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
 from megatron_ft.mcore.checkpoint.loading import load_shards
 from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA
 from megatron_ft.mcore.checkpoint.state import (
+    OURS_KEY,
     RANK_STATE_KEY,
     TrainingState,
     build_shards,
@@ -97,6 +99,11 @@ class CheckpointManager:
         self._finder = CheckpointFinder(self._agreement, self._say_failed)
         self.last_saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this manager completed or loaded."""
+
+    @property
+    def pending_iteration(self) -> int | None:
+        """Iteration of the save on its way, None when there is none."""
+        return None if self._pending is None else self._pending.iteration
 
     # -- saving
 
@@ -285,6 +292,16 @@ class CheckpointManager:
             ).to_record()
         )
         return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)
+
+    def read_extra(self, directory: Path) -> dict[str, Any]:
+        """What ``TrainingState.extra`` held when ``directory`` was saved, without building anything.
+
+        Raises CheckpointError as ``load`` does; a foreign checkpoint has nothing.
+        """
+        self._finder.check(directory, trust=self._config.trust)
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+        extra: dict[str, Any] = common.get(OURS_KEY, {}).get("extra", {})
+        return extra
 
     # -- reporting
 

@@ -31,6 +31,8 @@ from megatron_ft.mcore.model.release import release_caches
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.layer import MixtureLayer
 from megatron_ft.mcore.moe.observation import forget_auxiliary_losses, take_auxiliary_losses, take_expert_load
+from megatron_ft.mcore.moe.replica_gradients import ReplicaGradients
+from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
 from megatron_ft.planning.batch import BatchPlan
@@ -106,8 +108,11 @@ class TrainingEngine:
 
     # -- life ---------------------------------------------------------------------------------------------
 
-    def build(self, groups: Groups) -> None:
-        """Build model, optimizer and communication on ``groups``; weights are those of iteration 0."""
+    def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
+        """Build model, optimizer and communication on ``groups``; weights are those of iteration 0.
+
+        ``replicas`` places the experts of this stage; None leaves Megatron's own layout.
+        """
         self._reach("build", self.iteration)
         self.groups = groups
         self.pg = pg = groups.pg_collection
@@ -119,6 +124,21 @@ class TrainingEngine:
             ep_rank=pg.ep.rank(),
             etp_rank=pg.expt_tp.rank(),
         )
+        self._assemble(replicas)
+
+    def rebuild(self, replicas: Replicas) -> None:
+        """Build model and optimizer anew on the same groups for another placement.
+
+        Random numbers, loss scale and position go on; weights and moments are for the caller to put back.
+        """
+        undo = UndoRecord.take(self.model_chunks, self.optimizer)
+        self._release()
+        self._assemble(replicas)
+        undo.restore(self.model_chunks, self.optimizer)
+        set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
+
+    def _assemble(self, replicas: Replicas | None) -> None:
+        pg = self.pg
         self.transformer_config = build_transformer_config(self.config, self.transformer_impl)
         self.model_chunks = build_model(
             self.config,
@@ -126,7 +146,11 @@ class TrainingEngine:
             vocab_size=self.vocab_size,
             device=self.device,
             pg_collection=pg,
+            replicas=replicas,
         )
+        self.replica_gradients = None
+        if replicas is not None:
+            self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, pg.ep)
         self.optimizer = build_optimizer(self.config, self.model_chunks, pg)
         self.scheduler = build_scheduler(self.config, self.optimizer)
         self._connect_schedule()
@@ -138,6 +162,12 @@ class TrainingEngine:
     def teardown(self) -> None:
         """Let go of everything that holds the groups; the caller dissolves them next."""
         self._reach("teardown", self.iteration)
+        self._release()
+        del self.pg, self.groups
+        gc.collect()
+
+    def _release(self) -> None:
+        """Let go of the model and all that was built around it."""
         forget_auxiliary_losses()
         release_caches()
         for name in (
@@ -145,9 +175,8 @@ class TrainingEngine:
             "optimizer",
             "scheduler",
             "p2p",
-            "pg",
-            "groups",
             "transformer_config",
+            "replica_gradients",
             "_mixture_layers",
         ):
             delattr(self, name)
@@ -320,6 +349,8 @@ class TrainingEngine:
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         self._reach("grad_sync", self._current_iteration)
         finalize_model_grads(*args, **kwargs)
+        if self.replica_gradients is not None:
+            self.replica_gradients.sum()
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
         """(loss sum, tokens) this rank answers for: tensor-parallel ranks hold the same loss, one reports it."""

@@ -17,9 +17,10 @@ def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
     Returns:
         (loss_sum, num_tokens int32, report float64 [2] of both): zero throughout for padding.
     """
-    loss_sum, num_tokens = losses.float().sum(), losses.numel()
-    if is_padding:
-        loss_sum, num_tokens = loss_sum * 0.0, 0
+    num_tokens = 0 if is_padding else losses.numel()
+    # Not a product with zero: a loss that is not finite must not get through.
+    counted = torch.where(torch.zeros_like(losses, dtype=torch.bool), losses, 0.0) if is_padding else losses
+    loss_sum = counted.float().sum()
     tokens = torch.tensor(num_tokens, dtype=torch.int32, device=losses.device)
     return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
 

@@ -3,8 +3,9 @@
 import torch
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.events import ExpertLoad, Metrics
+from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce
 from megatron_ft.mcore.loop.engine import IterationResult
+from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.planning.batch import BatchPlan
 
@@ -36,3 +37,22 @@ def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) ->
     layer_numbers = tuple(number for number, mixture in enumerate(moe_layer_pattern(config.model), 1) if mixture)
     rows = tuple(tuple(load[number - 1].tolist()) for number in layer_numbers)
     return ExpertLoad(iteration=iteration, layers=rows, layer_numbers=layer_numbers)
+
+
+def placement_record(
+    iteration: int, placement: PlacementKeeper, reason: str, change: Change | None, seconds: float
+) -> PlacementInForce:
+    """The placement that holds from ``iteration`` on."""
+    summaries = tuple(plan.summary() for plan in placement.plans)
+    if change is None:
+        return PlacementInForce(iteration=iteration, reason=reason, stages=summaries)
+    return PlacementInForce(
+        iteration=iteration,
+        reason=reason,
+        stages=summaries,
+        moved_bytes=change.moved_bytes,
+        gain=change.gain,
+        imbalance_before=change.imbalance_before,
+        imbalance_after=change.imbalance_after,
+        seconds=seconds,
+    )

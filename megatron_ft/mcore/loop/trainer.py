@@ -23,8 +23,11 @@ from megatron_ft.mcore.checkpoint.digest import state_digest
 from megatron_ft.mcore.data.samples import Samples, open_samples
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.engine import IterationResult, TrainingEngine
-from megatron_ft.mcore.loop.reporting import expert_load_record, metrics_record
+from megatron_ft.mcore.loop.migration import migrate
+from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
+from megatron_ft.mcore.loop.reporting import expert_load_record, metrics_record, placement_record
 from megatron_ft.planning.commit import History
+from megatron_ft.topology import Topology
 
 _PACKAGES = ("torch", "megatron-core", "numpy")
 
@@ -49,6 +52,7 @@ class Trainer:
             stop_requested=context.worker.stop_requested,
             progress=context.worker.progress,
         )
+        self.placement = self._placement_keeper()
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -62,10 +66,16 @@ class Trainer:
         started = time.monotonic()
         self.agreement = Agreement(groups.vote)
         self._check_same_data()
-        self.engine.build(groups)
         self.checkpoints = self._checkpoint_manager(groups)
-        source = self._load()
+        source = self._checkpoint_to_load()
+        if source is not None and self.placement is not None:
+            self.placement.restore(self.checkpoints.read_extra(source).get("placement"))
+        self.engine.build(groups, None if self.placement is None else self.placement.replicas())
+        if source is not None:
+            self._load(source)
         self._report(self._run_started(source))
+        if self.placement is not None:
+            self._report_placement("first" if source is None else "resumed")
         self._report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
 
     def run(self) -> None:
@@ -93,6 +103,7 @@ class Trainer:
 
     def iterate(self, iteration: int) -> bool:
         """Run one iteration and what is due after it; whether it was the last one asked for."""
+        self._rebalance(iteration)
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
         self._account(iteration, result, time.perf_counter() - began)
@@ -108,8 +119,7 @@ class Trainer:
         vote, decision, telemetry = result.vote, result.decision, self.config.telemetry
         if _due(iteration, telemetry.log_interval_iterations):
             self._report(metrics_record(self.config, result, self.engine.batch, seconds))
-        if self.config.model.num_moe_experts and _due(iteration, telemetry.expert_load_interval_iterations):
-            self._report(expert_load_record(self.config, iteration, self.engine.take_expert_load()))
+        self._account_load(iteration)
         if decision.spike:
             policy = self.config.training.loss_spike_policy
             self._report(LossSpike(iteration=iteration, loss=vote.loss, median=result.median_loss, policy=policy))
@@ -120,6 +130,43 @@ class Trainer:
             self._save()
             self.checkpoints.finish()
             raise TrainingStopped(f"iteration {iteration}: {decision.reason}")
+
+    def _account_load(self, iteration: int) -> None:
+        report = _due(iteration, self.config.telemetry.expert_load_interval_iterations)
+        wanted = self.placement is not None and self.placement.wants_loads
+        if not self.config.model.num_moe_experts or not (report or wanted):
+            return
+        load = self.engine.take_expert_load()
+        if self.placement is not None and wanted:
+            self.placement.observe(load)
+        if report:
+            self._report(expert_load_record(self.config, iteration, load))
+
+    def _rebalance(self, iteration: int) -> None:
+        """Let another placement take over before ``iteration`` where one does."""
+        change = None if self.placement is None else self.placement.change_before(iteration)
+        if self.placement is None or change is None or iteration == 1:
+            return
+        self.context.worker.progress(iteration, "migrate")
+        began = time.perf_counter()
+        migration = self.placement.adopt(change)
+        migrate(self.engine, self.placement.replicas(), migration)
+        self._report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
+
+    def _report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
+        """Say which placement is in force from the next iteration on, and keep it as a file."""
+        assert self.placement is not None, "there is a placement to report"
+        iteration = self.engine.iteration + 1
+        if self.context.rank == 0:
+            self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
+        self._report(placement_record(iteration, self.placement, reason, change, seconds))
+
+    def _placement_keeper(self) -> PlacementKeeper | None:
+        if self.config.placement.algorithm is None:
+            return None
+        world_size = self.context.world_size
+        stage = Topology.of(self.config.parallel, world_size).coordinates(self.context.rank).pp
+        return PlacementKeeper(self.config, world_size=world_size, stage=stage)
 
     def _evaluate(self, iteration: int) -> None:
         if "valid" not in self.samples or not _due(iteration, self.config.training.eval_interval_iterations):
@@ -163,27 +210,22 @@ class Trainer:
     def _save(self) -> None:
         """Save the state as it is, unless that is saved already."""
         iteration = self.engine.iteration
-        if iteration == 0 or self.checkpoints.last_saved_iteration == iteration:
+        if iteration == 0 or iteration in (self.checkpoints.last_saved_iteration, self.checkpoints.pending_iteration):
             return
         self.context.worker.progress(iteration, "checkpoint")
         failpoints.hit("checkpoint", iteration)
         history = self.engine.history
-        self.checkpoints.save(
-            self._state(
-                {
-                    "data_fingerprint": self.samples["train"].fingerprint(),
-                    "losses": list(history.losses),
-                    "num_consecutive_skips": history.num_consecutive_skips,
-                }
-            ),
-            iteration,
-        )
+        extra: dict[str, Any] = {
+            "data_fingerprint": self.samples["train"].fingerprint(),
+            "losses": list(history.losses),
+            "num_consecutive_skips": history.num_consecutive_skips,
+        }
+        if self.placement is not None:
+            extra["placement"] = self.placement.to_json()
+        self.checkpoints.save(self._state(extra), iteration)
 
-    def _load(self) -> Path | None:
-        """Load what the run continues from; its path, None for a fresh start."""
-        directory = self._checkpoint_to_load()
-        if directory is None:
-            return None
+    def _load(self, directory: Path) -> None:
+        """Fill the engine from a checkpoint."""
         state = self._state({})
         self.checkpoints.load(state, directory)
         self._check_known_data(state.extra, directory)
@@ -192,7 +234,6 @@ class Trainer:
             losses=tuple(state.extra.get("losses", ())),
             num_consecutive_skips=state.extra.get("num_consecutive_skips", 0),
         )
-        return directory
 
     def _checkpoint_to_load(self) -> Path | None:
         if self.context.resume_from is not None:

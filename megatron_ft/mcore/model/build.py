@@ -11,6 +11,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.model.layers import build_block_spec
 from megatron_ft.mcore.model.release import ReleasableDataParallel
 from megatron_ft.mcore.model.weights import initialize_weights
+from megatron_ft.mcore.moe.replicas import Replicas
 
 
 def build_model(
@@ -20,14 +21,19 @@ def build_model(
     vocab_size: int,
     device: torch.device,
     pg_collection: ProcessGroupCollection,
+    replicas: Replicas | None = None,
 ) -> list[torch.nn.Module]:
     """The DDP-wrapped chunks of this rank, bottom first (one, or one per virtual stage).
 
-    ``vocab_size`` is the padded one.
+    ``vocab_size`` is the padded one; ``replicas`` says which experts each rank of the stage holds, None for
+    Megatron's own layout.
     """
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
-    chunks = [_build_chunk(config, transformer_config, vocab_size, stage, pg_collection).to(device) for stage in stages]
+    chunks = [
+        _build_chunk(config, transformer_config, vocab_size, stage, pg_collection, replicas).to(device)
+        for stage in stages
+    ]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
@@ -48,13 +54,18 @@ def _build_chunk(
     vocab_size: int,
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
+    replicas: Replicas | None,
 ) -> torch.nn.Module:
     model, pp_rank, pp_size = config.model, pg_collection.pp.rank(), pg_collection.pp.size()
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     chunk = GPTModel(
         config=transformer_config,
         transformer_layer_spec=build_block_spec(
-            transformer_config, transformer_config.transformer_impl, vp_stage=vp_stage, pg_collection=pg_collection
+            transformer_config,
+            transformer_config.transformer_impl,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+            replicas=replicas,
         ),
         vocab_size=vocab_size,
         max_sequence_length=model.max_position_embeddings or model.seq_length,

@@ -1,5 +1,6 @@
 """The layer specs of the model: Megatron's, with our norm and router put in."""
 
+import copy
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -8,9 +9,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_ft.mcore.model.norm import SequenceParallelNorm
 from megatron_ft.mcore.moe.layer import MixtureLayer
+from megatron_ft.mcore.moe.replica_layer import ReplicaMixtureLayer
+from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
 
 
@@ -20,6 +24,7 @@ def build_block_spec(
     *,
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
+    replicas: Replicas | None,
 ) -> TransformerBlockSubmodules:
     """Layers of one model chunk: this rank's pipeline stage, virtual chunk ``vp_stage``."""
     local = transformer_impl == "local"
@@ -30,10 +35,14 @@ def build_block_spec(
         vp_stage=vp_stage,
         pp_rank=pg_collection.pp.rank(),
     )
-    for layer in block.layer_specs:
+    # Megatron gives all layers one spec; layers differ in their experts, so each gets its own.
+    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pg_collection.pp.rank())
+    for layer_number, layer in enumerate(block.layer_specs, offset + 1):
         if local:
             _use_own_norms(layer.submodules)
-        _use_own_mixture(layer.submodules.mlp, pg_collection)
+        if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
+            _use_own_mixture(layer.submodules.mlp, layer_number, pg_collection, replicas)
     if local:
         block.layer_norm = SequenceParallelNorm
     return block
@@ -52,9 +61,14 @@ def _use_own_norms(submodules: Any) -> None:
             setattr(owner, name, SequenceParallelNorm)
 
 
-def _use_own_mixture(mlp: Any, pg_collection: ProcessGroupCollection) -> None:
-    if isinstance(mlp.submodules, MoESubmodules):
+def _use_own_mixture(
+    mlp: Any, layer_number: int, pg_collection: ProcessGroupCollection, replicas: Replicas | None
+) -> None:
+    mlp.submodules.router = PaddingAwareRouter
+    # Megatron hands its groups to its own MoELayer only, and would leave a subclass to look for globals.
+    mlp.params = {"pg_collection": pg_collection}
+    if replicas is None:
         mlp.module = MixtureLayer
-        # Megatron hands its groups to its own MoELayer only, and would leave a subclass to look for globals.
-        mlp.params = {"pg_collection": pg_collection}
-        mlp.submodules.router = PaddingAwareRouter
+    else:
+        mlp.module = ReplicaMixtureLayer
+        mlp.params |= {"slots": replicas.slots_of(layer_number), "backend": replicas.backend}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import ModelConfig
-from megatron_ft.operators import head_channels, is_moe_layer
+from megatron_ft.operators import head_channels, is_moe_layer, operators_of
 from megatron_ft.planning.cost.parameters import RankParameters
 from megatron_ft.topology import Topology
 
@@ -62,6 +62,16 @@ def memory_of_stage(
         moments_bytes=updated * 2 * FP32_BYTES,
         activations_bytes=activation_bytes(config, topology, pipeline_stage, vocab_size),
     )
+
+
+def expert_state_bytes(config: JobConfig) -> int:
+    """Weights, master weights, moments and step counts of one routed expert of one layer."""
+    expert = next(operator for operator in operators_of(config.model, 1) if operator.id.kind == "expert")
+    num_tensors = 2 if not config.model.add_bias_linear else 4
+    value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+    master_bytes = 0 if value_bytes == FP32_BYTES else FP32_BYTES
+    per_parameter = value_bytes + master_bytes + 2 * FP32_BYTES
+    return expert.num_parameters * per_parameter + num_tensors * FP32_BYTES
 
 
 def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:

@@ -24,9 +24,19 @@ class RankParameters:
 
 
 def parameters_of_stage(
-    model: ModelConfig, operators: tuple[Operator, ...], topology: Topology, pipeline_stage: int
+    model: ModelConfig,
+    operators: tuple[Operator, ...],
+    topology: Topology,
+    pipeline_stage: int,
+    num_slots_per_rank: int | None = None,
 ) -> RankParameters:
-    """Parameters of each rank of a pipeline stage, all its virtual chunks together."""
+    """Parameters of each rank of a pipeline stage, all its virtual chunks together.
+
+    With replica slots a rank holds at most ``num_slots_per_rank`` experts of a layer; that many are counted.
+    """
+    num_local_experts = (model.num_moe_experts or 0) // topology.expert_model_parallel_size
+    if num_slots_per_rank is not None:
+        num_local_experts = min(num_slots_per_rank, model.num_moe_experts or 0)
     held = _held_layers(model, topology, pipeline_stage)
     mine = [operator for operator in operators if operator.id.layer in held]
     dense = [operator for operator in mine if operator.id.kind != "expert"]
@@ -34,7 +44,7 @@ def parameters_of_stage(
     num_experts = sum(
         _on_rank(operator, topology.expert_tensor_parallel_size)
         for operator in mine
-        if operator.id.expert is not None and operator.id.expert < _num_local_experts(model, topology)
+        if operator.id.expert is not None and operator.id.expert < num_local_experts
     )
     return RankParameters(
         num_dense=num_dense + _tied_copy(model, operators, topology, pipeline_stage), num_expert=num_experts
@@ -48,10 +58,6 @@ def _held_layers(model: ModelConfig, topology: Topology, pipeline_stage: int) ->
     if pipeline_stage == topology.pipeline_model_parallel_size - 1:
         layers.add(model.num_layers + 1)
     return layers
-
-
-def _num_local_experts(model: ModelConfig, topology: Topology) -> int:
-    return (model.num_moe_experts or 0) // topology.expert_model_parallel_size
 
 
 def _on_rank(operator: Operator, split_over: int) -> int:

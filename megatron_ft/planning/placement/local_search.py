@@ -1,7 +1,7 @@
 """Improving a placement by exchanging replicas between failure domains, judged by the losses it survives."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -70,13 +70,27 @@ class Search:
         """Replicas per domain, ``[E, D]``."""
         return self.counts[:-1].copy()
 
-    def descend(self, *, balance: bool) -> None:
-        """Exchange replicas until no exchange helps; with ``balance`` also those that only even out the loads."""
+    def descend(self) -> None:
+        """Exchange replicas until no exchange survives better."""
+        self._repeat(self._improve)
+
+    def even_out(self, least_score: float) -> None:
+        """Exchange replicas until no exchange evens out the loads and keeps a score of ``least_score``."""
+
+        def evened(left: int, right: int) -> bool:
+            ours, theirs, gains = self._gains(left, right)
+            best = self._evener(ours, theirs, gains >= least_score - self.score - EPSILON, left, right)
+            return best is not None and self._exchange(ours, theirs, best, left, right)
+
+        self._repeat(evened)
+
+    def _repeat(self, attempt: Callable[[int, int], bool]) -> None:
+        """Try all pairs of domains in turn until none brings a change."""
         pairs = list(combinations(range(self.counts.shape[1]), 2))
         quiet = 0
         while quiet < len(pairs):
             for pair in pairs:
-                quiet = 0 if self._improve(*pair, balance=balance) else quiet + 1
+                quiet = 0 if attempt(*pair) else quiet + 1
                 if quiet >= len(pairs):
                     break
 
@@ -110,25 +124,29 @@ class Search:
         change[experts == len(self.counts) - 1] = 0
         return change
 
-    def _improve(self, left: int, right: int, *, balance: bool) -> bool:
+    def _gains(self, left: int, right: int) -> tuple[Masks, Masks, Floats]:
+        """Experts in each of two domains and what each exchange adds to the score; -inf where it is forbidden."""
         ours, theirs, allowed = self._exchanges(left, right)
-        if not allowed.any():
-            return False
         change = self._moved(ours, left, right)[:, None] + self._moved(theirs, right, left)[None, :]
         gains = ((self.cover + change) == 0) @ self.losses.values - self.score
-        gains[~allowed] = -1.0
-        best: int | None = int(gains.argmax())
-        if gains.flat[best] <= EPSILON:
-            best = self._evener(ours, theirs, gains >= -EPSILON, left, right) if balance else None
-        if best is None:
+        return ours, theirs, np.where(allowed, gains, -np.inf)
+
+    def _improve(self, left: int, right: int) -> bool:
+        ours, theirs, gains = self._gains(left, right)
+        if not gains.size or gains.max() <= EPSILON:
             return False
-        mine, other = divmod(best, len(theirs))
+        return self._exchange(ours, theirs, int(gains.argmax()), left, right)
+
+    def _exchange(self, ours: Masks, theirs: Masks, position: int, left: int, right: int) -> bool:
+        mine, other = divmod(position, len(theirs))
         swap(self.counts, int(ours[mine]), left, int(theirs[other]), right)
         self._refresh()
         return True
 
     def _evener(self, ours: Masks, theirs: Masks, allowed: Bools, left: int, right: int) -> int | None:
         """Flat index of the exchange that lowers the sum of squared loads of both domains most, if any does."""
+        if not allowed.any():
+            return None
         moved = self.weights[ours][:, None] - self.weights[theirs][None, :]
         change = 2 * moved * (self.sums[right] - self.sums[left] + moved)
         change = np.where(allowed, change, 0.0)

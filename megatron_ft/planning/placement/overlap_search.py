@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement import exhaustive
-from megatron_ft.planning.placement.algorithm import prepare, spread_to_floor
+from megatron_ft.planning.placement.algorithm import domain_loads, prepare, spread_to_floor
 from megatron_ft.planning.placement.alignment import align
 from megatron_ft.planning.placement.frontier import TooManyStates
 from megatron_ft.planning.placement.layout import Counts, per_replica_loads
@@ -15,6 +16,7 @@ from megatron_ft.planning.placement.local_search import EPSILON, Losses, Search
 from megatron_ft.planning.placement.maximum_rank_overlap import group_sizes, overlap, overlap_groups
 from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.relabel import even_out
 from megatron_ft.topology import Cluster
 
 MAX_SEARCHED_DOMAINS = 62
@@ -43,7 +45,11 @@ class OverlapSearch:
     """Restarts from a disturbed best placement."""
     seed: int = 0
     balance: bool = True
-    """Whether exchanges that leave survival alone even out the loads of domains, where loads are given."""
+    """Whether loads of domains are evened out, where loads are given, as far as ``survival_budget`` goes."""
+    survival_budget: float = 0.0
+    """Share of a layer's survival, as the objective weighs it, that evening out loads may cost. Above 0, rare experts
+    overlap in smaller groups that leave room beside them for popular ones; the placement may then survive less than
+    maximum rank overlap. The floor of domains is kept."""
 
     def place(
         self,
@@ -59,6 +65,8 @@ class OverlapSearch:
         layout, layer_loads = prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
         capacities = layout.capacities()
         self.objective.validate(len(capacities))
+        if not 0 <= self.survival_budget < 1:
+            raise ConfigError.of("survival_budget", self.survival_budget, "must be at least 0 and below 1")
         losses = self._losses(len(capacities))
         layers = [
             self.assign(counts, capacities, load, losses)
@@ -77,20 +85,71 @@ class OverlapSearch:
         losses: Losses | None = None,
     ) -> Counts:
         """Replicas per domain of one layer, ``[E, D]``."""
-        floor = min(replica_counts) if self.min_domains is None else self.min_domains
+        floor = self._floor(replica_counts)
+        found = self._search(replica_counts, capacities, floor, loads, losses)
+        if loads is None or not self.balance:
+            return found
+        losses = losses or self._losses(len(capacities))
+        options = [found]
+        if self.survival_budget:
+            options += self._looser(replica_counts, capacities, floor, loads, self._score([found]))
+        evened = [self._even_out(counts, capacities, floor, loads, losses) for counts in options]
+        return min(evened, key=lambda counts: float(domain_loads(counts, loads).max()))
+
+    def _even_out(
+        self, counts: Counts, capacities: Sequence[int], floor: int, loads: Sequence[float], losses: Losses | None
+    ) -> Counts:
+        """The same survival with loads of domains as even as exchanges make them."""
+        evened = even_out(counts, loads)
+        if losses is None:
+            return evened
+        search = Search(evened, capacities, floor, losses, per_replica_loads(evened, loads))
+        search.even_out(search.score)
+        polished = search.result()
+        return polished if self._score([polished]) >= self._score([evened]) - EPSILON else evened
+
+    def _looser(
+        self,
+        replica_counts: Sequence[int],
+        capacities: Sequence[int],
+        floor: int,
+        loads: Sequence[float],
+        best_score: float,
+    ) -> list[Counts]:
+        """Overlaps in smaller groups, which leave room for popular experts beside rare ones, within the budget."""
+        options = []
+        for size in range(min(capacities) - 1, 0, -1):
+            sizes = group_sizes(len(replica_counts), size)
+            counts = spread_to_floor(overlap_groups(replica_counts, capacities, sizes, loads), floor)
+            if self._score([counts]) < best_score * (1 - self.survival_budget):
+                break
+            options.append(counts)
+        return options
+
+    def _floor(self, replica_counts: Sequence[int]) -> int:
+        return min(replica_counts) if self.min_domains is None else self.min_domains
+
+    def _search(
+        self,
+        replica_counts: Sequence[int],
+        capacities: Sequence[int],
+        floor: int,
+        loads: Sequence[float] | None,
+        losses: Losses | None,
+    ) -> Counts:
+        """The placement that survives best, loads aside."""
         built = overlap(replica_counts, capacities, loads)
         start = spread_to_floor(built, floor)
-        known_best = self._known_best(replica_counts, capacities) and (start == built).all()
-        if not known_best and self._solvable(capacities):
+        if self._known_best(replica_counts, capacities) and (start == built).all():
+            return start
+        if self._solvable(capacities):
             return self._solve(replica_counts, capacities, floor, start)
         losses = losses or self._losses(len(capacities))
-        starts = [start] if known_best else self._starts(replica_counts, capacities, floor, loads, start)
+        starts = self._starts(replica_counts, capacities, floor, loads, start)
         if losses is None:
             return starts[0]
-        if known_best and (loads is None or not self.balance):
-            return start
-        found = self._improve(starts, capacities, floor, losses, loads, kicks=0 if known_best else self.num_kicks)
-        return max((start, found), key=lambda counts: (round(self._score([counts]), 12), counts is found))
+        found = self._improve(starts, capacities, floor, losses)
+        return found if self._score([found]) >= self._score([start]) - EPSILON else start
 
     def _known_best(self, replica_counts: Sequence[int], capacities: Sequence[int]) -> bool:
         num_slots = capacities[0]
@@ -130,32 +189,19 @@ class OverlapSearch:
         starts = [start, *(spread_to_floor(counts, floor) for counts in built)]
         return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
 
-    def _improve(
-        self,
-        starts: Sequence[Counts],
-        capacities: Sequence[int],
-        floor: int,
-        losses: Losses,
-        loads: Sequence[float] | None,
-        *,
-        kicks: int,
-    ) -> Counts:
-        weights = per_replica_loads(starts[0], loads)
-        balance = self.balance and loads is not None
+    def _improve(self, starts: Sequence[Counts], capacities: Sequence[int], floor: int, losses: Losses) -> Counts:
+        """The best that exchanges find from any start, then from disturbed bests."""
+        weights = np.ones(len(starts[0]))
         draw = random.Random(self.seed)
-        best: Search | None = None
-        for start in starts:
+        best = Search(starts[0], capacities, floor, losses, weights)
+        best.descend()
+        for number in range(1, len(starts) + self.num_kicks):
+            start = starts[number] if number < len(starts) else best.result()
             search = Search(start, capacities, floor, losses, weights)
-            search.descend(balance=False)
-            best = search if best is None or search.score > best.score + EPSILON else best
-        assert best is not None, "no start"
-        for _ in range(kicks):
-            search = Search(best.result(), capacities, floor, losses, weights)
-            search.kick(draw, num_swaps=3)
-            search.descend(balance=False)
+            if number >= len(starts):
+                search.kick(draw, num_swaps=3)
+            search.descend()
             best = search if search.score > best.score + EPSILON else best
-        if balance:
-            best.descend(balance=True)
         return best.result()
 
     def _joint(
@@ -168,13 +214,14 @@ class OverlapSearch:
     ) -> list[Counts]:
         """Layers turned for joint survival, or the construction's layers where those survive better together."""
         turned = align(layers, capacities, losses)
-        floors = [min(counts) if self.min_domains is None else self.min_domains for counts in replica_counts]
         plain = [
-            spread_to_floor(overlap(counts, capacities, load), floor)
-            for counts, load, floor in zip(replica_counts, loads, floors, strict=True)
+            spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
+            for counts, load in zip(replica_counts, loads, strict=True)
         ]
-        better = self._score(turned) + EPSILON >= self._score(plain)
-        return turned if better else align(plain, capacities, losses)
+        if self.survival_budget or self._score(turned) >= self._score(plain) - EPSILON:
+            return turned
+        pairs = zip(plain, loads, strict=True)
+        return [layer if load is None or not self.balance else even_out(layer, load) for layer, load in pairs]
 
     def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
         """The losses that guide a search; None where they would be too many, single domains aside."""

@@ -10,7 +10,9 @@ from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 
 
-def smooth(previous: Sequence[Sequence[float]] | None, newest: Sequence[Sequence[int]], weight: float) -> list[list[float]]:
+def smooth(
+    previous: Sequence[Sequence[float]] | None, newest: Sequence[Sequence[int]], weight: float
+) -> list[list[float]]:
     """Exponentially smoothed loads [layers][experts]; ``weight`` of the past, the newest alone when there is none."""
     if previous is None:
         return [[float(tokens) for tokens in layer] for layer in newest]
@@ -70,7 +72,10 @@ class RebalancePolicy:
         elif migration.num_bytes > budget:
             verdict, why = False, f"moves {migration.num_bytes:,} bytes for {saved:,.0f} tokens saved"
         else:
-            verdict, why = True, f"saves {gain:.1%} of the busiest ranks' tokens and moves {migration.num_bytes:,} bytes"
+            verdict, why = (
+                True,
+                f"saves {gain:.1%} of the busiest ranks' tokens and moves {migration.num_bytes:,} bytes",
+            )
         return Rebalance(pays=verdict, reason=why, gain=gain, moved_bytes=migration.num_bytes)
 
 

@@ -49,8 +49,3 @@ def place_stage(
         layer_numbers=request.layer_numbers,
     )
     return plan, allocations
-
-
-def default_num_slots(num_experts: int, num_ranks: int) -> int:
-    """Slots of a rank when none are asked for: twice an even share of the experts, rounded up."""
-    return -(-2 * num_experts // num_ranks)

@@ -44,7 +44,7 @@ EXAMPLES: list[Record] = [
     events.Evaluation(iteration=2, loss=float("inf")),
     events.StateDigest(iteration=2, digests=("0f1e", "2d3c")),
     events.IterationSkipped(iteration=3, reason="non_finite", values={"loss": float("nan")}),
-    events.CheckpointStarted(iteration=3),
+    events.PlacementInForce(iteration=3, reason="first", stages=("spread",)),
     events.CheckpointSaved(iteration=3, num_bytes=12_345_678, seconds=0.5),
     events.CheckpointFailed(iteration=4, error="[Errno 28] No space left on device"),
     events.CheckpointLoaded(iteration=3),

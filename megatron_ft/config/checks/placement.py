@@ -1,0 +1,113 @@
+"""Replica slots fit experts, ranks and failure domains."""
+
+import dataclasses
+
+from megatron_ft.config.checks.primitives import one_of
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import ConfigError
+from megatron_ft.topology import Topology
+
+BACKENDS = ("reference", "cpp", "cuda")
+
+
+def check_placement(config: JobConfig) -> None:
+    """Everything about ``placement`` that needs no plan.
+
+    Raises:
+        ConfigError: names key, value and constraint.
+    """
+    placement, model, parallel = config.placement, config.model, config.parallel
+    one_of(BACKENDS, "placement.dispatch_backend", placement.dispatch_backend)
+    if placement.algorithm is None:
+        _check_unused(config)
+        return
+    if model.num_moe_experts is None:
+        raise ConfigError.of("placement.algorithm", placement.algorithm, "needs a mixture model; use placement=none")
+    if parallel.expert_model_parallel_size != 1:
+        raise ConfigError.of(
+            "parallel.expert_model_parallel_size",
+            parallel.expert_model_parallel_size,
+            "must be left at 1: with replica slots the expert group is every rank of the pipeline stage",
+        )
+    if parallel.expert_tensor_parallel_size != 1:
+        raise ConfigError.of(
+            "parallel.expert_tensor_parallel_size",
+            parallel.expert_tensor_parallel_size,
+            "must be 1 with replica slots",
+        )
+    _check_slots(config)
+    _check_rebalancing(config)
+
+
+def _check_unused(config: JobConfig) -> None:
+    for name in ("rebalance_interval_iterations", "schedule", "loads_file", "state_copies", "num_slots_per_rank"):
+        value = getattr(config.placement, name)
+        if value:
+            raise ConfigError.of(
+                f"placement.{name}", value, "needs a placement.algorithm, e.g. placement=overlap_search"
+            )
+
+
+def _check_slots(config: JobConfig) -> None:
+    placement, num_experts = config.placement, config.model.num_moe_experts or 0
+    stage_size, num_domains = _stage(config)
+    if placement.num_slots_per_rank is not None:
+        slots = placement.num_slots_per_rank * stage_size
+        if placement.num_slots_per_rank < 1 or slots < num_experts:
+            raise ConfigError.of(
+                "placement.num_slots_per_rank",
+                placement.num_slots_per_rank,
+                f"must give {stage_size} ranks of a stage at least model.num_moe_experts={num_experts} slots",
+            )
+    for name, value in (("min_replicas", placement.min_replicas), ("state_copies", placement.state_copies)):
+        if value is not None and not 1 <= value <= num_domains:
+            raise ConfigError.of(
+                f"placement.{name}",
+                value,
+                f"must lie between 1 and {num_domains}, the failure domains of a pipeline stage",
+            )
+
+
+def _check_rebalancing(config: JobConfig) -> None:
+    placement = config.placement
+    if placement.rebalance_interval_iterations < 0:
+        raise ConfigError.of(
+            "placement.rebalance_interval_iterations", placement.rebalance_interval_iterations, "must not be negative"
+        )
+    if placement.schedule and placement.rebalance_interval_iterations:
+        raise ConfigError.of("placement.schedule", placement.schedule, "must not be combined with a rebalance interval")
+    for name, value in (
+        ("load_smoothing", placement.load_smoothing),
+        ("rebalance_min_gain", placement.rebalance_min_gain),
+    ):
+        if not 0.0 <= value < 1.0:
+            raise ConfigError.of(f"placement.{name}", value, "must be at least 0 and below 1")
+
+
+def _stage(config: JobConfig) -> tuple[int, int]:
+    """(ranks, failure domains) of the stage that has the fewest domains."""
+    launch = config.launch
+    topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
+    domains = launch.failure_domains or [f"node{node}" for node in range(launch.num_nodes)]
+    stages = [
+        {domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
+        for stage in range(topology.pipeline_model_parallel_size)
+    ]
+    return topology.stage_size, min(len(names) for names in stages)
+
+
+def derive_placement(config: JobConfig) -> JobConfig:
+    """``config`` as it is carried out.
+
+    With replica slots the expert group is every rank of a pipeline stage, and a rank has twice an even share of the
+    experts as slots, rounded up, where no number is given.
+    """
+    if config.placement.algorithm is None:
+        return config
+    stage_size, _ = _stage(config)
+    num_slots = config.placement.num_slots_per_rank or -(-2 * (config.model.num_moe_experts or 0) // stage_size)
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, expert_model_parallel_size=stage_size),
+        placement=dataclasses.replace(config.placement, num_slots_per_rank=num_slots),
+    )

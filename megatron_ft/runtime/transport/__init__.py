@@ -1,0 +1,1 @@
+"""Moves tensors between ranks as bytes, whatever their dtype."""

@@ -1,0 +1,54 @@
+"""One uneven exchange of tensors between all ranks of a group, as bytes.
+
+Collectives know few dtypes (gloo has no float8); ``uint8`` views carry all of them unchanged.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def exchange_tensors(
+    outgoing: Sequence[Sequence[torch.Tensor]],
+    incoming: Sequence[Sequence[torch.Tensor]],
+    group: dist.ProcessGroup,
+) -> int:
+    """Send ``outgoing[r]`` to each rank r of ``group`` and fill ``incoming[r]`` with what it sent, in order.
+
+    Both sides must agree on order, shapes and dtypes. Collective over the group.
+
+    Returns:
+        Bytes this rank sent.
+    """
+    device = _device(outgoing, incoming)
+    sent = _joined([_bytes(tensor) for of_rank in outgoing for tensor in of_rank], device)
+    send_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in outgoing]
+    receive_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in incoming]
+    received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+    targets = [tensor for of_rank in incoming for tensor in of_rank]
+    for target, part in zip(targets, received.split([_num_bytes(tensor) for tensor in targets]), strict=True):
+        target.copy_(part.clone().view(target.dtype).view(target.shape))
+    return len(sent)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _device(*sides: Sequence[Sequence[torch.Tensor]]) -> torch.device:
+    for side in sides:
+        for of_rank in side:
+            for tensor in of_rank:
+                if tensor.is_cuda:
+                    return tensor.device
+    return torch.device("cpu")
