@@ -58,7 +58,8 @@ class Samples:
     def fingerprint(self) -> str:
         """Hexadecimal digest that differs where the order, the sources' sizes or their first and last tokens do.
 
-        Ranks compare it at the start, and a resumed run with its checkpoint: same digest, same samples.
+        Ranks compare it at the start, and a resumed run with its checkpoint. Other tokens in the middle of a
+        source of the same size go unseen.
         """
         digest = hashlib.blake2b(repr((self.plan.seq_length, self.plan.order)).encode(), digest_size=8)
         for source, span in enumerate(self.plan.spans):
