@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement import exhaustive
+from megatron_ft.planning.placement.algorithm import domain_loads
 from megatron_ft.planning.placement.alignment import align
 from megatron_ft.planning.placement.allocation import allocate
 from megatron_ft.planning.placement.layout import Counts
@@ -13,6 +15,7 @@ from megatron_ft.planning.placement.local_search import Losses, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap, overlap
 from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
+from megatron_ft.planning.placement.relabel import even_out
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.topology import Cluster
 
@@ -125,3 +128,26 @@ def test_loads_are_evened_out_without_costing_survival() -> None:
     weights = np.asarray(loads) / np.asarray(counts)
     assert (weights @ even).max() <= (weights @ plain).max()
     assert score(OverlapSearch(), even) >= score(OverlapSearch(), plain) - 1e-12
+
+
+def test_a_budget_of_survival_buys_balance() -> None:
+    loads = [1] * 12 + [30, 40, 50, 60]
+    counts = allocate(loads, 48, 2).replica_counts
+    strict, looser = (OverlapSearch(survival_budget=budget).assign(counts, (6,) * 8, loads) for budget in (0.0, 0.2))
+    assert domain_loads(looser, loads).max() < domain_loads(strict, loads).max()
+    assert score(OverlapSearch(), looser) >= 0.8 * score(OverlapSearch(), strict)
+    assert (looser > 0).sum(axis=1).min() >= 2
+
+
+def test_a_budget_must_leave_something() -> None:
+    with pytest.raises(ConfigError, match="survival_budget=1.0"):
+        OverlapSearch(survival_budget=1.0).place([(2, 2)], Cluster.of(2, 1), num_slots_per_rank=2)
+
+
+@given(loads=st.lists(st.integers(0, 50), min_size=3, max_size=8), num_nodes=st.integers(3, 6))
+def test_relabelling_keeps_the_sets_and_evens_the_loads(loads: list[int], num_nodes: int) -> None:
+    counts = overlap(allocate(loads, 3 * num_nodes, 2).replica_counts, (3,) * num_nodes)
+    evened = even_out(counts, loads)
+    assert sorted(support_masks(evened).tolist()) == sorted(support_masks(counts).tolist())
+    assert (evened.sum(axis=1) == counts.sum(axis=1)).all()
+    assert (domain_loads(evened, loads) ** 2).sum() <= (domain_loads(counts, loads) ** 2).sum() + 1e-9
