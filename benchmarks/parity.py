@@ -56,18 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     arguments = parse_arguments(__doc__, argv)
     iterations = QUICK_ITERATIONS if arguments.quick else ITERATIONS
-    config = _config(iterations)
+    config = config_of(iterations)
     check_data(config)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         runs = Path(folder)
         equal_bits = run_ranks(_against_bare_megatron, config, world_size=1, run_dir=runs / "bare")[0]
-        reference = run_ranks(_reference, config, world_size=1, run_dir=runs / "reference")[0]
+        reference = run_ranks(run_reference, config, world_size=1, run_dir=runs / "reference")[0]
         worst = {}
         for layout in LAYOUTS:
             laid_out = with_parallel(config, **layout.parallel)
             laid_out = replace(laid_out, checkpoint=replace(config.checkpoint, load=str(runs / "reference")))
-            rows = run_ranks(_layout, laid_out, world_size=layout.world_size, run_dir=runs / layout.name)
-            worst[layout.name] = _differences(rows, reference)
+            rows = run_ranks(run_layout, laid_out, world_size=layout.world_size, run_dir=runs / layout.name)
+            worst[layout.name] = differences(rows, reference)
             print(f"{layout.name:28} {_in_words(worst[layout.name])}", flush=True)
     return _judge(arguments.out, iterations, equal_bits, worst)
 
@@ -91,7 +91,8 @@ def _judge(out: Path | None, iterations: int, equal_bits: dict[str, Any], worst:
     )
 
 
-def _config(iterations: int) -> JobConfig:
+def config_of(iterations: int) -> JobConfig:
+    """The small fp32 job that layouts are compared on, saved after every iteration."""
     config = compose(
         "model=moe_micro",
         "model.num_layers=4",
@@ -109,7 +110,7 @@ def _config(iterations: int) -> JobConfig:
     return config
 
 
-def _reference(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
+def run_reference(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
     """One rank, from iteration 0 to the end; saves weights of every iteration beside its checkpoints."""
     import torch
 
@@ -132,7 +133,7 @@ def _save_start(trainer: Any, rank: Rank) -> None:
     trainer.checkpoints.finish()
 
 
-def _layout(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
+def run_layout(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
     """One layout: each iteration from the reference's state before it."""
     reference, config = Path(str(config.checkpoint.load)), _without_checkpoints(config)
     trainer, _ = join(config, rank)
@@ -178,17 +179,22 @@ def _last_metrics(rank: Rank) -> dict[str, float]:
     return {"loss": last["loss"], "grad_norm": last["grad_norm"]}
 
 
-def _differences(ranks: list[list[dict[str, Any]]], reference: list[dict[str, Any]]) -> dict[str, float]:
+def differences(ranks: list[list[dict[str, Any]]], reference: list[dict[str, Any]]) -> dict[str, float]:
     """Worst relative difference over the iterations."""
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
     for number, expected in enumerate(reference):
         row = ranks[0][number]
         for key in ("loss", "grad_norm"):
-            worst[key] = max(worst[key], abs(row[key] - expected[key]) / abs(expected[key]))
+            worst[key] = _worse(worst[key], abs(row[key] - expected[key]) / abs(expected[key]))
         squares = sum(rank[number]["difference_squares"] for rank in ranks)
         scale = sum(rank[number]["weight_squares"] for rank in ranks)
-        worst["weights"] = max(worst["weights"], math.sqrt(squares / scale))
+        worst["weights"] = _worse(worst["weights"], math.sqrt(squares / scale))
     return worst
+
+
+def _worse(worst: float, difference: float) -> float:
+    """The larger; what is not a number is worse than any."""
+    return math.inf if math.isnan(difference) else max(worst, difference)
 
 
 def _in_words(worst: dict[str, float]) -> str:
