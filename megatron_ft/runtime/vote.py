@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from megatron_ft import failpoints
 from megatron_ft.planning.commit import BALLOT_FIELDS, Ballot
 
 
@@ -14,5 +15,7 @@ def exchange(ballot: Ballot, group: dist.ProcessGroup) -> list[Ballot]:
     """
     mine = torch.tensor(ballot.to_row(), dtype=torch.float64)
     rows = torch.empty((group.size(), BALLOT_FIELDS), dtype=torch.float64)
-    dist.all_gather_into_tensor(rows.view(-1), mine, group=group)
+    work = dist.all_gather_into_tensor(rows.view(-1), mine, group=group, async_op=True)
+    failpoints.hit("vote_inside", ballot.iteration)
+    work.wait()
     return [Ballot.from_row(row) for row in rows.tolist()]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,9 @@ def test_an_unarmed_hit_does_nothing() -> None:
     arm(["kill(rank=5, phase='data')"], rank=0, node=0, record=lambda _: None)
     assert failpoints._armed is None
     hit("data", 1)
+
+
+def test_every_phase_is_passed_somewhere() -> None:
+    package = Path(failpoints.__file__).parent
+    sources = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
+    assert set(re.findall(r'\b(?:failpoints\.hit|_reach)\(\s*"(\w+)"', sources)) == set(PHASES)
