@@ -129,7 +129,7 @@ def run_reference(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
 
 def _save_start(trainer: Any, rank: Rank) -> None:
     """A checkpoint of iteration 0, for layouts to start from like from any other."""
-    trainer.checkpoints.save(trainer._state({}), 0)
+    trainer.checkpoints.save(trainer.state({}), 0)
     trainer.checkpoints.finish()
 
 
@@ -139,7 +139,7 @@ def run_layout(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
     trainer, _ = join(config, rank)
     rows = []
     for iteration in range(1, (config.training.exit_at_iteration or 0) + 1):
-        state = trainer._state({})
+        state = trainer.state({})
         trainer.checkpoints.load(state, reference / "checkpoints" / f"iter_{iteration - 1:07d}")
         trainer.engine.iteration = iteration - 1
         trainer.iterate(iteration)

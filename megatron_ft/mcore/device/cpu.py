@@ -172,6 +172,10 @@ def _patch_megatron() -> None:
     for name in _MODULES_WITH_CUDA_LITERALS:
         importlib.import_module(name).torch = view  # type: ignore[attr-defined]
 
+    mapping: Any = importlib.import_module("megatron.core.dist_checkpointing.mapping")
+    # The factory is a default argument, bound before the view of torch was put in.
+    mapping.ShardedTensor.init_data.__defaults__ = (view.empty,)
+
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

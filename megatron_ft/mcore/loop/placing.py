@@ -108,6 +108,10 @@ class PlacementKeeper:
         best = max(verdicts, key=lambda verdict: verdict.gain)
         return self._change(kept, best.reason, best.gain)
 
+    def propose(self) -> Change:
+        """The placement that present loads ask for, whether it pays or not."""
+        return self._change([self._replan(stage) for stage in range(len(self.plans))], "asked for", 0.0)
+
     def adopt(self, change: Change) -> MigrationPlan:
         """Put ``change`` in force; the part that this rank's stage carries out."""
         self.plans = [migration.placement for migration in change.migrations]

@@ -222,11 +222,11 @@ class Trainer:
         }
         if self.placement is not None:
             extra["placement"] = self.placement.to_json()
-        self.checkpoints.save(self._state(extra), iteration)
+        self.checkpoints.save(self.state(extra), iteration)
 
     def _load(self, directory: Path) -> None:
         """Fill the engine from a checkpoint."""
-        state = self._state({})
+        state = self.state({})
         self.checkpoints.load(state, directory)
         self._check_known_data(state.extra, directory)
         self.engine.iteration = state.iteration
@@ -246,7 +246,8 @@ class Trainer:
                 )
         return None if self.config.checkpoint.load is None else Path(self.config.checkpoint.load)
 
-    def _state(self, extra: dict[str, Any]) -> TrainingState:
+    def state(self, extra: dict[str, Any]) -> TrainingState:
+        """What a checkpoint holds, as it is now; ``extra`` goes with it."""
         engine = self.engine
         return TrainingState(
             model_chunks=engine.model_chunks,
