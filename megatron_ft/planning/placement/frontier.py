@@ -66,6 +66,9 @@ def _parts(masks: Sequence[int]) -> list[list[int]]:
 
 
 def _sweep(masks: Sequence[int], union: int, max_lost: int, odds: Sequence[float] | None) -> list[float]:
+    if len(masks) == 1 and odds is None:
+        size = union.bit_count()
+        return [math.comb(size, lost) - (lost == size) for lost in range(min(size, max_lost) + 1)]
     domains = [domain for domain in range(union.bit_length()) if union >> domain & 1]
     members = {domain: sum(1 << k for k, mask in enumerate(masks) if mask >> domain & 1) for domain in domains}
     closing = {

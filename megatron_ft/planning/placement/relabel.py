@@ -22,21 +22,27 @@ def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EX
     """
     weights = per_replica_loads(counts, loads)
     totals = counts.sum(axis=1)
-    rows = np.arange(len(totals))
-    blocked = (totals[:, None] != totals[None, :]) | (rows[:, None] >= rows[None, :])
-    overlaps = (counts @ counts.T).astype(np.float64)
-    own = np.diag(overlaps)
-    distances = own[:, None] + own[None, :] - 2 * overlaps
-    place = rows.copy()
-    """Row of ``counts`` that each expert stands in."""
+    left, right = np.nonzero(np.triu(totals[:, None] == totals[None, :], k=1))
+    if not left.size:
+        return counts
+    held = counts.astype(np.float64)
+    overlaps = held @ held.T
+    distances = overlaps[left, left] + overlaps[right, right] - 2 * overlaps[left, right]
+    along = held @ (weights @ held)
+    """Load of the domains of each row, as often as the row is there."""
+    enough = -NEGLIGIBLE * float((weights @ held).sum()) ** 2
+    expert_of = np.arange(len(totals))
+    """Expert that stands in each row."""
     for _ in range(max_exchanges):
-        sums = weights @ counts[place]
-        along = (counts @ sums)[place]
-        moved = weights[None, :] - weights[:, None]
-        change = moved * (2 * (along[:, None] - along[None, :]) + moved * distances[np.ix_(place, place)])
-        change[blocked] = 0.0
-        first, second = divmod(int(change.argmin()), len(totals))
-        if change[first, second] >= -NEGLIGIBLE * float(sums.sum()) ** 2:
+        standing = weights[expert_of]
+        moved = standing[right] - standing[left]
+        change = moved * (2 * (along[left] - along[right]) + moved * distances)
+        best = int(change.argmin())
+        if change[best] >= enough:
             break
-        place[[first, second]] = place[[second, first]]
-    return np.asarray(counts[place])
+        first, second = left[best], right[best]
+        along += moved[best] * (overlaps[first] - overlaps[second])
+        expert_of[[first, second]] = expert_of[[second, first]]
+    result = np.empty_like(counts)
+    result[expert_of] = counts
+    return result
