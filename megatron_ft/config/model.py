@@ -77,6 +77,13 @@ class ModelConfig:
     """Total width of the shared experts that see every token; null for none."""
     moe_shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate."""
+    router: str = "learned"
+    """``learned`` or ``trace``: experts are forced so that loads follow ``router_trace_file``; the gate still weighs
+    and is still trained."""
+    router_trace_file: str | None = None
+    """Recorded loads that ``trace`` follows: their layers in order, of each the most loaded experts."""
+    router_trace_start: int = 0
+    """Record of the first iteration, counted from 0; each iteration takes the next, and the first after the last."""
     moe_router_score_function: str = "softmax"
     """``softmax`` or ``sigmoid``."""
     moe_router_pre_softmax: bool = False

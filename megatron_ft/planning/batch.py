@@ -51,7 +51,7 @@ class BatchPlan:
 
     def first_sample(self, iteration: int, data_parallel_rank: int, microbatch: int) -> int | None:
         """Index of the first sample of a rank's microbatch (iterations count from 1); None for padding."""
-        position = microbatch * self.data_parallel_size + data_parallel_rank
+        position = microbatch_position(self.data_parallel_size, data_parallel_rank, microbatch)
         if position >= self.num_real_microbatches:
             return None
         return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
@@ -62,3 +62,8 @@ class BatchPlan:
             f"{self.num_microbatches} microbatches of {self.micro_batch_size} on each of "
             f"{self.data_parallel_size} data-parallel ranks, {self.num_padding_microbatches} of them padding"
         )
+
+
+def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
+    """Place in its iteration of a rank's microbatch (from 0): they are dealt to the ranks in turn."""
+    return microbatch * data_parallel_size + data_parallel_rank

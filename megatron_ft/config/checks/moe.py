@@ -3,11 +3,14 @@
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require
 from megatron_ft.config.model import ModelConfig
 
+ROUTERS = ("learned", "trace")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
 def check_moe(model: ModelConfig) -> None:
     """Experts, shared experts, router, balancing and capacity."""
+    one_of(ROUTERS, "model.router", model.router)
+    _check_trace(model)
     one_of(BALANCING, "model.moe_router_load_balancing_type", model.moe_router_load_balancing_type)
     one_of(("softmax", "sigmoid"), "model.moe_router_score_function", model.moe_router_score_function)
     one_of(("probs", "position"), "model.moe_token_drop_policy", model.moe_token_drop_policy)
@@ -86,6 +89,26 @@ def _check_router(model: ModelConfig, num_experts: int) -> None:
     )
     above(0, "model.moe_router_topk_scaling_factor", model.moe_router_topk_scaling_factor)
     at_least(0, "model.moe_router_bias_update_rate", model.moe_router_bias_update_rate)
+
+
+def _check_trace(model: ModelConfig) -> None:
+    """Forced experts come from a file and heed nothing that only steers a gate's own choice."""
+    if model.router != "trace":
+        for name, unset in (("router_trace_file", None), ("router_trace_start", 0)):
+            value = getattr(model, name)
+            require(value == unset, f"model.{name}", value, "needs model.router=trace")
+        return
+    require(model.num_moe_experts is not None, "model.router", "trace", "needs a mixture (model.num_moe_experts)")
+    require(
+        model.router_trace_file is not None, "model.router_trace_file", None, "must be given with model.router=trace"
+    )
+    at_least(0, "model.router_trace_start", model.router_trace_start)
+    for name, value, steers in (
+        ("moe_router_num_groups", model.moe_router_num_groups, model.moe_router_num_groups is not None),
+        ("moe_router_enable_expert_bias", True, model.moe_router_enable_expert_bias),
+        ("moe_router_load_balancing_type", "sinkhorn", model.moe_router_load_balancing_type == "sinkhorn"),
+    ):
+        require(not steers, f"model.{name}", value, "must not be set with model.router=trace: experts are forced")
 
 
 def _check_groups(model: ModelConfig, num_experts: int) -> None:

@@ -5,6 +5,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import RouterBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.job import JobConfig
@@ -12,6 +13,7 @@ from megatron_ft.mcore.model.layers import build_block_spec
 from megatron_ft.mcore.model.release import ReleasableDataParallel
 from megatron_ft.mcore.model.weights import initialize_weights
 from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.moe.router import PaddingAwareRouter
 
 
 def build_model(
@@ -22,16 +24,17 @@ def build_model(
     device: torch.device,
     pg_collection: ProcessGroupCollection,
     replicas: Replicas | None = None,
+    router: RouterBuilder = PaddingAwareRouter,
 ) -> list[torch.nn.Module]:
     """The DDP-wrapped chunks of this rank, bottom first (one, or one per virtual stage).
 
     ``vocab_size`` is the padded one; ``replicas`` says which experts each rank of the stage holds, None for
-    Megatron's own layout.
+    Megatron's own layout; ``router`` makes the routers of mixture layers.
     """
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
     chunks = [
-        _build_chunk(config, transformer_config, vocab_size, stage, pg_collection, replicas).to(device)
+        _build_chunk(config, transformer_config, vocab_size, stage, pg_collection, replicas, router).to(device)
         for stage in stages
     ]
     ddp_config = DistributedDataParallelConfig(
@@ -55,6 +58,7 @@ def _build_chunk(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     replicas: Replicas | None,
+    router: RouterBuilder,
 ) -> torch.nn.Module:
     model, pp_rank, pp_size = config.model, pg_collection.pp.rank(), pg_collection.pp.size()
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
@@ -66,6 +70,7 @@ def _build_chunk(
             vp_stage=vp_stage,
             pg_collection=pg_collection,
             replicas=replicas,
+            router=router,
         ),
         vocab_size=vocab_size,
         max_sequence_length=model.max_position_embeddings or model.seq_length,

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules, RouterBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -15,7 +15,6 @@ from megatron_ft.mcore.model.norm import SequenceParallelNorm
 from megatron_ft.mcore.moe.layer import MixtureLayer
 from megatron_ft.mcore.moe.replica_layer import ReplicaMixtureLayer
 from megatron_ft.mcore.moe.replicas import Replicas
-from megatron_ft.mcore.moe.router import PaddingAwareRouter
 
 
 def build_block_spec(
@@ -25,8 +24,9 @@ def build_block_spec(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     replicas: Replicas | None,
+    router: RouterBuilder,
 ) -> TransformerBlockSubmodules:
-    """Layers of one model chunk: this rank's pipeline stage, virtual chunk ``vp_stage``."""
+    """Layers of one model chunk: this rank's pipeline stage, virtual chunk ``vp_stage``. ``router`` makes routers."""
     local = transformer_impl == "local"
     block = get_gpt_decoder_block_spec(
         config,
@@ -42,6 +42,7 @@ def build_block_spec(
         if local:
             _use_own_norms(layer.submodules)
         if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
+            layer.submodules.mlp.submodules.router = router
             _use_own_mixture(layer.submodules.mlp, layer_number, pg_collection, replicas)
     if local:
         block.layer_norm = SequenceParallelNorm
@@ -64,7 +65,6 @@ def _use_own_norms(submodules: Any) -> None:
 def _use_own_mixture(
     mlp: Any, layer_number: int, pg_collection: ProcessGroupCollection, replicas: Replicas | None
 ) -> None:
-    mlp.submodules.router = PaddingAwareRouter
     # Megatron hands its groups to its own MoELayer only, and would leave a subclass to look for globals.
     mlp.params = {"pg_collection": pg_collection}
     if replicas is None:

@@ -7,9 +7,14 @@ from megatron_ft import failpoints
 
 
 class MixtureLayer(MoELayer):
-    """Megatron's MoE layer; ``iteration`` is set by the engine, for failpoints in the dispatch."""
+    """Megatron's MoE layer, told of iterations by the engine."""
 
     iteration: int = 0
+
+    def start_iteration(self, iteration: int) -> None:
+        """``iteration`` comes next (0 is an evaluation): for failpoints in the dispatch and for forced routing."""
+        self.iteration = iteration
+        self.router.start_iteration(iteration)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send tokens to the ranks of their experts (all-to-all)."""

@@ -26,6 +26,9 @@ class PaddingAwareRouter(TopKRouter):
         self.is_padding = False
         self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
 
+    def start_iteration(self, iteration: int) -> None:
+        """Told before the microbatches of an iteration; 0 is an evaluation. Means something to forced routing only."""
+
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

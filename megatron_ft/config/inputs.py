@@ -1,0 +1,91 @@
+"""Reads the recorded loads and the placements that a configuration names; what they must fit is decided elsewhere."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import ConfigError, DataError
+from megatron_ft.expert_loads import ExpertLoads, read_expert_loads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledPlacement:
+    """A placement that takes over at an iteration, as its file has it."""
+
+    path: str
+    stages: tuple[Mapping[str, Any], ...]
+    """The plan of each pipeline stage, as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobInputs:
+    """Contents of the files of placement and routing; None and empty where the configuration names none."""
+
+    loads: ExpertLoads | None = None
+    schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)
+    """By the iteration before which it takes over."""
+    trace: ExpertLoads | None = None
+
+
+def read_inputs(config: JobConfig) -> JobInputs:
+    """Every file of placement and routing.
+
+    Raises:
+        ConfigError, DataError: naming the key.
+    """
+    trace = read_trace(config) if config.model.router == "trace" else None
+    return JobInputs(loads=read_first_loads(config), schedule=read_schedule(config), trace=trace)
+
+
+def read_first_loads(config: JobConfig) -> ExpertLoads | None:
+    """``placement.loads_file``."""
+    path = config.placement.loads_file
+    return None if path is None else _read_loads("placement.loads_file", path)
+
+
+def read_trace(config: JobConfig) -> ExpertLoads:
+    """``model.router_trace_file``."""
+    path = config.model.router_trace_file
+    assert path is not None, "forced routing has a file"
+    return _read_loads("model.router_trace_file", path)
+
+
+def read_schedule(config: JobConfig) -> dict[int, ScheduledPlacement]:
+    """``placement.schedule``, by iteration.
+
+    Raises:
+        ConfigError: an entry that is not ITERATION:FILE, or an iteration given twice.
+        DataError: a file that cannot be read, or does not look like placements.
+    """
+    schedule: dict[int, ScheduledPlacement] = {}
+    for entry in config.placement.schedule:
+        number, found, path = entry.partition(":")
+        if not found or not number.isdecimal() or int(number) < 1:
+            raise ConfigError.of("placement.schedule", entry, "must be ITERATION:FILE, iterations counted from 1")
+        if int(number) in schedule:
+            raise ConfigError.of("placement.schedule", entry, f"must be the only entry for iteration {int(number)}")
+        schedule[int(number)] = ScheduledPlacement(path=path, stages=_stages(path))
+    return schedule
+
+
+def _read_loads(key: str, path: str) -> ExpertLoads:
+    try:
+        return read_expert_loads(Path(path))
+    except DataError as error:
+        raise DataError(f"{key}={path}: {error}") from None
+
+
+def _stages(path: str) -> tuple[Mapping[str, Any], ...]:
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"placement.schedule={path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"placement.schedule={path}: is not JSON: {error}") from None
+    stages = document.get("stages") if isinstance(document, dict) else None
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise DataError(f'placement.schedule={path}: must be {{"stages": [a placement for each pipeline stage]}}')
+    return tuple(stages)

@@ -1,0 +1,190 @@
+"""Recorded loads as routing: which experts each token goes to so that counts follow a record.
+
+Lazarus (arXiv 2407.04656), section 6.1, drives its comparisons with a recorded routing history: of each layer the loads
+of the most popular experts, as many as the model has. Here a record gives the proportions, and tokens are dealt out in
+integers, so the same record and key give the same routing on every machine.
+
+Notation: T tokens of a microbatch, K experts of each token, E experts of a layer.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ft.config.model import ModelConfig
+from megatron_ft.errors import ConfigError, DataError
+from megatron_ft.expert_loads import ExpertLoads, Tokens
+from megatron_ft.operators import is_moe_layer
+from megatron_ft.planning.placement.allocation import integer_loads
+
+FILE_KEY, START_KEY = "model.router_trace_file", "model.router_trace_start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTrace:
+    """Loads of a model's mixture layers, one record per iteration, from ``start`` on and around again."""
+
+    source: str
+    """File name."""
+    layer_numbers: tuple[int, ...]
+    """Mixture layers of the model, Megatron's numbers."""
+    tokens: Tokens
+    """``[records, layers, experts]``, no layer of a record without tokens."""
+    start: int
+    """Record of iteration 1."""
+    dropped_layers: int
+    """Layers of the file that the model does not use: those after its last."""
+    dropped_experts: int
+    """Experts of each layer that the model does not have: the least loaded."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":
+        """The part of a recording that a model follows.
+
+        Layers with loads map to mixture layers in order; where there are more experts than the model has, each layer
+        keeps those with the most tokens over all records, in the order of the file.
+
+        Raises:
+            DataError: too few layers or experts, or a layer without tokens in a record.
+            ConfigError: a start beyond the records.
+        """
+        layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
+        tokens: Tokens = recorded.tokens.sum(axis=(1, 3))
+        loaded = tokens[:, tokens.any(axis=(0, 2)), :]
+        _check_size(recorded.source, "layers with loads", loaded.shape[1], len(layers), "mixture layers")
+        num_experts = model.num_moe_experts or 0
+        _check_size(recorded.source, "experts", loaded.shape[2], num_experts, "model.num_moe_experts")
+        trace = cls(
+            source=recorded.source,
+            layer_numbers=layers,
+            tokens=_most_loaded(loaded[:, : len(layers), :], num_experts),
+            start=model.router_trace_start,
+            dropped_layers=loaded.shape[1] - len(layers),
+            dropped_experts=loaded.shape[2] - num_experts,
+        )
+        trace.validate()
+        return trace
+
+    def validate(self) -> None:
+        """The start is a record, and every layer of every record has tokens to go by.
+
+        Raises:
+            ConfigError, DataError: where not.
+        """
+        if not 0 <= self.start < self.num_records:
+            what = f"must lie between 0 and {self.num_records - 1}, the records of {self.source}"
+            raise ConfigError.of(START_KEY, self.start, what)
+        empty = np.argwhere(self.tokens.sum(axis=2) == 0)
+        if len(empty):
+            record, layer = (int(position) for position in empty[0])
+            raise DataError(
+                f"{FILE_KEY}={self.source}: record {record} has no tokens for layer {self.layer_numbers[layer]}: "
+                "must have some to route by"
+            )
+
+    @property
+    def num_records(self) -> int:
+        """Iterations until the trace starts over."""
+        return int(self.tokens.shape[0])
+
+    def record_of(self, iteration: int) -> int:
+        """Record that an iteration (from 1) follows; an evaluation (0) follows the first iteration's."""
+        return (self.start + max(iteration, 1) - 1) % self.num_records
+
+    def loads(self, iteration: int, layer_number: int) -> list[float]:
+        """Recorded tokens of each expert, ``[E]``."""
+        loads: list[float] = self.tokens[self.record_of(iteration), self.layer_numbers.index(layer_number)].tolist()
+        return loads
+
+    def wrap(self, train_iterations: int) -> str | None:
+        """What to say of a run that outlasts the records; None where it does not."""
+        last = self.num_records - self.start
+        if train_iterations <= last:
+            return None
+        return f"{self.source} has {self.num_records} records: after iteration {last} routing starts over at record 0"
+
+    def summary(self) -> str:
+        """One log line."""
+        records, layers, experts = self.tokens.shape
+        text = f"{self.source}: {records} records of {layers} layers x {experts} experts, from record {self.start}"
+        left_out = [
+            f"{count} {what}"
+            for count, what in ((self.dropped_layers, "last layers"), (self.dropped_experts, "least loaded experts"))
+            if count
+        ]
+        return text + (f"; leaves out its {' and '.join(left_out)}" if left_out else "")
+
+
+def _check_size(source: str, what: str, found: int, needed: int, needed_by: str) -> None:
+    if found < needed:
+        raise DataError(f"{FILE_KEY}={source}: has {found} {what}: must have at least {needed}, the {needed_by}")
+
+
+def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
+    """``[records, layers, num_experts]``: of each layer the experts with the most tokens over all records."""
+    order = np.argsort(-tokens.sum(axis=0), axis=1, kind="stable")
+    kept = np.sort(order[:, :num_experts], axis=1)
+    chosen: Tokens = np.take_along_axis(tokens, kept[None], axis=2)
+    return chosen
+
+
+def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> list[int]:
+    """Tokens of each expert, ``[E]``: the proportions of ``loads``, by largest remainders, adding up to T * K.
+
+    A token has K different experts, so no expert gets more than T; what a heavier one would get goes to the others in
+    proportion, and evenly to experts without load where the rest cannot take it.
+    """
+    assert 1 <= topk <= len(loads), f"{topk} experts of {len(loads)}"
+    weights, counts = integer_loads(loads), [0] * len(loads)
+    free, left = list(range(len(loads))), num_tokens * topk
+    while True:
+        if left and not any(weights[expert] for expert in free):
+            weights = [1] * len(loads)
+        total = sum(weights[expert] for expert in free)
+        full = [expert for expert in free if weights[expert] * left > num_tokens * total]
+        if not full:
+            break
+        for expert in full:
+            counts[expert] = num_tokens
+        free = [expert for expert in free if expert not in full]
+        left -= num_tokens * len(full)
+    if left:
+        _deal_remainders(counts, weights, free, left)
+    return counts
+
+
+def _deal_remainders(counts: list[int], weights: Sequence[int], free: Sequence[int], left: int) -> None:
+    """Give ``left`` tokens to the experts ``free`` in proportion to their weights."""
+    total = sum(weights[expert] for expert in free)
+    for expert in free:
+        counts[expert] = weights[expert] * left // total
+    missing = left - sum(counts[expert] for expert in free)
+    by_remainder = sorted(free, key=lambda expert: (-(weights[expert] * left % total), expert))
+    for expert in by_remainder[:missing]:
+        counts[expert] += 1
+
+
+def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDArray[np.int64]:
+    """Experts of each token, ``[T, K]``, distinct in each row, with ``counts[e]`` tokens for expert e.
+
+    Experts stand in a row as often as they have tokens, and tokens take places T apart: an expert fills at most T
+    places in succession, so no token meets it twice. ``key`` shuffles experts and tokens.
+    """
+    topk, rest = divmod(sum(counts), num_tokens)
+    assert rest == 0 and max(counts) <= num_tokens, f"{list(counts)} tokens do not fill {num_tokens} tokens evenly"
+    order = shuffled(len(counts), f"{key}/experts")
+    row = np.repeat(order, np.asarray(counts, dtype=np.int64)[order])
+    return row.reshape(topk, num_tokens).T[shuffled(num_tokens, f"{key}/tokens")]
+
+
+def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
+    """``range(size)`` in an order that ``key`` names: by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
+    of a counter, in 64-bit integers, so that it is the same everywhere."""
+    start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    values = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(values ^ (values >> np.uint64(31)), kind="stable")
