@@ -1,8 +1,9 @@
 """Claim ``replica-parity``: expert replicas change where experts are computed, not what is computed.
 
-Four parts: (1) 1, 2, 3 and 4 ranks with uneven replicas against the run without replicas, an iteration at a time from
+Five parts: (1) 1, 2, 3 and 4 ranks with uneven replicas against the run without replicas, an iteration at a time from
 its states; (2) moving experts changes no bit of any state; (3) a run that rebalances itself equals, bit for bit, a run
-that is given the same history of placements; (4) at its end all copies of an expert hold the same bits.
+that is given the same history of placements; (4) at its end all copies of an expert hold the same bits; (5) so do the
+copies of optimizer state that other failure domains keep.
 """
 
 import json
@@ -43,10 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         history = _history(runs, sizes[-1], 8 if arguments.quick else 16)
     largest = max(value for row in worst.values() for value in row.values())
     passed = largest <= MAX_DIFFERENCE and not moved["changed"] and not any(history["problems"].values())
+    enough = moved["moved"] > 0 and history["changes"] > 0 and history["state_copies"] > 0
     return finish(
         arguments.out,
         ID,
-        passed=passed and moved["moved"] > 0 and history["changes"] > 0,
+        passed=passed and enough,
         figure=f"largest relative difference {largest:.1e}; {moved['moved']} expert states moved, "
         f"{len(moved['changed'])} tensors changed; {history['changes']} rebalances, "
         f"{sum(map(len, history['problems'].values()))} differences to the scripted run and between copies",
@@ -59,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rebalances": history["changes"],
             "digests_compared": history["digests"],
             "copies_compared": history["copies"],
+            "state_copies_compared": history["state_copies"],
         },
         details={"parity": worst, "moves": moved, "history": history},
     )
@@ -134,17 +137,21 @@ def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
 
 
 def _digests(trainer: Any) -> dict[str, str]:
-    from megatron_ft.mcore.checkpoint.digest import tensor_digest
     from megatron_ft.mcore.optimizer.state_view import take_state
 
-    state = take_state(trainer.engine.model_chunks, trainer.engine.optimizer)
-    return {name: tensor_digest(tensor) for name, tensor in state.items()}
+    return _digests_of(take_state(trainer.engine.model_chunks, trainer.engine.optimizer))
 
 
 def _history(runs: Path, world_size: int, iterations: int) -> dict[str, Any]:
     """A run that rebalances itself, and one that is given the placements it wrote down."""
     base = _quiet(iterations)
-    knobs = [("rebalance_interval_iterations", 3), ("rebalance_min_gain", 0.0), ("rebalance_bytes_per_token", 1e12)]
+    copies_knob = ("state_copies", 2)
+    knobs = [
+        copies_knob,
+        ("rebalance_interval_iterations", 3),
+        ("rebalance_min_gain", 0.0),
+        ("rebalance_bytes_per_token", 1e12),
+    ]
     own = run_ranks(
         _run, _with_replicas(base, world_size, runs, *knobs), world_size=world_size, run_dir=runs / "rebalanced"
     )
@@ -152,7 +159,7 @@ def _history(runs: Path, world_size: int, iterations: int) -> dict[str, Any]:
     schedule = [f"{int(path.stem.split('_')[1])}:{path}" for path in files]
     scripted = run_ranks(
         _run,
-        _with_replicas(base, world_size, runs, ("schedule", schedule)),
+        _with_replicas(base, world_size, runs, copies_knob, ("schedule", schedule)),
         world_size=world_size,
         run_dir=runs / "scripted",
     )
@@ -171,9 +178,17 @@ def _history(runs: Path, world_size: int, iterations: int) -> dict[str, Any]:
         "changes": len(files) - 1,
         "digests": len(own[0]["rows"]) * world_size,
         "copies": num_copies,
+        "state_copies": sum(len(tensors) for rank in own for tensors in rank["kept"].values()),
         "problems": {
             "scripted run": unequal,
             "copies": [name for name, digests in copies.items() if len(digests) > 1][:5],
+            "state copies": [
+                f"{name} of rank {owner}"
+                for rank in own
+                for owner, tensors in rank["kept"].items()
+                for name, digest in tensors.items()
+                if own[int(owner)]["masters"][name] != digest
+            ][:5],
         },
     }
 
@@ -188,7 +203,24 @@ def _run(config: JobConfig, rank: Rank) -> dict[str, Any]:
         digests = trainer.agreement.gather(state_digest(trainer.engine.model_chunks, trainer.engine.optimizer))
         rows.append([digests, list(trainer.engine.history.losses)[-1:]])
     experts = {name: digest for name, digest in _digests(trainer).items() if ".experts." in name}
-    return {"rows": rows, "experts": experts}
+    kept = {k.owner: _digests_of(k.tensors()) for k in trainer.engine.state_copies.kept}
+    return {"rows": rows, "experts": experts, "kept": kept, "masters": _master_digests(trainer)}
+
+
+def _digests_of(tensors: dict[str, Any]) -> dict[str, str]:
+    from megatron_ft.mcore.checkpoint.digest import tensor_digest
+
+    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+
+
+def _master_digests(trainer: Any) -> dict[str, str]:
+    from megatron_ft.mcore.optimizer.masters import MOMENTS, masters
+
+    found = {}
+    for master in masters(trainer.engine.model_chunks, trainer.engine.optimizer):
+        found[f"{master.name}/master"] = master.tensor
+        found |= {f"{master.name}/{kind}": master.state[kind] for kind in (*MOMENTS, "step")}
+    return _digests_of(found)
 
 
 def _quiet(iterations: int) -> JobConfig:

@@ -38,7 +38,7 @@ def named_state(
             if name not in parameters and torch.is_tensor(tensor):
                 yield f"buffer.{number}.{name}", tensor
     for member in sub_optimizers(optimizer):
-        for parameter, master in _masters(member):
+        for parameter, master in masters_of(member):
             if master is not parameter:
                 yield f"{names[parameter]}/master", master
             for kind, value in sorted(member.optimizer.state.get(master, {}).items()):
@@ -46,7 +46,7 @@ def named_state(
                     yield f"{names[parameter]}/{kind}", value
 
 
-def _masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+def masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """(model parameter, the tensor the inner optimizer updates for it)."""
     for parameters, masters in _group_pairs(member):
         for parameter, master in zip(parameters, masters, strict=True):

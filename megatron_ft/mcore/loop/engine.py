@@ -33,10 +33,14 @@ from megatron_ft.mcore.moe.layer import MixtureLayer
 from megatron_ft.mcore.moe.observation import forget_auxiliary_losses, take_auxiliary_losses, take_expert_load
 from megatron_ft.mcore.moe.replica_gradients import ReplicaGradients
 from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.moe.trace_router import router_builder
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
+from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, tally
+from megatron_ft.planning.placement.copies import StateCopyPlan
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
 
 
@@ -96,6 +100,7 @@ class TrainingEngine:
         self.progress = progress
         self.iteration = 0
         self.history = History()
+        self._router = router_builder(config)
         training = config.training
         self.policy = CommitPolicy(
             non_finite_policy=training.non_finite_policy,
@@ -147,7 +152,9 @@ class TrainingEngine:
             device=self.device,
             pg_collection=pg,
             replicas=replicas,
+            router=self._router,
         )
+        self.state_copies: StateCopies | None = None
         self.replica_gradients = None
         if replicas is not None:
             self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, pg.ep)
@@ -158,6 +165,18 @@ class TrainingEngine:
         self._mixture_layers = [
             m for chunk in self.model_chunks for m in chunk.modules() if isinstance(m, MixtureLayer)
         ]
+
+    def keep_copies(self, plan: StateCopyPlan, placement: PlacementPlan) -> StateCopies:
+        """Have optimizer state kept on other ranks as ``plan`` says, from the present state on; collective."""
+        self.state_copies = StateCopies(
+            self.model_chunks,
+            self.optimizer,
+            self.config.optimizer,
+            plan=plan,
+            placement=placement,
+            group=self.pg.ep,
+        )
+        return self.state_copies
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups; the caller dissolves them next."""
@@ -177,6 +196,7 @@ class TrainingEngine:
             "p2p",
             "transformer_config",
             "replica_gradients",
+            "state_copies",
             "_mixture_layers",
         ):
             delattr(self, name)
@@ -275,9 +295,11 @@ class TrainingEngine:
         commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
     def gather(self) -> None:
-        """Bring every rank's compute weights up to date."""
+        """Bring every rank's compute weights up to date, and the copies of its optimizer state."""
         self._reach("gather", self._current_iteration)
         commit.gather(self.optimizer, self.model_chunks)
+        if self.state_copies is not None:
+            self.state_copies.follow(self._learning_rate())
 
     def abort(self, prepared: Prepared) -> None:
         """Undo an iteration that is not committed."""
@@ -315,10 +337,10 @@ class TrainingEngine:
     # -- parts --------------------------------------------------------------------------------------------
 
     def _start_iteration(self, iteration: int) -> None:
-        """Tell failpoints where the model is; 0 is an evaluation."""
+        """Tell failpoints and mixture layers where the model is; 0 is an evaluation."""
         self._current_iteration = iteration
         for layer in self._mixture_layers:
-            layer.iteration = iteration
+            layer.start_iteration(iteration)
 
     def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
         """Batch ``number`` of a split (that of iteration ``number``, for training) through the pipeline."""

@@ -13,20 +13,25 @@ from typing import Any
 
 import torch
 
+from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.policy import build_policy
-from megatron_ft.errors import ConfigError, DataError
-from megatron_ft.expert_loads import read_expert_loads
-from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
-from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
+from megatron_ft.planning.cost.parameters import parameters_of_stage
+from megatron_ft.planning.placement.copies import StateCopyPlan, plan_copies
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
-from megatron_ft.planning.placement.stage import StageRequest, place_stage
+from megatron_ft.planning.placement.stage import (
+    algorithm_of,
+    first_plans,
+    place_stage,
+    scripted_plans,
+    stage_requests,
+)
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
-from megatron_ft.topology import Cluster, Topology
+from megatron_ft.topology import Topology
 
 Loads = list[list[float]]
 
@@ -57,10 +62,10 @@ class PlacementKeeper:
     def __init__(self, config: JobConfig, *, world_size: int, stage: int) -> None:
         self._config = config
         self._stage = stage
-        self._algorithm: PlacementAlgorithm = build_policy("placement.algorithm", config.placement.algorithm or {})
+        self._algorithm = algorithm_of(config)
         self._requests = stage_requests(config, world_size)
         self._backend: DispatchBackend = open_backend(config.placement.dispatch_backend)
-        self._scripted = _read_schedule(config.placement.schedule)
+        self._inputs = JobInputs(loads=read_first_loads(config), schedule=read_schedule(config))
         self._policy = RebalancePolicy(
             interval_iterations=config.placement.rebalance_interval_iterations,
             min_gain=config.placement.rebalance_min_gain,
@@ -68,11 +73,26 @@ class PlacementKeeper:
         )
         self.loads: list[Loads] | None = None
         """Smoothed tokens per stage, layer and expert; None until the first are seen."""
-        self.plans = self._first_plans()
+        topology = Topology.of(config.parallel, world_size)
+        operators = operators_of(config.model, 1)
+        self._non_expert_bytes = parameters_of_stage(config.model, operators, topology, stage).num_dense * 12
+        self.plans = first_plans(config, self._requests, self._inputs)
 
     def replicas(self) -> Replicas:
         """What this rank's model is built with."""
         return Replicas(plan=self.plans[self._stage], backend=self._backend)
+
+    def copy_plan(self) -> StateCopyPlan | None:
+        """Who keeps copies of this stage's optimizer state; None where only computing copies keep it."""
+        num_copies = self._config.placement.state_copies
+        if num_copies is None:
+            return None
+        return plan_copies(
+            self.plans[self._stage],
+            num_copies,
+            expert_bytes=expert_state_bytes(self._config),
+            non_expert_bytes=[(0, self._non_expert_bytes)],
+        )
 
     @property
     def wants_loads(self) -> bool:
@@ -89,8 +109,8 @@ class PlacementKeeper:
 
     def change_before(self, iteration: int) -> Change | None:
         """The placement that takes over before ``iteration``, if one does: scripted, or planned because it pays."""
-        if iteration in self._scripted:
-            plans = _read_plans(self._scripted[iteration])
+        if iteration in self._inputs.schedule:
+            plans = scripted_plans(self._requests, self._inputs.schedule[iteration])
             return self._change([self._migration(stage, plan) for stage, plan in enumerate(plans)], "scripted", 0.0)
         if self.loads is None or not self._policy.due(iteration - 1):
             return None
@@ -142,29 +162,6 @@ class PlacementKeeper:
 
     # -- parts --------------------------------------------------------------------------------------------
 
-    def _first_plans(self) -> list[PlacementPlan]:
-        if 1 in self._scripted:
-            return _read_plans(self._scripted[1])
-        path = self._config.placement.loads_file
-        recorded = None if path is None else read_expert_loads(Path(path)).per_layer().tolist()
-        return [
-            self._place(stage, self._first_loads(request, recorded)) for stage, request in enumerate(self._requests)
-        ]
-
-    def _first_loads(self, request: StageRequest, recorded: Loads | None) -> Loads:
-        if recorded is None:
-            return [[1.0] * request.num_experts for _ in request.layer_numbers]
-        numbers = [number for number, mixture in enumerate(moe_layer_pattern(self._config.model), 1) if mixture]
-        by_layer = dict(zip(numbers, recorded, strict=False))
-        for number in request.layer_numbers:
-            if len(by_layer.get(number, ())) != request.num_experts:
-                raise ConfigError.of(
-                    "placement.loads_file",
-                    self._config.placement.loads_file,
-                    f"must have {request.num_experts} loads for each of {len(numbers)} mixture layers",
-                )
-        return [by_layer[number] for number in request.layer_numbers]
-
     def _place(self, stage: int, loads: Loads) -> PlacementPlan:
         plan, _ = place_stage(self._requests[stage], self._algorithm, loads)
         return plan
@@ -186,45 +183,3 @@ class PlacementKeeper:
         return Change(
             migrations=tuple(migrations), reason=reason, gain=gain, imbalance_before=before, imbalance_after=after
         )
-
-
-def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
-    """What every stage's plans must fit: its ranks, its mixture layers, its slots."""
-    topology = Topology.of(config.parallel, world_size)
-    launch, model = config.launch, config.model
-    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, launch.failure_domains)
-    pattern = moe_layer_pattern(model)
-    requests = []
-    for stage in range(topology.pipeline_model_parallel_size):
-        ranks = tuple(topology.stage_ranks(stage))
-        layers = topology.stage_layers(model.num_layers, stage)
-        requests.append(
-            StageRequest(
-                cluster=cluster,
-                ranks=ranks,
-                layer_numbers=tuple(number for number in layers if pattern[number - 1]),
-                num_experts=model.num_moe_experts or 0,
-                num_slots_per_rank=config.placement.num_slots_per_rank or 0,
-                min_replicas=config.placement.min_replicas,
-            )
-        )
-    return requests
-
-
-def _read_schedule(entries: Sequence[str]) -> dict[int, Path]:
-    schedule = {}
-    for entry in entries:
-        number, found, path = entry.partition(":")
-        if not found or not number.isdecimal() or int(number) < 1:
-            raise ConfigError.of("placement.schedule", entry, "must be ITERATION:FILE, iterations counted from 1")
-        schedule[int(number)] = Path(path)
-    return schedule
-
-
-def _read_plans(path: Path) -> list[PlacementPlan]:
-    try:
-        return [PlacementPlan.from_json(plan) for plan in json.loads(path.read_text())["stages"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"placement.schedule={path}: must be a readable placement ({type(error).__name__}: {error})"
-        ) from None

@@ -73,6 +73,7 @@ class Trainer:
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
         if source is not None:
             self._load(source)
+        self._keep_copies()
         self._report(self._run_started(source))
         if self.placement is not None:
             self._report_placement("first" if source is None else "resumed")
@@ -151,7 +152,13 @@ class Trainer:
         began = time.perf_counter()
         migration = self.placement.adopt(change)
         migrate(self.engine, self.placement.replicas(), migration)
+        self._keep_copies()
         self._report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
+
+    def _keep_copies(self) -> None:
+        plan = None if self.placement is None else self.placement.copy_plan()
+        if plan is not None:
+            self.engine.keep_copies(plan, self.placement.replicas().plan)
 
     def _report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
         """Say which placement is in force from the next iteration on, and keep it as a file."""
@@ -208,9 +215,11 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Save the state as it is, unless that is saved already."""
+        """Save the state as it is, unless that is saved already; a save of it that failed is tried again."""
         iteration = self.engine.iteration
-        if iteration == 0 or iteration in (self.checkpoints.last_saved_iteration, self.checkpoints.pending_iteration):
+        if self.checkpoints.pending_iteration == iteration:
+            self.checkpoints.finish()
+        if iteration == 0 or self.checkpoints.last_saved_iteration == iteration:
             return
         self.context.worker.progress(iteration, "checkpoint")
         failpoints.hit("checkpoint", iteration)

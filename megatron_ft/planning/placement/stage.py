@@ -1,12 +1,20 @@
-"""The placement of one pipeline stage: from loads to slots, over all its layers."""
+"""The placements of a job's pipeline stages: from loads to slots, over all layers of a stage.
+
+The door and every rank plan with these, so that what a dry run prints is what is trained with.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.policy import build_policy
+from megatron_ft.errors import ConfigError, DataError
+from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.allocation import Allocation, allocate
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.topology import Cluster
+from megatron_ft.topology import Cluster, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +57,99 @@ def place_stage(
         layer_numbers=request.layer_numbers,
     )
     return plan, allocations
+
+
+def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
+    """What every stage's plans must fit: its ranks, its mixture layers, its slots."""
+    topology = Topology.of(config.parallel, world_size)
+    launch, model = config.launch, config.model
+    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, launch.failure_domains)
+    return [
+        StageRequest(
+            cluster=cluster,
+            ranks=tuple(topology.stage_ranks(stage)),
+            layer_numbers=tuple(
+                number for number in topology.stage_layers(model.num_layers, stage) if is_moe_layer(model, number)
+            ),
+            num_experts=model.num_moe_experts or 0,
+            num_slots_per_rank=config.placement.num_slots_per_rank or 0,
+            min_replicas=config.placement.min_replicas,
+        )
+        for stage in range(topology.pipeline_model_parallel_size)
+    ]
+
+
+def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
+    """The algorithm that a configuration names.
+
+    Raises:
+        ConfigError: it names none that can be built.
+    """
+    algorithm: PlacementAlgorithm = build_policy("placement.algorithm", config.placement.algorithm or {})
+    return algorithm
+
+
+def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: JobInputs) -> list[PlacementPlan]:
+    """The plan of each stage that a job starts with: scripted for iteration 1, or made from recorded or even loads.
+
+    Raises:
+        ConfigError, DataError: recorded loads or a scripted placement that do not fit the job.
+    """
+    if 1 in inputs.schedule:
+        return scripted_plans(requests, inputs.schedule[1])
+    algorithm, recorded = algorithm_of(config), None
+    if inputs.loads is not None:
+        recorded = inputs.loads.per_layer().tolist()
+    return [place_stage(request, algorithm, _first_loads(config, request, recorded))[0] for request in requests]
+
+
+def _first_loads(
+    config: JobConfig, request: StageRequest, recorded: Sequence[Sequence[float]] | None
+) -> Sequence[Sequence[float]]:
+    if recorded is None:
+        return [[1.0] * request.num_experts for _ in request.layer_numbers]
+    model = config.model
+    numbers = [number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number)]
+    by_layer = dict(zip(numbers, recorded, strict=False))
+    for number in request.layer_numbers:
+        if len(by_layer.get(number, ())) != request.num_experts:
+            raise ConfigError.of(
+                "placement.loads_file",
+                config.placement.loads_file,
+                f"must have {request.num_experts} loads for each of {len(numbers)} mixture layers",
+            )
+    return [by_layer[number] for number in request.layer_numbers]
+
+
+def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlacement) -> list[PlacementPlan]:
+    """The plan of each stage as a file has it.
+
+    Raises:
+        DataError: plans that do not hold together, or that do not fit the job.
+    """
+    key = f"placement.schedule={scheduled.path}"
+    if len(scheduled.stages) != len(requests):
+        raise DataError(f"{key}: stages={len(scheduled.stages)}: must be {len(requests)}, the pipeline stages")
+    plans = []
+    for stage, (content, request) in enumerate(zip(scheduled.stages, requests, strict=True)):
+        try:
+            plan = PlacementPlan.from_json(dict(content))
+            _check_fit(plan, request)
+        except ConfigError as error:
+            raise DataError(f"{key}: stage {stage}: {error}") from None
+        except (TypeError, KeyError, ValueError) as error:
+            raise DataError(f"{key}: stage {stage}: is no placement ({type(error).__name__}: {error})") from None
+        plans.append(plan)
+    return plans
+
+
+def _check_fit(plan: PlacementPlan, request: StageRequest) -> None:
+    """Raise ConfigError where a plan is for other ranks, layers, experts or slots."""
+    for name in ("ranks", "layer_numbers", "num_experts"):
+        found, wanted = getattr(plan, name), getattr(request, name)
+        if found != wanted:
+            shown = list(found) if isinstance(found, tuple) else found
+            raise ConfigError.of(name, shown, f"must be {list(wanted) if isinstance(wanted, tuple) else wanted}")
+    if plan.num_slots_per_rank > request.num_slots_per_rank:
+        what = f"must be at most placement.num_slots_per_rank={request.num_slots_per_rank}"
+        raise ConfigError.of("num_slots_per_rank", plan.num_slots_per_rank, what)
