@@ -1,0 +1,254 @@
+"""Claim ``dispatch-throughput``: with replicas where the load is, the slowest rank of a mixture layer does less.
+
+One layer, forward and backward, on real gloo ranks of one process group: Megatron's ``MoELayer`` with its all-to-all
+dispatcher and ``ReplicaMixtureLayer`` in turn, over the same tokens, weights and routing. The critical path is the
+slowest rank's CPU time, so it holds on machines with fewer cores than ranks; wall time says something only where
+every rank has a core.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.job import compose
+from benchmarks.ranks import Rank, run_ranks
+from benchmarks.report import finish, parse_arguments
+from megatron_ft.config.job import JobConfig
+
+ID = "dispatch-throughput"
+MAX_BALANCED, QUICK_MAX_BALANCED = 1.03, 1.25
+MIN_GAIN = 1.5
+MAX_BYTES = 1.05
+PAIRS, QUICK_PAIRS, WARM_UP = 15, 7, 2
+MAX_DEVIATION = 1e-4
+MEGATRON = "megatron"
+LAYERS = (MEGATRON, "cpp", "reference")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A layer on some ranks; the first two experts have ``ratio`` times the tokens of any other."""
+
+    num_ranks: int
+    num_experts: int
+    ratio: int
+    num_copies: int = 2
+    """Slots for each expert, and its least number of copies; with 1 both layers have the same experts everywhere."""
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.num_ranks} ranks, {self.ratio}:1" + (", one copy" if self.num_copies == 1 else "")
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """Relative load of each expert."""
+        return (float(self.ratio),) * 2 + (1.0,) * (self.num_experts - 2)
+
+    @property
+    def bound(self) -> float:
+        """Busiest rank over mean rank with contiguous experts: what perfect balance can gain."""
+        share = self.num_experts // self.num_ranks
+        ranks = [sum(self.loads[rank * share : (rank + 1) * share]) for rank in range(self.num_ranks)]
+        return max(ranks) * self.num_ranks / sum(ranks)
+
+
+PLAIN = Case(num_ranks=4, num_experts=8, ratio=1, num_copies=1)
+FOUR = tuple(Case(num_ranks=4, num_experts=8, ratio=ratio) for ratio in (1, 2, 4, 8))
+TWO = tuple(Case(num_ranks=2, num_experts=4, ratio=ratio) for ratio in (1, 8))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every case and judge."""
+    arguments = parse_arguments(__doc__, argv)
+    cases = (PLAIN, FOUR[0], FOUR[2], TWO[1]) if arguments.quick else (PLAIN, *FOUR, *TWO)
+    pairs = QUICK_PAIRS if arguments.quick else PAIRS
+    measured = {}
+    with tempfile.TemporaryDirectory(prefix="dispatch-") as folder:
+        for case in cases:
+            ranks = run_ranks(
+                _measure_case(case, pairs), _config(case), world_size=case.num_ranks, run_dir=Path(folder)
+            )
+            measured[case] = _summary(case, ranks)
+            print(f"{case.name:22} {_in_words(measured[case])}", flush=True)
+    return _judge(arguments.out, measured, pairs, QUICK_MAX_BALANCED if arguments.quick else MAX_BALANCED)
+
+
+def _judge(out: Path | None, measured: dict[Case, dict[str, Any]], pairs: int, max_balanced: float) -> int:
+    balanced = max(row["cpp"]["critical_path_ratio"] for case, row in measured.items() if case.ratio == 1)
+    gain = 1.0 / measured[FOUR[2]]["cpp"]["critical_path_ratio"]
+    most_bytes = max(row["cpp"]["sent_over_needed"] for row in measured.values())
+    deviation = max(row[name]["deviation"] for row in measured.values() for name in LAYERS[1:])
+    wall = measured[TWO[1]]
+    schedule = max(row["cpp"]["schedule_share"] for row in measured.values())
+    return finish(
+        out,
+        ID,
+        passed=balanced <= max_balanced and gain >= MIN_GAIN and most_bytes <= MAX_BYTES and deviation <= MAX_DEVIATION,
+        figure=f"balanced {balanced:.3f}x; 4:1 on 4 ranks {gain:.2f}x better of {FOUR[2].bound:.2f}x possible; "
+        f"8:1 on 2 ranks {1 / wall['cpp']['wall_ratio']:.2f}x in wall time of {TWO[1].bound:.2f}x; "
+        f"schedule {schedule:.1%}; bytes {most_bytes:.3f}x",
+        threshold=f"<= {max_balanced:g}x balanced, >= {MIN_GAIN:g}x better at 4:1, bytes <= {MAX_BYTES:g}x",
+        counts={"cases": len(measured), "pairs_each": pairs, "backends": len(LAYERS) - 1},
+        details={case.name: {**asdict(case), **row} for case, row in measured.items()},
+    )
+
+
+def _config(case: Case) -> JobConfig:
+    config = compose(
+        "model=moe_micro",
+        "model.num_layers=1",
+        "model.hidden_size=256",
+        "model.moe_ffn_hidden_size=512",
+        "model.seq_length=1024",
+        f"model.num_moe_experts={case.num_experts}",
+    )
+    return replace(config, parallel=replace(config.parallel, expert_model_parallel_size=case.num_ranks))
+
+
+def _measure_case(case: Case, pairs: int) -> Callable[[JobConfig, Rank], dict[str, Any]]:
+    def measure(config: JobConfig, rank: Rank) -> dict[str, Any]:
+        return _Bench(config, case, rank).measure(pairs)
+
+    return measure
+
+
+class _Bench:
+    """One rank of one case: all layers over the same tokens."""
+
+    def __init__(self, config: JobConfig, case: Case, rank: Rank) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from benchmarks.mixtures import Mixtures
+        from megatron_ft.mcore.device.install import install
+        from megatron_ft.mcore.groups import form_groups
+
+        torch.set_num_threads(1)
+        install(config)
+        store = dist.TCPStore("127.0.0.1", rank.master_port, rank.world_size, is_master=rank.rank == 0)
+        groups = form_groups(
+            config.parallel,
+            store=store,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            generation=0,
+            device="cpu",
+            timeout_seconds=120.0,
+        )
+        self.group = groups.pg_collection.ep
+        self.mixtures = Mixtures(
+            config, groups.pg_collection, loads=case.loads, names=LAYERS, num_copies=case.num_copies
+        )
+
+    def measure(self, pairs: int) -> dict[str, Any]:
+        """CPU and wall seconds of every call, by layer; what each computed and sent."""
+        first = {name: self._timed(name) for name in LAYERS}
+        checked = self.mixtures.compare()
+        rows: dict[str, list[tuple[float, float]]] = {name: [] for name in LAYERS}
+        for number in range(WARM_UP + pairs):
+            turned = LAYERS[number % len(LAYERS) :] + LAYERS[: number % len(LAYERS)]
+            for name in turned:
+                seconds = self._timed(name)
+                if number >= WARM_UP:
+                    rows[name].append(seconds)
+        return {
+            "first": first,
+            "rows": rows,
+            **checked,
+            "schedule_seconds": {name: self._schedule_seconds(name) for name in LAYERS[1:]},
+            "copies_seconds": statistics.median(self._seconds(self.mixtures.sum_copies)[0] for _ in range(5)),
+        }
+
+    def _timed(self, name: str) -> tuple[float, float]:
+        return self._seconds(lambda: self.mixtures.run(name))
+
+    def _seconds(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """(CPU seconds of this process, wall seconds), all ranks beginning together."""
+        import torch.distributed as dist
+
+        dist.barrier(group=self.group)
+        began, cpu = time.perf_counter(), time.process_time()
+        call()
+        return time.process_time() - cpu, time.perf_counter() - began
+
+    def _schedule_seconds(self, name: str) -> float:
+        """Time of schedule and plan in one call."""
+        with _stopwatch(self.mixtures.backends[name], ("schedule", "plan")) as spent:
+            for _ in range(5):
+                self.mixtures.run(name)
+        return spent[0] / 5
+
+
+@contextmanager
+def _stopwatch(backend: Any, methods: Sequence[str]) -> Iterator[list[float]]:
+    """CPU seconds of this thread inside some methods of ``backend``."""
+    spent = [0.0]
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began = time.thread_time()
+            result = method(*args)
+            spent[0] += time.thread_time() - began
+            return result
+
+        return call
+
+    for name in methods:
+        setattr(backend, name, timed(getattr(backend, name)))
+    try:
+        yield spent
+    finally:
+        for name in methods:
+            delattr(backend, name)
+
+
+def _summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Per layer: the critical path against Megatron's, pair by pair; what was sent; the schedule's share."""
+    paths = {name: _slowest(ranks, name, 0) for name in LAYERS}
+    walls = {name: _slowest(ranks, name, 1) for name in LAYERS}
+    summary: dict[str, Any] = {"bound": case.bound, "predicted_imbalance": ranks[0]["imbalance"]}
+    for name in LAYERS:
+        schedule = max((rank["schedule_seconds"].get(name, 0.0) for rank in ranks), default=0.0)
+        path = statistics.median(paths[name])
+        summary[name] = {
+            "critical_path_seconds": path,
+            "critical_path_ratio": _ratio(paths[name], paths[MEGATRON]),
+            "wall_seconds": statistics.median(walls[name]),
+            "wall_ratio": _ratio(walls[name], walls[MEGATRON]),
+            "first_call_seconds": max(rank["first"][name][0] for rank in ranks),
+            "schedule_share": schedule / path,
+            "sent_bytes": sum(rank["sent_bytes"][name] for rank in ranks),
+            "deviation": max(rank["deviation"][name] for rank in ranks),
+        }
+    needed = sum(rank["needed_bytes"] for rank in ranks)
+    for name in LAYERS[1:]:
+        summary[name]["sent_over_needed"] = summary[name]["sent_bytes"] / needed if needed else 1.0
+    summary["copies_seconds_per_iteration"] = max(rank["copies_seconds"] for rank in ranks)
+    return summary
+
+
+def _slowest(ranks: list[dict[str, Any]], name: str, clock: int) -> list[float]:
+    return [max(calls) for calls in zip(*([row[clock] for row in rank["rows"][name]] for rank in ranks), strict=True)]
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    layers = "  ".join(
+        f"{name} {row[name]['critical_path_seconds'] * 1e3:.1f} ms ({row[name]['critical_path_ratio']:.3f}x, "
+        f"wall {row[name]['wall_ratio']:.3f}x, schedule {row[name]['schedule_share']:.1%})"
+        for name in LAYERS
+    )
+    return f"bound {row['bound']:.2f}  {layers}  bytes {row['cpp']['sent_over_needed']:.3f}x"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

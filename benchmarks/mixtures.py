@@ -1,0 +1,221 @@
+"""One mixture layer in several makes over the same tokens, weights and routing: Megatron's, and ours by backend."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.model.transformer_config import build_transformer_config
+from megatron_ft.mcore.moe.replica_gradients import ReplicaGradients
+from megatron_ft.mcore.moe.replica_layer import ReplicaMixtureLayer
+from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.moe.router import PaddingAwareRouter
+from megatron_ft.planning import dispatch as rule
+from megatron_ft.planning.placement.overlap_search import OverlapSearch
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.rebalance import imbalance
+from megatron_ft.planning.placement.stage import StageRequest, place_stage
+from megatron_ft.runtime.dispatch.backend import open_backend
+from megatron_ft.topology import Cluster
+
+PREFERRED = 10.0
+"""Logit of a chosen expert; the weights' own logits are far smaller."""
+
+
+class Mixtures:
+    """The makes ``names`` of one layer on this rank: ``megatron``, or the backend of a replica layer.
+
+    Args:
+        loads: relative load of each expert; every rank routes exactly in these proportions.
+        num_copies: slots in even shares of the experts, and the copies every expert has at least.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        loads: Sequence[float],
+        names: Sequence[str],
+        num_copies: int,
+    ) -> None:
+        self.group = pg_collection.ep
+        self.loads = loads
+        self.plan = plan_for(loads, self.group.size(), num_copies)
+        self.config = build_transformer_config(config, "local")
+        num_tokens, hidden = config.model.seq_length, config.model.hidden_size
+        self.choices = choose(loads, num_tokens, config.model.moe_router_topk, seed=self.group.rank())
+        generator = torch.Generator().manual_seed(100 + self.group.rank())
+        self.tokens = torch.randn((num_tokens, 1, hidden), generator=generator)
+        self.grad = torch.randn((num_tokens, 1, hidden), generator=generator)
+        self.backends = {name: open_backend(name) for name in names if name != "megatron"}
+        self.layers = {name: self._layer(name, pg_collection) for name in names}
+        self.copies = self._copies(names[1])
+
+    def run(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward: (output, gradient of the tokens), both [tokens, 1, hidden]."""
+        tokens = self.tokens.detach().requires_grad_()
+        for parameter in self.layers[name].parameters():
+            parameter.grad = None
+        output, _ = self.layers[name](tokens)
+        output.backward(self.grad)
+        assert tokens.grad is not None, "the layer's input has a gradient"
+        return output.detach(), tokens.grad
+
+    def sum_copies(self) -> None:
+        """Sum the gradients of copies: once an iteration, not once a microbatch."""
+        self.copies.sum()
+
+    def compare(self) -> dict[str, Any]:
+        """What each make computes against the first, and the bytes it sends."""
+        results, sent = {}, {}
+        for name in self.layers:
+            with _counting(self.group) as counted:
+                results[name] = self.run(name)
+            sent[name] = counted[0]
+        expected = next(iter(results.values()))
+        deviation = {
+            name: max(
+                float((mine - theirs).norm() / theirs.norm()) for mine, theirs in zip(result, expected, strict=True)
+            )
+            for name, result in results.items()
+        }
+        return {
+            "deviation": deviation,
+            "sent_bytes": sent,
+            "needed_bytes": self._needed_bytes(),
+            "imbalance": imbalance(self.plan, [self.loads]),
+        }
+
+    def _needed_bytes(self) -> int:
+        """Rows that must leave this rank: there and back, values and gradients."""
+        mine = torch.bincount(self.choices.flatten(), minlength=len(self.loads))
+        counts = torch.stack([mine] * self.group.size(), dim=1)
+        planned = rule.schedule(counts.numpy(), self.plan.replicas_per_rank(0)).sum(axis=0)
+        rank = self.group.rank()
+        leaving = planned[rank].sum() - planned[rank, rank]
+        arriving = planned[:, rank].sum() - planned[rank, rank]
+        return int(2 * leaving + 2 * arriving) * self.tokens.shape[-1] * self.tokens.element_size()
+
+    def _layer(self, name: str, pg_collection: ProcessGroupCollection) -> MoELayer:
+        router: type[TopKRouter] = _ForcedMegatronRouter if name == "megatron" else _ForcedRouter
+        submodules = replace(_submodules(self.config), router=partial(router, choices=self.choices))
+        if name == "megatron":
+            layer = MoELayer(self.config, submodules, layer_number=1, pg_collection=pg_collection)
+            experts = layer.local_expert_indices
+        else:
+            layer = ReplicaMixtureLayer(
+                self.config,
+                submodules,
+                layer_number=1,
+                slots=self.plan.slots[0],
+                backend=self.backends[name],
+                pg_collection=pg_collection,
+            )
+            experts = layer.experts.expert_ids
+        layer.set_layer_number(1)
+        _fill(layer.router, 0)
+        for expert_id, expert in zip(experts, layer.experts.local_experts, strict=True):
+            _fill(expert, 1 + expert_id)
+        return layer
+
+    def _copies(self, name: str) -> ReplicaGradients:
+        layer = self.layers[name]
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        chunk, block, decoder = torch.nn.Module(), torch.nn.Module(), torch.nn.Module()
+        block.mlp, block.layer_number = layer, 1
+        decoder.layers = torch.nn.ModuleList([block])
+        chunk.decoder = decoder
+        return ReplicaGradients([chunk], Replicas(plan=self.plan, backend=self.backends[name]), self.group)
+
+
+def plan_for(loads: Sequence[float], num_ranks: int, num_copies: int) -> PlacementPlan:
+    """The planner's placement for ranks on nodes of their own, with ``num_copies`` slots for each expert."""
+    request = StageRequest(
+        cluster=Cluster.of(num_ranks, 1),
+        ranks=tuple(range(num_ranks)),
+        layer_numbers=(1,),
+        num_experts=len(loads),
+        num_slots_per_rank=num_copies * len(loads) // num_ranks,
+        min_replicas=num_copies,
+    )
+    plan, _ = place_stage(request, OverlapSearch(), [loads])
+    return plan
+
+
+def choose(loads: Sequence[float], num_tokens: int, topk: int, *, seed: int) -> torch.Tensor:
+    """Distinct experts of each token, int64 [num_tokens, topk], in the proportions of ``loads``."""
+    total = num_tokens * topk
+    ends = (torch.tensor(loads, dtype=torch.float64).cumsum(0) / sum(loads) * total).round().long()
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    assert int(counts.max()) <= num_tokens, "an expert cannot have a token twice"
+    # Sorted by expert and read in columns, a token's choices lie num_tokens apart: never the same expert.
+    experts = torch.arange(len(loads)).repeat_interleave(counts).view(topk, num_tokens).t()
+    return experts[torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))]
+
+
+class _Forced(TopKRouter):
+    """A router that does all its work and then prefers given experts."""
+
+    def __init__(self, *args: Any, choices: torch.Tensor, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        forced = torch.zeros((len(choices), self.config.num_moe_experts))
+        self.forced = forced.scatter_(1, choices, PREFERRED).unsqueeze(1)
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        return super().gating(input) + self.forced
+
+
+class _ForcedMegatronRouter(_Forced):
+    """Megatron's router."""
+
+
+class _ForcedRouter(_Forced, PaddingAwareRouter):
+    """The project's router."""
+
+
+def _submodules(config: TransformerConfig) -> MoESubmodules:
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    return block.layer_specs[0].submodules.mlp.submodules
+
+
+def _fill(module: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+@contextmanager
+def _counting(group: dist.ProcessGroup) -> Iterator[list[int]]:
+    """Bytes that this rank hands to other ranks in all-to-alls, whoever calls them."""
+    counted, exchange = [0], dist.all_to_all_single
+
+    def count(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert input_split_sizes is not None, "dispatchers say how many rows go where"
+        rows = [int(size) for size in input_split_sizes]
+        counted[0] += (sum(rows) - rows[group.rank()]) * input.shape[1:].numel() * input.element_size()
+        return exchange(output, input, output_split_sizes, input_split_sizes, **kwargs)
+
+    dist.all_to_all_single = count
+    try:
+        yield counted
+    finally:
+        dist.all_to_all_single = exchange
