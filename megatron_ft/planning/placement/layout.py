@@ -86,10 +86,13 @@ class Layout:
             members[domain].append(position)
         slots: list[list[int]] = [[] for _ in self.ranks]
         order = np.argsort(-weights, kind="stable")
-        for domain, positions in enumerate(members):
-            column = counts[order, domain]
-            held = np.nonzero(column)[0]
-            self._deal_domain(np.repeat(order[held], column[held]).tolist(), weights.tolist(), positions, slots)
+        domains, places = np.nonzero(counts[order].T)
+        replicas = counts[order[places], domains]
+        experts = np.repeat(order[places], replicas).tolist()
+        ends = np.cumsum(counts.sum(axis=0)).tolist()
+        loads_of = weights.tolist()
+        for first, last, positions in zip([0, *ends], ends, members, strict=False):
+            self._deal_domain(experts[first:last], loads_of, positions, slots)
         return tuple(tuple(sorted(experts)) for experts in slots)
 
     def _deal_domain(

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.frontier import minimal_masks, surviving_weights
 
-NEGLIGIBLE = 1e-9
-"""Numbers of lost domains less likely than this are left out."""
+NEGLIGIBLE = 1e-4
+"""Numbers of lost domains that weigh less than this, before they are made to add up, are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,11 +180,13 @@ class OverlapSearch:
         loads: Sequence[float] | None,
         start: Counts,
     ) -> list[Counts]:
-        """Placements by groups of other sizes, best first: the short group at either end, or all groups even."""
+        """Placements by groups of other sizes, best first: the short group first, or all groups even."""
         full = group_sizes(len(replica_counts), min(capacities))
         size, longer = divmod(len(replica_counts), len(full))
         even = [size + 1] * longer + [size] * (len(full) - longer)
-        options = {tuple(sizes) for sizes in (full[::-1], even, even[::-1])} - {tuple(full)}
+        searched = len(capacities) <= MAX_SEARCHED_DOMAINS
+        others = (full[::-1], even, even[::-1]) if searched else (even,)
+        options = {tuple(sizes) for sizes in others} - {tuple(full)}
         built = [overlap_groups(replica_counts, capacities, sizes, loads) for sizes in sorted(options)]
         starts = [start, *(spread_to_floor(counts, floor) for counts in built)]
         return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
@@ -228,7 +230,7 @@ class OverlapSearch:
         if num_domains > MAX_SEARCHED_DOMAINS:
             return None
         masks, values = self.objective.losses(num_domains, limit or self.num_losses)
-        single_only = len(masks) == num_domains and any(self.objective.weights(num_domains)[2:])
+        single_only = not (masks & (masks - 1)).any() and any(self.objective.weights(num_domains)[2:])
         return None if single_only or not len(masks) else Losses(masks=masks, values=values)
 
     def _score(self, layers: Iterable[Counts]) -> float:

@@ -1,0 +1,275 @@
+"""Claim ``balance``: replicas that follow the load keep ranks busy alike on a recorded training run, and survive."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import recorded
+from benchmarks.report import finish, parse_arguments
+from benchmarks.source import ROOT
+from megatron_ft.expert_loads import ExpertLoads
+from megatron_ft.planning.dispatch import quotas
+from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
+from megatron_ft.planning.placement.allocation import allocate
+from megatron_ft.planning.placement.layout import Layout
+from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap
+from megatron_ft.planning.placement.migration import holdings, plan_migration, remap
+from megatron_ft.planning.placement.overlap_search import OverlapSearch
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.spread import Spread
+from megatron_ft.planning.placement.survival import survival
+from megatron_ft.topology import Cluster
+
+ID = "balance"
+NUM_SLOTS, MIN_REPLICAS = 6, 2
+RECORDS_PER_PLAN = 20
+"""Every tenth iteration is recorded: plans live for 200 iterations, as in the paper."""
+EXPERT_BYTES = 112_000_000
+"""Weights and optimizer state of one expert of GPT-L (Lazarus, section 6.3)."""
+SURVIVAL_BUDGET = 0.05
+CHOSEN = "overlap_search, budget 5 %"
+LOST = (1, 2, 3, 4)
+THRESHOLD = (
+    "mean max/mean tokens per rank <= 0.5x static EP and <= 1.05x the greedy balancer; "
+    "joint survival at least static EP's for 1 to 4 lost"
+)
+QUICK_THRESHOLD = "mean max/mean tokens per rank below static EP and maximum rank overlap"
+PICTURE = ROOT / "docs" / "images" / "balance.png"
+CURVE_SLOTS, CURVE_FLOORS = (3, 4, 6, 8), (1, 2, 3, 4)
+CURVE_RECORDS_PER_PLAN, CURVE_EVALUATED = 50, 10
+QUICK_RECORDS = 40
+
+Planner = Callable[[list[list[int]]], PlacementPlan]
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What one way of placing experts did over the recorded run."""
+
+    imbalance: list[float] = field(default_factory=list)
+    """Largest over mean tokens per rank, of each layer and microbatch."""
+    moved_bytes: int = 0
+    num_moves: int = 0
+    survival: list[tuple[float, ...]] = field(default_factory=list)
+    """Joint survival of every plan for the numbers in ``LOST``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures of the table."""
+        row: dict[str, Any] = {
+            "mean": round(float(np.mean(self.imbalance)), 4),
+            "p99": round(float(np.percentile(self.imbalance, 99)), 4),
+            "moved_gigabytes_per_plan": round(self.moved_bytes / max(1, self.num_moves) / 1e9, 1),
+        }
+        if self.survival:
+            means = np.mean(self.survival, axis=0).tolist()
+            row["joint_survival"] = {str(lost): round(value, 4) for lost, value in zip(LOST, means, strict=True)}
+        return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay the recorded loads under every way of placing experts."""
+    arguments = parse_arguments(__doc__, argv)
+    trace = recorded.read(recorded.SMARTMOE)
+    records = range(min(trace.num_records, QUICK_RECORDS) if arguments.quick else trace.num_records)
+    rows = {"static EP": static(trace, records).to_json()}
+    planners = {name: planner(algorithm, trace.num_ranks) for name, algorithm in algorithms().items()}
+    for name, plan in {**planners, "greedy balancer": greedy_planner(trace.num_ranks)}.items():
+        rows[name] = replay(trace, records, plan, RECORDS_PER_PLAN).to_json()
+    show(rows)
+    curve = [] if arguments.quick else measure_curve(trace)
+    if curve:
+        draw(curve, PICTURE)
+    ours, even, greedy = rows[CHOSEN], rows["static EP"], rows["greedy balancer"]
+    kept, even_kept = ours["joint_survival"], even["joint_survival"]
+    if arguments.quick:
+        passed = ours["mean"] < min(even["mean"], rows["maximum_rank_overlap"]["mean"])
+    else:
+        passed = ours["mean"] <= 0.5 * even["mean"] and ours["mean"] <= 1.05 * greedy["mean"]
+        passed = passed and all(kept[lost] >= even_kept[lost] for lost in kept)
+    return finish(
+        arguments.out,
+        ID,
+        passed=passed,
+        figure=(
+            f"max/mean tokens per rank {ours['mean']:.2f} (static EP {even['mean']:.2f}, greedy {greedy['mean']:.2f}), "
+            f"joint survival of 2 lost ranks {kept['2']:.3f} (static EP {even_kept['2']:.3f}, "
+            f"greedy {greedy['joint_survival']['2']:.3f})"
+        ),
+        threshold=QUICK_THRESHOLD if arguments.quick else THRESHOLD,
+        counts={"records": len(records), "layers": trace.num_layers, "microbatches": int(trace.tokens.shape[3])},
+        details={"rows": rows, "curve": curve, "slots_per_rank": NUM_SLOTS, "min_replicas": MIN_REPLICAS},
+    )
+
+
+def algorithms() -> dict[str, PlacementAlgorithm]:
+    """What is compared, by the name in the table."""
+    return {
+        "overlap_search": OverlapSearch(),
+        CHOSEN: OverlapSearch(survival_budget=SURVIVAL_BUDGET),
+        "maximum_rank_overlap": MaximumRankOverlap(),
+        "spread": Spread(),
+    }
+
+
+def planner(
+    algorithm: PlacementAlgorithm, num_ranks: int, num_slots: int = NUM_SLOTS, min_replicas: int = MIN_REPLICAS
+) -> Planner:
+    """Allocation and placement of per-layer loads; every rank is a failure domain."""
+    cluster = Cluster.of(num_ranks, 1)
+
+    def plan(loads: list[list[int]]) -> PlacementPlan:
+        counts = [allocate(layer, num_ranks * num_slots, min_replicas).replica_counts for layer in loads]
+        return algorithm.place(counts, cluster, num_slots_per_rank=num_slots, loads=loads)
+
+    return plan
+
+
+def greedy_planner(num_ranks: int, num_slots: int = NUM_SLOTS) -> Planner:
+    """Replicate whichever expert has the heaviest replicas, then give the heaviest replica to the idlest rank."""
+    layout = Layout.of(Cluster.of(num_ranks, 1), num_slots)
+
+    def plan(loads: list[list[int]]) -> PlacementPlan:
+        layers = tuple(pack_greedily(replicate_greedily(layer, layout.num_slots), layer, layout) for layer in loads)
+        return PlacementPlan.of(layout, layers, len(loads[0]), "greedy")
+
+    return plan
+
+
+def replicate_greedily(loads: Sequence[int], num_slots: int) -> list[int]:
+    """One replica each, then one more for the expert whose replicas carry most until slots run out."""
+    counts = [1] * len(loads)
+    for _ in range(num_slots - len(loads)):
+        counts[max(range(len(loads)), key=lambda expert: loads[expert] / counts[expert])] += 1
+    return counts
+
+
+def pack_greedily(counts: Sequence[int], loads: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Heaviest replica first, each to the rank with least load and a free slot."""
+    replicas = [(loads[expert] / count, expert) for expert, count in enumerate(counts) for _ in range(count)]
+    slots: list[list[int]] = [[] for _ in layout.ranks]
+    sums = [0.0] * len(slots)
+    for load, expert in sorted(replicas, key=lambda replica: (-replica[0], replica[1])):
+        free = (rank for rank in range(len(slots)) if len(slots[rank]) < layout.num_slots_per_rank)
+        rank = min(free, key=lambda rank: (sums[rank], rank))
+        slots[rank].append(expert)
+        sums[rank] += load
+    return tuple(tuple(sorted(experts)) for experts in slots)
+
+
+def static(trace: ExpertLoads, records: range) -> Outcome:
+    """Traditional expert parallelism with as many slots as fit: equal replicas, tokens stay in their expert group."""
+    outcome = Outcome()
+    experts_per_rank = max(size for size in range(1, NUM_SLOTS + 1) if trace.num_experts % size == 0)
+    group = trace.num_experts // experts_per_rank
+    for record in records:
+        tokens = trace.tokens[record]
+        per_group = tokens.reshape(-1, group, *tokens.shape[1:]).sum(axis=1)
+        per_rank = per_group.reshape(*per_group.shape[:3], group, experts_per_rank).sum(axis=4)
+        flat = per_rank.transpose(1, 2, 0, 3).reshape(-1, tokens.shape[0])
+        outcome.imbalance += (flat.max(axis=1) / flat.mean(axis=1)).tolist()
+    domains = [f"rank{rank}" for rank in range(trace.num_ranks)]
+    holders = [domains[first::group] for first in range(group)]
+    outcome.survival.append(tuple(value.probability for value in survival(holders, domains, LOST)))
+    return outcome
+
+
+def replay(trace: ExpertLoads, records: range, plan_for: Planner, records_per_plan: int, evaluated: int = 1) -> Outcome:
+    """Plan from what was seen since the last plan, at first from even loads; judge by what came afterwards."""
+    outcome = Outcome()
+    plan = plan_for([[1] * trace.num_experts] * trace.num_layers)
+    add_survival(outcome, plan)
+    for record in records:
+        if record and record % records_per_plan == 0:
+            seen = trace.tokens[record - records_per_plan : record].sum(axis=(0, 1, 3))
+            plan = move(outcome, plan, plan_for(seen.tolist()))
+        if record % evaluated == 0:
+            outcome.imbalance += judge(trace.tokens[record], plan)
+    return outcome
+
+
+def move(outcome: Outcome, old: PlacementPlan, new: PlacementPlan) -> PlacementPlan:
+    """The new plan with the ranks that make it cheapest; its bytes and its survival are noted."""
+    mapped = remap(new, holdings(old))
+    outcome.moved_bytes += plan_migration(mapped, holdings(old), EXPERT_BYTES).num_bytes
+    outcome.num_moves += 1
+    add_survival(outcome, mapped)
+    return mapped
+
+
+def add_survival(outcome: Outcome, plan: PlacementPlan) -> None:
+    """Note the joint survival of a plan."""
+    outcome.survival.append(tuple(v.probability for v in survival(plan.all_expert_domains(), plan.domains, LOST)))
+
+
+def judge(tokens: Tokens, plan: PlacementPlan) -> list[float]:
+    """Largest over mean tokens per rank of each layer and microbatch, dispatched by the schedule."""
+    found = []
+    for layer in range(tokens.shape[1]):
+        replicas = plan.replicas_per_rank(layer)
+        for microbatch in range(tokens.shape[2]):
+            computed = quotas(tokens[:, layer, microbatch].T, replicas).sum(axis=0)
+            found.append(float(computed.max() / computed.mean()))
+    return found
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    """One table."""
+    lost = "".join(f"{count:>8} lost" for count in LOST)
+    print(f"{'':<28}{'max/mean':>9}{'p99':>8}{'GB moved':>10}   joint survival:{lost}")
+    for name, row in rows.items():
+        values = "".join(f"{value:>13.3f}" for value in row["joint_survival"].values())
+        print(f"{name:<28}{row['mean']:>9.3f}{row['p99']:>8.3f}{row['moved_gigabytes_per_plan']:>10.1f}{'':18}{values}")
+
+
+def measure_curve(trace: ExpertLoads) -> list[dict[str, Any]]:
+    """Imbalance and joint survival against the floor and the slots, planned less often and sampled."""
+    points = []
+    for num_slots in CURVE_SLOTS:
+        for floor in CURVE_FLOORS:
+            if floor * trace.num_experts > num_slots * trace.num_ranks:
+                continue
+            algorithm = OverlapSearch(survival_budget=SURVIVAL_BUDGET, num_kicks=0)
+            plan_for = planner(algorithm, trace.num_ranks, num_slots, floor)
+            outcome = replay(trace, range(trace.num_records), plan_for, CURVE_RECORDS_PER_PLAN, CURVE_EVALUATED)
+            points.append({"slots_per_rank": num_slots, "min_replicas": floor, **outcome.to_json()})
+            print(f"slots {num_slots}, f {floor}: {points[-1]['mean']:.3f}", flush=True)
+    return points
+
+
+def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
+    """Imbalance against the floor, a line for each number of slots; nothing where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: the curve is in the result, not drawn")
+        return
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for num_slots in CURVE_SLOTS:
+        chosen = [point for point in points if point["slots_per_rank"] == num_slots]
+        floors = [point["min_replicas"] for point in chosen]
+        left.plot(floors, [point["mean"] for point in chosen], marker="o", label=f"{num_slots} slots per rank")
+        right.plot(floors, [point["joint_survival"]["2"] for point in chosen], marker="o")
+    left.set(xlabel="replicas of every expert, at least", ylabel="largest / mean tokens per rank", ylim=(1, None))
+    right.set(
+        xlabel="replicas of every expert, at least", ylabel="survival of 2 lost ranks, all layers", ylim=(0, 1.02)
+    )
+    for axes in (left, right):
+        axes.set_xticks(CURVE_FLOORS)
+        axes.grid(alpha=0.3)
+    left.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

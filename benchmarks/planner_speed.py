@@ -1,0 +1,98 @@
+"""Claim ``planner-speed``: replicas of 256 experts on 1,024 GPUs are planned in under 50 ms a layer on one core."""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import recorded
+from benchmarks.report import finish, parse_arguments
+from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
+from megatron_ft.planning.placement.algorithms import ALGORITHMS
+from megatron_ft.planning.placement.allocation import allocate
+from megatron_ft.topology import Cluster
+
+ID = "planner-speed"
+NUM_GPUS = 1024
+MAX_LAYER_SECONDS = 0.050
+MIN_REPLICAS = 2
+MEASURED = ("overlap_search", "maximum_rank_overlap")
+REPEATS = 3
+QUICK_LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How the GPUs are grouped, and their slots."""
+
+    gpus_per_domain: int
+    num_slots: int
+    """Per GPU."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """1,024 GPUs in failure domains of equal size."""
+        return Cluster.of(NUM_GPUS // self.gpus_per_domain, self.gpus_per_domain)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{NUM_GPUS // self.gpus_per_domain} domains x {self.gpus_per_domain} GPUs x {self.num_slots} slots"
+
+
+SHAPES = tuple(Shape(gpus_per_domain=size, num_slots=slots) for size in (8, 1) for slots in (2, 3))
+"""Slots of a domain divide the experts with two per GPU and do not with three."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan every recorded layer alone, several times, and judge the slowest shape's median."""
+    arguments = parse_arguments(__doc__, argv)
+    layers = recorded_layers()
+    chosen = layers[:QUICK_LAYERS] if arguments.quick else layers
+    rows = [measure(name, ALGORITHMS[name](), shape, chosen) for name in MEASURED for shape in SHAPES]
+    worst = max(rows, key=lambda row: row["median_ms"])
+    for row in rows:
+        print("{algorithm:>22}  {shape:<36} median {median_ms:6.1f} ms  slowest {slowest_ms:6.1f} ms".format(**row))
+    return finish(
+        arguments.out,
+        ID,
+        passed=worst["median_ms"] < 1000 * MAX_LAYER_SECONDS,
+        figure=f"{worst['median_ms']:.0f} ms a layer in the slowest of {len(rows)} settings ({worst['shape']})",
+        threshold="median < 50 CPU ms a layer, allocation and placement, in every setting",
+        counts={"layers": len(chosen), "settings": len(rows), "repeats": REPEATS},
+        details={"settings": rows, "gpus": NUM_GPUS, "experts": len(chosen[0])},
+    )
+
+
+def recorded_layers() -> list[list[float]]:
+    """Loads of every mixture layer of the recorded DeepSeek-V3 runs."""
+    layers = [layer for name in recorded.DEEPSEEK for layer in recorded.read(name).per_layer().tolist()]
+    return [layer for layer in layers if any(layer)]
+
+
+def measure(
+    name: str, algorithm: PlacementAlgorithm, shape: Shape, layers: Sequence[Sequence[float]]
+) -> dict[str, Any]:
+    """CPU milliseconds of allocation and placement: the median over layers of each layer's fastest repeat."""
+    cluster = shape.cluster
+    times = []
+    for loads in layers:
+        repeats = []
+        for _ in range(REPEATS):
+            started = time.process_time()
+            counts = allocate(loads, NUM_GPUS * shape.num_slots, MIN_REPLICAS).replica_counts
+            algorithm.place([counts], cluster, num_slots_per_rank=shape.num_slots, loads=[loads])
+            repeats.append(time.process_time() - started)
+        times.append(min(repeats))
+    return {
+        "algorithm": name,
+        "shape": shape.name,
+        "median_ms": round(1000 * statistics.median(times), 2),
+        "slowest_ms": round(1000 * max(times), 2),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

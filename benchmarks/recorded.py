@@ -1,0 +1,24 @@
+"""Recorded expert loads that claims measure with; they lie beside the repository and are not part of it."""
+
+from benchmarks.source import ROOT
+from megatron_ft.errors import DataError
+from megatron_ft.expert_loads import ExpertLoads, read_expert_loads
+
+FOLDER = ROOT.parent / "shared" / "data" / "expert_load"
+SMARTMOE = "smartmoe_gate_counts.npz"
+DEEPSEEK = (
+    "deepseek_v3_decode_in1000out1000.json",
+    "deepseek_v3_prefill_in1024.json",
+    "deepseek_v3_prefill_in512.json",
+)
+
+
+def read(name: str) -> ExpertLoads:
+    """A recorded load by file name.
+
+    Raises:
+        DataError: the file is not there.
+    """
+    if not (FOLDER / name).exists():
+        raise DataError(f"{name}: is not among the recorded loads, shared/data/expert_load beside the repository")
+    return read_expert_loads(FOLDER / name)
