@@ -222,6 +222,16 @@ class FailpointHit(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailpointUnfired(Record):
+    """A fault was armed in a rank that came to its end without it: nothing was injected."""
+
+    failpoint: str
+    """Its spec."""
+    rank: int | None = None
+    """Rank it was armed in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed(Record):
     """A rank died or raised."""
 

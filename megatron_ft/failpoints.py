@@ -1,8 +1,9 @@
 """Named points where tests and campaigns inject faults.
 
+The points are the phases of an iteration, so they are also where a rank says how far it is (``watch``).
 A spec is a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It fires in
 every rank it matches, once per process, and is recorded durably *before* the fault, so that a trial can prove
-that it injected. ``hit`` costs one truth test while nothing is armed.
+that it injected. ``hit`` costs two truth tests while nothing is armed and nobody watches.
 """
 
 import ast
@@ -144,6 +145,16 @@ def append_to(path: Path) -> Callable[[Record], None]:
     return record
 
 
+Tell = Callable[[int, str], None]
+"""Takes (iteration, phase)."""
+
+
+@dataclass
+class _Watch:
+    tell: Tell
+    last: tuple[str, int] | None = None
+
+
 @dataclass
 class _Armed:
     failpoints: list[Failpoint]
@@ -153,6 +164,16 @@ class _Armed:
 
 
 _armed: _Armed | None = None
+_watch: _Watch | None = None
+
+
+def watch(tell: Tell | None) -> None:
+    """Have ``tell`` called with (iteration, phase) at every hit that names another phase or iteration than the last.
+
+    It comes before a fault that is armed there. None ends it.
+    """
+    global _watch
+    _watch = None if tell is None else _Watch(tell)
 
 
 def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record], None]) -> None:
@@ -170,12 +191,20 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     _armed = _Armed(mine, rank, node, record) if mine else None
 
 
+def unfired() -> tuple[Failpoint, ...]:
+    """Failpoints armed in this process that have not fired."""
+    return () if _armed is None else tuple(_armed.failpoints)
+
+
 def hit(phase: str, iteration: int) -> None:
     """Say that this process reaches ``phase`` of ``iteration``; an armed fault happens here.
 
     Raises:
         InjectedFault: the action ``raise`` is armed here.
     """
+    if _watch is not None and _watch.last != (phase, iteration):
+        _watch.last = (phase, iteration)
+        _watch.tell(iteration, phase)
     if _armed is None:
         return
     assert phase in PHASES, f"unknown phase {phase}"

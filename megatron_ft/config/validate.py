@@ -43,10 +43,14 @@ def validate(config: JobConfig) -> None:
 
 
 def _check_failpoints(config: JobConfig) -> None:
-    """Each parses and names a rank and a node that exist: one that can never fire is a mistake."""
+    """Each parses and names a rank, a node and an iteration that exist: one that can never fire is a mistake."""
     num_nodes, world_size = config.launch.num_nodes, config.launch.num_nodes * config.launch.ranks_per_node
     for text in config.launch.failpoints:
         failpoint = parse(text)
         for name, value, bound in (("rank", failpoint.rank, world_size), ("node", failpoint.node, num_nodes)):
             if value is not None and not 0 <= value < bound:
                 raise ConfigError.of("launch.failpoints", text, f"must name a {name} in 0..{bound - 1}")
+        last = config.training.train_iterations
+        if failpoint.at_iteration is not None and not 0 <= failpoint.at_iteration <= last:
+            constraint = f"must name an iteration in 0..training.train_iterations={last}, or it never fires"
+            raise ConfigError.of("launch.failpoints", text, constraint)

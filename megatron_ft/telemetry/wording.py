@@ -44,6 +44,9 @@ def note(record: Record) -> Note | None:
         case events.FailpointHit():
             where = f"in {record.phase} of iteration {record.iteration}" + _of_rank(record.rank)
             return Note(level="warning", text=f"injected fault: {record.action} {where}")
+        case events.FailpointUnfired():
+            text = f"fault never injected: {record.failpoint}{_of_rank(record.rank)}"
+            return Note(level="warning", text=text)
         case events.RankFailed():
             return Note(level="bad", text=_rank_failed(record))
         case events.StopRequested():

@@ -15,11 +15,11 @@ def run(config: JobConfig, context: RankContext) -> None:
     """Count iterations, report them from rank 0, obey failpoints and stop requests."""
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, record=record)
+    failpoints.watch(context.worker.progress)
     print(f"rank {context.rank} of {context.world_size} on node {context.node}", flush=True)
     (context.run_dir / "logs" / f"started-{context.rank}").write_text(str(time.time()))
     for iteration in range(1, config.training.train_iterations + 1):
         for phase in ("forward", "backward"):
-            context.worker.progress(iteration, phase)
             failpoints.hit(phase, iteration)
         time.sleep(ITERATION_SECONDS)
         if context.rank == 0:

@@ -124,4 +124,35 @@ def test_an_unarmed_hit_does_nothing() -> None:
 def test_every_phase_is_passed_somewhere() -> None:
     package = Path(failpoints.__file__).parent
     sources = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
-    assert set(re.findall(r'\b(?:failpoints\.hit|_reach)\(\s*"(\w+)"', sources)) == set(PHASES)
+    assert set(re.findall(r'\bfailpoints\.hit\(\s*"(\w+)"', sources)) == set(PHASES)
+
+
+@pytest.fixture
+def told() -> Iterator[list[tuple[int, str]]]:
+    seen: list[tuple[int, str]] = []
+    failpoints.watch(lambda iteration, phase: seen.append((iteration, phase)))
+    yield seen
+    failpoints.watch(None)
+
+
+def test_a_watcher_is_told_of_changes_only(told: list[tuple[int, str]]) -> None:
+    arm([], rank=0, node=0, record=lambda _: None)
+    for phase in ("forward", "forward", "backward", "forward"):
+        hit(phase, 1)
+    hit("forward", 2)
+    assert told == [(1, "forward"), (1, "backward"), (1, "forward"), (2, "forward")]
+
+
+def test_a_watcher_knows_the_phase_before_the_fault(told: list[tuple[int, str]]) -> None:
+    arm(["raise(phase='vote_inside')"], rank=0, node=0, record=lambda _: None)
+    with pytest.raises(InjectedFault):
+        hit("vote_inside", 3)
+    assert told == [(3, "vote_inside")]
+
+
+def test_what_has_not_fired_is_known() -> None:
+    arm(["delay(phase='data', seconds=0)", "kill(phase='gather')"], rank=0, node=0, record=lambda _: None)
+    hit("data", 1)
+    assert [failpoint.text for failpoint in failpoints.unfired()] == ["kill(phase='gather')"]
+    arm(["kill(rank=1, phase='gather')"], rank=0, node=0, record=lambda _: None)
+    assert failpoints.unfired() == ()

@@ -73,7 +73,6 @@ class TrainingEngine:
         vocab_size: padded vocabulary.
         samples: token sequences of the splits ``train`` and ``valid``.
         stop_requested: whether this rank was asked to end the run; carried by the vote.
-        progress: told (iteration, phase) as the rank goes from one to the next.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -89,7 +88,6 @@ class TrainingEngine:
         vocab_size: int,
         samples: Mapping[str, Samples],
         stop_requested: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, str], None] = lambda iteration, phase: None,
     ) -> None:
         self.config = config
         self.device = device
@@ -97,7 +95,6 @@ class TrainingEngine:
         self.vocab_size = vocab_size
         self.samples = samples
         self.stop_requested = stop_requested
-        self.progress = progress
         self.iteration = 0
         self.history = History()
         self._router = router_builder(config)
@@ -118,7 +115,7 @@ class TrainingEngine:
 
         ``replicas`` places the experts of this stage; None leaves Megatron's own layout.
         """
-        self._reach("build", self.iteration)
+        failpoints.hit("build", self.iteration)
         self.groups = groups
         self.pg = pg = groups.pg_collection
         torch.manual_seed(self.config.training.seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
@@ -180,7 +177,7 @@ class TrainingEngine:
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups; the caller dissolves them next."""
-        self._reach("teardown", self.iteration)
+        failpoints.hit("teardown", self.iteration)
         self._release()
         del self.pg, self.groups
         gc.collect()
@@ -249,14 +246,13 @@ class TrainingEngine:
 
     def prepare(self, iteration: int) -> Prepared:
         """Forward, backward and gradient reduction of all microbatches; the norm; this rank's ballot."""
-        self._reach("data", iteration)
+        failpoints.hit("data", iteration)
         set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
         undo = UndoRecord.take(self.model_chunks, self.optimizer)
         self._start_iteration(iteration)
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        self.progress(iteration, "forward")
         reports = self._run_microbatches("train", iteration, forward_only=False)
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = commit.prepare(self.optimizer)
@@ -279,9 +275,9 @@ class TrainingEngine:
     def vote(self, prepared: Prepared) -> Vote:
         """Settle the vote over the whole job."""
         iteration = prepared.ballot.iteration
-        self._reach("vote_before", iteration)
+        failpoints.hit("vote_before", iteration)
         ballots = exchange(prepared.ballot, self.groups.vote)
-        self._reach("vote_after", iteration)
+        failpoints.hit("vote_after", iteration)
         num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
         return tally(
             ballots,
@@ -291,12 +287,12 @@ class TrainingEngine:
 
     def commit(self, vote: Vote) -> None:
         """Update master weights, moments and this rank's compute weights with the voted values."""
-        self._reach("update", vote.iteration)
+        failpoints.hit("update", vote.iteration)
         commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
     def gather(self) -> None:
         """Bring every rank's compute weights up to date, and the copies of its optimizer state."""
-        self._reach("gather", self._current_iteration)
+        failpoints.hit("gather", self._current_iteration)
         commit.gather(self.optimizer, self.model_chunks)
         if self.state_copies is not None:
             self.state_copies.follow(self._learning_rate())
@@ -329,10 +325,6 @@ class TrainingEngine:
         load = take_expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
         return load
-
-    def _reach(self, phase: str, iteration: int) -> None:
-        self.progress(iteration, phase)
-        failpoints.hit(phase, iteration)
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -369,7 +361,7 @@ class TrainingEngine:
         return reports
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
-        self._reach("grad_sync", self._current_iteration)
+        failpoints.hit("grad_sync", self._current_iteration)
         finalize_model_grads(*args, **kwargs)
         if self.replica_gradients is not None:
             self.replica_gradients.sum()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
+from megatron_ft.events import FailpointUnfired
 from megatron_ft.mcore.device.install import install
 
 _FAILPOINTS_FILE = "failpoints.jsonl"
@@ -65,6 +66,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     del groups
     trainer.run()
     trainer.teardown()
+    _report_unfired(context)
     dissolve_groups()
 
 
@@ -78,6 +80,12 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
     failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, record=record)
+
+
+def _report_unfired(context: RankContext) -> None:
+    """A trial whose fault never came must not look like one that survived it."""
+    for failpoint in failpoints.unfired():
+        context.worker.report(FailpointUnfired(failpoint=failpoint.text, rank=context.rank).to_record())
 
 
 def _prepare_process(config: JobConfig, context: RankContext, device_type: str) -> torch.device:

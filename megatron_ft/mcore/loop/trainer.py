@@ -50,8 +50,8 @@ class Trainer:
             vocab_size=resolve_vocab_size(config),
             samples=self.samples,
             stop_requested=context.worker.stop_requested,
-            progress=context.worker.progress,
         )
+        failpoints.watch(self._tell_phase)
         self.placement = self._placement_keeper()
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -98,7 +98,12 @@ class Trainer:
     def teardown(self) -> None:
         """Let go of everything that holds the groups."""
         self.engine.teardown()
+        failpoints.watch(None)
         del self.agreement, self.checkpoints
+
+    def _tell_phase(self, iteration: int, phase: str) -> None:
+        if iteration > 0 or phase == "build":  # an evaluation passes the model as iteration 0
+            self.context.worker.progress(iteration, phase)
 
     # -- one iteration ------------------------------------------------------------------------------------
 

@@ -98,6 +98,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"launch.master_port": 70000}, "launch.master_port"),
     ({"launch.failpoints": ["explode()"]}, "launch.failpoints"),
     ({"launch.failpoints": ['kill(rank=7, at_iteration=1, phase="forward")']}, "launch.failpoints"),
+    ({"launch.failpoints": ['kill(at_iteration=100000, phase="forward")']}, "launch.failpoints"),
+    ({"launch.failpoints": ['kill(at_iteration=-1, phase="forward")']}, "launch.failpoints"),
     ({"launch.failure_domains": ["a", "b"]}, "launch.failure_domains"),
     ({"run.name": "../up"}, "run.name"),
     ({"run.resume": "must"}, "run.name"),

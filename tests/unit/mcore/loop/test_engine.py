@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ft import failpoints
 from tests.helpers import engines
 
 EVERYTHING = {
@@ -117,3 +118,18 @@ def test_a_stop_request_travels_with_the_vote() -> None:
         engine.stop_requested = lambda: True
         result = engine.run_iteration(2)
         assert result.vote.stop_requested and result.decision.action == "commit"
+
+
+def test_every_phase_is_told_in_order() -> None:
+    told: list[tuple[int, str]] = []
+    failpoints.watch(lambda iteration, phase: told.append((iteration, phase)))
+    try:
+        with engines.engine_of(engines.micro_config({"training.global_batch_size": 2})) as engine:
+            engine.run_iteration(1)
+    finally:
+        failpoints.watch(None)
+    phases = [phase for iteration, phase in told if iteration == 1]
+    microbatch = ["forward", "dispatch", "backward"]
+    later = ["grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather", "teardown"]
+    assert phases == ["data", *microbatch * (len(phases[1 : -len(later)]) // 3), *later]
+    assert phases.count("backward") >= 1 and told[0] == (0, "build")
