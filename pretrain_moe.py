@@ -141,6 +141,9 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
         _show(plan, config)
         return EXIT_OK
     _check_machine(config, plan)
+    if not _said_by_another_rank():
+        for note in plan.notes:
+            print(f"note: {note}", file=sys.stderr)
     config = derive_placement(config)
     if environment is not None:
         from megatron_ft.mcore.loop import standalone
@@ -187,10 +190,11 @@ def _keys(overrides: list[str]) -> set[str]:
 
 
 def _plan(config: JobConfig) -> "JobPlan":
+    from megatron_ft.config.inputs import read_inputs
     from megatron_ft.corpus.check import check_data
     from megatron_ft.planning.job import plan_job
 
-    return plan_job(config, check_data(config), device=_planned_device(config))
+    return plan_job(config, check_data(config), read_inputs(config), device=_planned_device(config))
 
 
 def _planned_device(config: JobConfig) -> str:

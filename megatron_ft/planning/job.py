@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import DataSummary
 from megatron_ft.errors import ConfigError
@@ -11,6 +12,8 @@ from megatron_ft.operators import Operator, num_active_parameters, num_parameter
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_of_stage
 from megatron_ft.planning.cost.parameters import RankParameters, parameters_of_stage
+from megatron_ft.planning.placement.report import PlacementReport, report_placement
+from megatron_ft.planning.trace import RoutingTrace
 from megatron_ft.topology import Topology
 
 
@@ -54,6 +57,12 @@ class JobPlan:
     """Masked microbatches per iteration, over all ranks, that make every rank run the same number."""
     tokens_per_iteration: int
     data: DataSummary
+    placement: PlacementReport | None = None
+    """None without replica slots."""
+    routing: str | None = None
+    """The recording that routing follows; None where it is learned."""
+    notes: tuple[str, ...] = ()
+    """What a job does otherwise than its keys may suggest."""
 
     def validate(self) -> None:
         """The plan fits the memory that the configuration grants.
@@ -89,9 +98,10 @@ class JobPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with the place of every rank."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(dataclasses.replace(self, placement=None))
         places = [{"rank": rank, **dataclasses.asdict(place)} for rank, place in self.topology.ranks()]
-        return {**values, "ranks": places}
+        placement = None if self.placement is None else self.placement.to_json()
+        return {**values, "placement": placement, "ranks": places}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "JobPlan":
@@ -99,7 +109,9 @@ class JobPlan:
         values = {key: value for key, value in content.items() if key != "ranks"}
         stages = tuple(_stage_from_json(stage) for stage in values["stages"])
         data, topology = DataSummary.from_json(values["data"]), Topology(**values["topology"])
-        return cls(**{**values, "stages": stages, "data": data, "topology": topology})
+        placement = None if values["placement"] is None else PlacementReport.from_json(values["placement"])
+        own = {"stages": stages, "data": data, "topology": topology, "placement": placement}
+        return cls(**{**values, **own, "notes": tuple(values["notes"])})
 
 
 def _stage_from_json(content: dict[str, Any]) -> StagePlan:
@@ -111,11 +123,13 @@ def _stage_from_json(content: dict[str, Any]) -> StagePlan:
     )
 
 
-def plan_job(config: JobConfig, data: DataSummary, *, device: str) -> JobPlan:
+def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = None, *, device: str) -> JobPlan:
     """Plan a validated configuration. ``device`` is ``cpu`` or ``cuda``, already decided.
 
+    ``inputs`` are the files of placement and routing, needed where the configuration names some.
+
     Raises:
-        ConfigError: through ``JobPlan.validate``.
+        ConfigError: through ``JobPlan.validate``, or for inputs that do not fit the job.
     """
     assert device in ("cpu", "cuda"), f"device {device!r} is not decided"
     launch, model, training = config.launch, config.model, config.training
@@ -123,6 +137,9 @@ def plan_job(config: JobConfig, data: DataSummary, *, device: str) -> JobPlan:
     operators = operators_of(model, data.tokenizer_vocab_size)
     batch = _batch(config, topology)
     stages = _stages(config, operators, data, topology)
+    placement = _placement(config, inputs or JobInputs(), stages)
+    trace = _trace(config, inputs or JobInputs())
+    wrap = None if trace is None else trace.wrap(training.train_iterations)
     plan = JobPlan(
         model=model.name,
         device=device,
@@ -145,9 +162,25 @@ def plan_job(config: JobConfig, data: DataSummary, *, device: str) -> JobPlan:
         num_padding_microbatches=batch.num_padding_microbatches,
         tokens_per_iteration=training.global_batch_size * model.seq_length,
         data=data,
+        placement=placement,
+        routing=None if trace is None else trace.summary(),
+        notes=(*(() if placement is None else placement.notes), *(() if wrap is None else (wrap,))),
     )
     plan.validate()
     return plan
+
+
+def _placement(config: JobConfig, inputs: JobInputs, stages: tuple[StagePlan, ...]) -> PlacementReport | None:
+    if config.placement.algorithm is None:
+        return None
+    return report_placement(config, inputs, [stage.parameters.num_dense for stage in stages])
+
+
+def _trace(config: JobConfig, inputs: JobInputs) -> RoutingTrace | None:
+    if config.model.router != "trace":
+        return None
+    assert inputs.trace is not None, "forced routing has a recording"
+    return RoutingTrace.of(config.model, inputs.trace)
 
 
 def _batch(config: JobConfig, topology: Topology) -> BatchPlan:

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 
 from megatron_ft.planning.job import JobPlan, StagePlan
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.report import PlacementReport
+from megatron_ft.planning.placement.survival import Survival
 
 SHOWN_RANKS = 16
 """Ranks listed one by one; JSON lists all."""
@@ -11,6 +14,12 @@ SHOWN_RANKS = 16
 def render(plan: JobPlan) -> str:
     """Layout, parameters, memory, batches and data, one aligned block each."""
     blocks = [_overview(plan), _parameters(plan), _memory(plan), _ranks(plan), _data(plan)]
+    if plan.placement is not None:
+        blocks.append(render_placement(plan.placement))
+    if plan.routing is not None:
+        blocks.append(_pairs("routing", [("forced by", plan.routing)]))
+    if plan.notes:
+        blocks.append("\n".join(f"note: {note}" for note in plan.notes))
     return "\n\n".join(blocks)
 
 
@@ -125,6 +134,45 @@ def _ranks(plan: JobPlan) -> str:
     hidden = plan.topology.world_size - shown
     tail = [f"  and {hidden} more (dry_run_format=json lists all)"] if hidden else []
     return "\n".join(["ranks", *(f"  {line}" for line in table(rows).splitlines()), *tail])
+
+
+def render_placement(report: PlacementReport) -> str:
+    """Slots, survival and bytes, then the slots of the first mixture layer of each stage."""
+    slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
+    experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"
+    pairs = [
+        ("slots per rank", f"{slots} in each mixture layer: {experts}"),
+        *((f"stage {number}", plan.summary()) for number, plan in enumerate(report.stages)),
+        ("weights survive", _survival(report.weights_survival)),
+        ("state survives", _survival(report.state_survival)),
+        ("expert weights", f"{readable_bytes(report.expert_weights_bytes)} on all holders"),
+        ("expert optimizer state", _copies(report, report.expert_state_bytes, report.expert_copies_bytes)),
+        ("other optimizer state", _copies(report, report.non_expert_state_bytes, report.non_expert_copies_bytes)),
+    ]
+    return "\n".join([_pairs("first placement", pairs), *(_slots(plan) for plan in report.stages)])
+
+
+def _survival(values: Sequence[Survival]) -> str:
+    shown = [f"{v.probability:.4f}{'' if v.exact else ' (estimated)'} of losses of {v.num_lost}" for v in values]
+    return f"{', '.join(shown)} failure domains"
+
+
+def _copies(report: PlacementReport, all_bytes: int, copies_bytes: int | None) -> str:
+    text = f"{readable_bytes(all_bytes)} with those who compute"
+    if copies_bytes is None:
+        return text
+    return f"{text}; {readable_bytes(copies_bytes)} in {report.num_state_copies} copies on distinct failure domains"
+
+
+def _slots(plan: PlacementPlan) -> str:
+    rows = [
+        (f"rank {rank}", domain, " ".join(str(expert) for expert in experts))
+        for rank, domain, experts in zip(plan.ranks, plan.domains, plan.slots[0], strict=True)
+    ]
+    hidden = len(rows) - SHOWN_RANKS
+    tail = [f"    and {hidden} more ranks (dry_run_format=json lists all)"] if hidden > 0 else []
+    lines = [f"    {line}" for line in table(rows[:SHOWN_RANKS]).splitlines()]
+    return "\n".join([f"  experts in the slots of layer {plan.layer_numbers[0]}", *lines, *tail])
 
 
 def _data(plan: JobPlan) -> str:

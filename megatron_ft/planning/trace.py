@@ -127,8 +127,8 @@ def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
     """``[records, layers, num_experts]``: of each layer the experts with the most tokens over all records."""
     order = np.argsort(-tokens.sum(axis=0), axis=1, kind="stable")
     kept = np.sort(order[:, :num_experts], axis=1)
-    chosen: Tokens = np.take_along_axis(tokens, kept[None], axis=2)
-    return chosen
+    layers = np.arange(tokens.shape[1])[:, None]
+    return tokens[:, layers, kept]
 
 
 def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> list[int]:

@@ -22,8 +22,8 @@ class TraceRouter(PaddingAwareRouter):
     """Routes every microbatch in the proportions of a recording (Lazarus, arXiv 2407.04656, section 6.1).
 
     Which token goes where depends on (seed, iteration, layer, microbatch of the global batch) alone, neither on the
-    layout of ranks nor on the placement of experts. Tensor-parallel ranks route their parts of one assignment. Auxiliary
-    losses are those of the gate's own choice.
+    layout of ranks nor on the placement of experts. Tensor-parallel ranks route their parts of one assignment.
+    Auxiliary losses are those of the gate's own choice.
     """
 
     def __init__(
