@@ -19,6 +19,7 @@ from unittest import mock
 
 import pretrain_moe
 from benchmarks.bad_inputs import LAYOUT, SYNTAX, VALUES, Case, file_cases
+from benchmarks.bad_placements import PLACEMENT, placement_file_cases
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
 from tools import preprocess_data
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases; in the quick variant fewer of them as processes of their own."""
     arguments = parse_arguments(__doc__, argv)
     with tempfile.TemporaryDirectory(prefix="bad-config-") as name, _inside(Path(name)) as folder:
-        cases = [*SYNTAX, *LAYOUT, *VALUES, *file_cases(folder)]
+        cases = [*SYNTAX, *LAYOUT, *VALUES, *PLACEMENT, *file_cases(folder), *placement_file_cases(folder)]
         problems = [problem for case in cases for problem in in_process(case).problems(case)]
         alone = cases[:: len(cases) // (4 if arguments.quick else 12)]
         seconds = []

@@ -177,13 +177,13 @@ def _indexed_cases(folder: Path) -> list[Case]:
     idx_path(folder / "no_idx").unlink()
     good_source(folder, "no_bin")
     bin_path(folder / "no_bin").unlink()
-    _rewrite(idx_path(good_source(folder, "short_idx")), lambda content: content[:-5])
-    _rewrite(idx_path(good_source(folder, "empty_idx")), lambda content: b"")
-    _rewrite(idx_path(good_source(folder, "magic")), lambda content: b"NOTANIDX\x00" + content[9:])
-    _rewrite(idx_path(good_source(folder, "version")), lambda content: content[:9] + b"\x07" + content[10:])
-    _rewrite(idx_path(good_source(folder, "dtype")), lambda content: content[:17] + b"\x06" + content[18:])
-    _rewrite(bin_path(good_source(folder, "short_bin")), lambda content: content[:-2])
-    _rewrite(bin_path(good_source(folder, "ids")), lambda content: b"\xff\xff" * (len(content) // 2))
+    rewrite(idx_path(good_source(folder, "short_idx")), lambda content: content[:-5])
+    rewrite(idx_path(good_source(folder, "empty_idx")), lambda content: b"")
+    rewrite(idx_path(good_source(folder, "magic")), lambda content: b"NOTANIDX\x00" + content[9:])
+    rewrite(idx_path(good_source(folder, "version")), lambda content: content[:9] + b"\x07" + content[10:])
+    rewrite(idx_path(good_source(folder, "dtype")), lambda content: content[:17] + b"\x06" + content[18:])
+    rewrite(bin_path(good_source(folder, "short_bin")), lambda content: content[:-2])
+    rewrite(bin_path(good_source(folder, "ids")), lambda content: b"\xff\xff" * (len(content) // 2))
     no_text = HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 0, 1) + struct.pack("<q", 0)
     idx_path(folder / "no_text").write_bytes(no_text)
     bin_path(folder / "no_text").write_bytes(b"")
@@ -268,5 +268,6 @@ def _text_cases(folder: Path) -> list[Case]:
     ]
 
 
-def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Damage a file."""
     path.write_bytes(change(path.read_bytes()))

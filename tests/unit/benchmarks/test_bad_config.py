@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import bad_config
 from benchmarks.bad_inputs import LAYOUT, SYNTAX, VALUES, bad, file_cases, good_source
+from benchmarks.bad_placements import PLACEMENT, placement_file_cases
 
 
 def test_quick_variant_passes(tmp_path: Path) -> None:
@@ -36,6 +37,6 @@ def test_a_process_that_imports_torch_is_noticed() -> None:
 
 def test_cases_are_distinct_and_name_key_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cases = [*SYNTAX, *LAYOUT, *VALUES, *file_cases(tmp_path)]
+    cases = [*SYNTAX, *LAYOUT, *VALUES, *PLACEMENT, *file_cases(tmp_path), *placement_file_cases(tmp_path)]
     assert len({(case.overrides, *case.environment.values()) for case in cases}) == len(cases)
     assert all(len(case.says) >= 2 for case in cases)

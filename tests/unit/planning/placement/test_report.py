@@ -1,0 +1,129 @@
+"""What a first placement amounts to, against sums done by hand."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.errors import DataError
+from megatron_ft.planning.placement.report import PlacementReport, report_placement
+from megatron_ft.planning.render import render_placement
+
+EXPERT_PARAMETERS = 3 * 8 * 16
+NUM_DENSE = 100
+SPREAD = "spread.Spread"
+
+
+def report(
+    *,
+    nodes: int = 4,
+    algorithm: str = "compact.Compact",
+    inputs: JobInputs | None = None,
+    parallel: dict[str, Any] | None = None,
+    **placement: Any,
+) -> PlacementReport:
+    """2 layers of 4 experts; compact puts the copies of 2 slots a rank on neighbours."""
+    config = from_dict(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 8,
+                "num_attention_heads": 2,
+                "num_moe_experts": 4,
+                "moe_ffn_hidden_size": 16,
+            },
+            "launch": {"num_nodes": nodes, "ranks_per_node": 1},
+            "parallel": parallel or {},
+            "placement": {
+                "algorithm": {"_target_": f"megatron_ft.planning.placement.{algorithm}"},
+                "num_slots_per_rank": 2,
+                **placement,
+            },
+        }
+    )
+    stages = (parallel or {}).get("pipeline_model_parallel_size", 1)
+    return report_placement(derive_placement(config), inputs or JobInputs(), [NUM_DENSE] * stages)
+
+
+def test_bytes_count_each_set_of_weights_once() -> None:
+    result = report()
+    held = sum(len(set(experts)) for by_rank in result.stages[0].slots for experts in by_rank)
+    assert result.expert_weights_bytes == held * EXPERT_PARAMETERS * 4
+    assert result.expert_state_bytes == held * EXPERT_PARAMETERS * 8
+    assert result.non_expert_state_bytes == NUM_DENSE * 8
+    assert (result.expert_copies_bytes, result.non_expert_copies_bytes) == (None, None)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_copies_of_state_are_a_number_of_their_own(copies: int) -> None:
+    result = report(state_copies=copies)
+    assert result.expert_copies_bytes == copies * 2 * 4 * EXPERT_PARAMETERS * 8
+    assert result.non_expert_copies_bytes == copies * NUM_DENSE * 8
+    assert result.expert_state_bytes == report().expert_state_bytes
+
+
+def test_without_the_distributed_optimizer_every_rank_keeps_what_is_no_expert() -> None:
+    result = report(parallel={"use_distributed_optimizer": False})
+    assert result.non_expert_state_bytes == 4 * NUM_DENSE * 8
+    assert result.state_survival == result.weights_survival
+
+
+def test_survival_is_that_of_everything_together() -> None:
+    """Sharded state without copies survives no loss; in two copies it survives any one; weights go with experts."""
+    alone, copied = report(), report(state_copies=2)
+    assert [value.num_lost for value in alone.weights_survival] == [1, 2]
+    held = [set(domains) for domains in alone.stages[0].all_expert_domains()]
+    pairs = [{f"node{a}", f"node{b}"} for a in range(4) for b in range(a)]
+    surviving = [pair for pair in pairs if all(domains - pair for domains in held)]
+    assert alone.weights_survival[1].probability == len(surviving) / len(pairs)
+    assert [value.probability for value in alone.state_survival] == [0.0, 0.0]
+    assert copied.state_survival[0].probability == 1.0
+    assert copied.weights_survival == alone.weights_survival
+
+
+def test_stages_are_joint() -> None:
+    """Two ranks a stage, all experts on both: any one node may go, and two if they are of different stages."""
+    result = report(parallel={"pipeline_model_parallel_size": 2}, algorithm=SPREAD, num_slots_per_rank=4)
+    assert [value.probability for value in result.weights_survival] == [1.0, pytest.approx(4 / 6)]
+
+
+def test_tensor_parallel_parts_have_fewer_holders() -> None:
+    """Four ranks in two parts: losing ranks 0 and 2 loses one part, though every expert is everywhere."""
+    result = report(parallel={"tensor_model_parallel_size": 2}, algorithm=SPREAD, num_slots_per_rank=4)
+    assert result.weights_survival[1].probability == pytest.approx(4 / 6)
+
+
+def test_a_lowered_minimum_is_said() -> None:
+    assert report().notes == ()
+    short = report(nodes=3)
+    assert short.kept_min_replicas == 1
+    assert short.notes == ("placement.min_replicas=2: slots are short, the rarest expert has 1",)
+
+
+def test_round_trip_and_the_stages_are_a_script() -> None:
+    result = report(state_copies=2)
+    content = json.loads(json.dumps(result.to_json()))
+    assert PlacementReport.from_json(content) == result
+    script = ScheduledPlacement(path="p.json", stages=tuple(content["stages"]))
+    assert report(inputs=JobInputs(schedule={1: script})).stages == result.stages
+
+
+def test_every_scripted_placement_is_checked() -> None:
+    content = report().to_json()["stages"]
+    broken = [{**content[0], "ranks": [7, 8, 9, 10]}]
+    schedule = {
+        1: ScheduledPlacement(path="good.json", stages=tuple(content)),
+        9: ScheduledPlacement(path="bad.json", stages=tuple(broken)),
+    }
+    with pytest.raises(DataError, match=r"placement\.schedule=bad\.json"):
+        report(inputs=JobInputs(schedule=schedule))
+
+
+def test_text_names_what_people_look_for() -> None:
+    text = render_placement(report(state_copies=2))
+    for part in ("slots per rank", "2 in each mixture layer: 8 on 4 ranks for 4 experts", "of losses of 2", "2 copies"):
+        assert part in text
+    assert "rank 3  node3" in text
