@@ -190,6 +190,11 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
     mapping = [0] * len(plan.ranks)
     for size in sorted({len(positions) for positions in members.values()}):
         alike = [positions for positions in members.values() if len(positions) == size]
+        if size == 1:
+            single = [positions[0] for positions in alike]
+            for actual, part in assign(costs[np.ix_(single, single)]):
+                mapping[single[actual]] = single[part]
+            continue
         inner = [[_inner(costs, actual, part, assign) for part in alike] for actual in alike]
         outer = np.asarray([[cost for cost, _ in row] for row in inner], dtype=np.int64)
         for actual, part in assign(outer):
@@ -202,8 +207,6 @@ def _inner(
     costs: Costs, actual: Sequence[int], part: Sequence[int], assign: Assign
 ) -> tuple[int, list[tuple[int, int]]]:
     """Bytes and pairs when the ranks at ``actual`` take over the slots at ``part``."""
-    if len(actual) == 1:
-        return int(costs[actual[0], part[0]]), [(actual[0], part[0])]
     block = costs[np.ix_(actual, part)]
     pairs = assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]
@@ -215,12 +218,12 @@ def _missing_bytes(plan: PlacementPlan, held: Holdings, sizes: Sequence[int]) ->
     for by_rank, owned, size in zip(plan.slots, held, sizes, strict=True):
         wants = _incidence(by_rank, plan.num_experts)
         has = _incidence(owned, plan.num_experts)
-        costs += size * (wants.sum(axis=1)[None, :] - has @ wants.T)
+        costs += size * (wants.sum(axis=1)[None, :] - has @ wants.T).astype(np.int64)
     return costs
 
 
-def _incidence(by_rank: Sequence[Sequence[int] | frozenset[int]], num_experts: int) -> Costs:
-    matrix = np.zeros((len(by_rank), num_experts), dtype=np.int64)
+def _incidence(by_rank: Sequence[Sequence[int] | frozenset[int]], num_experts: int) -> npt.NDArray[np.float64]:
+    matrix = np.zeros((len(by_rank), num_experts))
     for position, experts in enumerate(by_rank):
         matrix[position, sorted(set(experts))] = 1
     return matrix
