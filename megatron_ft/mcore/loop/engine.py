@@ -308,10 +308,11 @@ class TrainingEngine:
         """(mean loss per token, tokens) over ``training.eval_iterations`` batches of the validation split."""
         for chunk in self.model_chunks:
             chunk.eval()
-        self._start_iteration(0)
         totals = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for batch in range(1, self.config.training.eval_iterations + 1):
+                # Told for each: forced routing counts microbatches, and layouts differ in their padding.
+                self._start_iteration(0)
                 reports = self._run_microbatches("valid", batch, forward_only=True)
                 totals += torch.tensor(self._own_share(reports), dtype=torch.float64)
         for chunk in self.model_chunks:
