@@ -12,6 +12,7 @@ from megatron_ft.operators import Operator, num_active_parameters, num_parameter
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_of_stage
 from megatron_ft.planning.cost.parameters import RankParameters, parameters_of_stage
+from megatron_ft.planning.cost.saving import SavingMemory, saving_of_stage
 from megatron_ft.planning.placement.report import PlacementReport, report_placement
 from megatron_ft.planning.trace import RoutingTrace
 from megatron_ft.topology import Topology
@@ -25,6 +26,12 @@ class StagePlan:
     layers: tuple[int, ...]
     parameters: RankParameters
     memory: RankMemory
+    saving: SavingMemory
+
+    @property
+    def device_bytes(self) -> int:
+        """Most a rank needs on its device: training, or gathering its state for a checkpoint."""
+        return self.memory.state_bytes + max(self.memory.activations_bytes, self.saving.device_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,7 @@ class JobPlan:
         Raises:
             ConfigError: a rank or a node needs more.
         """
-        needed = max(stage.memory.total_bytes for stage in self.stages)
+        needed = max(stage.device_bytes for stage in self.stages)
         if self.device == "cuda" and self.gpu_memory_bytes is not None and needed > self.gpu_memory_bytes:
             raise ConfigError.of(
                 "launch.gpu_memory_bytes",
@@ -93,7 +100,7 @@ class JobPlan:
             f"{self.model}: {self.num_parameters:,} parameters on {sizes.world_size} ranks "
             f"(TP {sizes.tensor_model_parallel_size} PP {sizes.pipeline_model_parallel_size} "
             f"EP {sizes.expert_model_parallel_size} CP {sizes.context_parallel_size} DP {sizes.data_parallel_size}), "
-            f"at most {max(stage.memory.total_bytes for stage in self.stages):,} bytes per rank"
+            f"at most {max(stage.device_bytes for stage in self.stages):,} bytes per rank"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -120,6 +127,7 @@ def _stage_from_json(content: dict[str, Any]) -> StagePlan:
         layers=tuple(content["layers"]),
         parameters=RankParameters(**content["parameters"]),
         memory=RankMemory(**content["memory"]),
+        saving=SavingMemory(**content["saving"]),
     )
 
 
@@ -136,7 +144,7 @@ def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = No
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     operators = operators_of(model, data.tokenizer_vocab_size)
     batch = _batch(config, topology)
-    stages = _stages(config, operators, data, topology)
+    stages = _stages(config, operators, data, topology, device)
     placement = _placement(config, inputs or JobInputs(), stages)
     trace = _trace(config, inputs or JobInputs())
     wrap = None if trace is None else trace.wrap(training.train_iterations)
@@ -194,7 +202,7 @@ def _batch(config: JobConfig, topology: Topology) -> BatchPlan:
 
 
 def _stages(
-    config: JobConfig, operators: tuple[Operator, ...], data: DataSummary, topology: Topology
+    config: JobConfig, operators: tuple[Operator, ...], data: DataSummary, topology: Topology, device: str
 ) -> tuple[StagePlan, ...]:
     plans = []
     for stage in range(topology.pipeline_model_parallel_size):
@@ -202,17 +210,26 @@ def _stages(
         parameters = parameters_of_stage(config.model, operators, topology, stage, num_slots)
         memory = memory_of_stage(config, parameters, topology, stage, data.vocab_size)
         layers = topology.stage_layers(config.model.num_layers, stage)
-        plans.append(StagePlan(pipeline_stage=stage, layers=layers, parameters=parameters, memory=memory))
+        saving = saving_of_stage(config, parameters, topology, device)
+        plans.append(
+            StagePlan(pipeline_stage=stage, layers=layers, parameters=parameters, memory=memory, saving=saving)
+        )
     return tuple(plans)
 
 
 def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topology: Topology, device: str) -> int:
-    """Largest over nodes: processes, on CPU the ranks' device bytes, and a checkpoint's staging copy."""
+    """Largest over nodes: processes, on CPU the ranks' state and activations, and what a save needs.
+
+    A save happens between iterations; what it copied is kept while it is written in the background.
+    """
 
     def host_bytes(rank: int) -> int:
-        memory = stages[rank // topology.stage_size].memory
-        staged = memory.saved_bytes if config.checkpoint.async_save else 0
-        return PROCESS_BYTES + staged + (memory.total_bytes if device == "cpu" else 0)
+        stage = stages[rank // topology.stage_size]
+        kept = stage.saving.snapshot_bytes if config.checkpoint.async_save else 0
+        if device == "cuda":
+            return PROCESS_BYTES + max(kept, stage.saving.peak_bytes)
+        memory = stage.memory
+        return PROCESS_BYTES + memory.state_bytes + max(kept + memory.activations_bytes, stage.saving.peak_bytes)
 
     size = config.launch.ranks_per_node
     return max(

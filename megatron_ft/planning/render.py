@@ -86,14 +86,25 @@ def _against(count: int, published: int | None) -> str:
 
 
 def _memory(plan: JobPlan) -> str:
-    head = ("stage", "layers", "parameters", "weights", "gradients", "master", "moments", "activations*", "sum")
+    head = (
+        "stage",
+        "layers",
+        "parameters",
+        "weights",
+        "gradients",
+        "master",
+        "moments",
+        "activations*",
+        "sum",
+        "save, host*",
+    )
     lines = [*table([head, *(_memory_row(stage) for stage in plan.stages)]).splitlines()]
     limits = [
         ("host, largest node*", _with_limit(plan.host_bytes_per_node, plan.host_memory_bytes)),
         (
             f"{plan.device}, largest rank",
             _with_limit(
-                max(s.memory.total_bytes for s in plan.stages), plan.gpu_memory_bytes if plan.device == "cuda" else None
+                max(s.device_bytes for s in plan.stages), plan.gpu_memory_bytes if plan.device == "cuda" else None
             ),
         ),
     ]
@@ -104,7 +115,7 @@ def _memory(plan: JobPlan) -> str:
 def _memory_row(stage: StagePlan) -> tuple[str, ...]:
     memory = stage.memory
     state = (memory.weights_bytes, memory.gradients_bytes, memory.master_bytes, memory.moments_bytes)
-    sizes = (*state, memory.activations_bytes, memory.total_bytes)
+    sizes = (*state, memory.activations_bytes, memory.total_bytes, stage.saving.peak_bytes)
     layers = _spans(stage.layers)
     return (str(stage.pipeline_stage), layers, f"{stage.parameters.total:,}", *(readable_bytes(size) for size in sizes))
 

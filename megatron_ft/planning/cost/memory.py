@@ -38,11 +38,6 @@ class RankMemory:
         """With the estimate of activations."""
         return self.state_bytes + self.activations_bytes
 
-    @property
-    def saved_bytes(self) -> int:
-        """What a dense checkpoint copies to the host from this rank before it is written."""
-        return self.weights_bytes + self.master_bytes + self.moments_bytes
-
 
 def memory_of_stage(
     config: JobConfig, parameters: RankParameters, topology: Topology, pipeline_stage: int, vocab_size: int

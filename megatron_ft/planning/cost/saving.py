@@ -1,0 +1,88 @@
+"""Bytes a rank needs besides its state while it saves a dense checkpoint.
+
+Megatron's ``fully_reshardable`` format gathers the distributed optimizer: for a moment every rank of a
+data-parallel group holds masters and both moments of all parameters it has, not of its shard, in host memory.
+"""
+
+from dataclasses import dataclass
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
+from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.topology import Topology
+
+OPTIMIZER_BYTES = 3 * FP32_BYTES
+"""Master weight and two moments of a parameter."""
+_MIN_BUCKET = 40_000_000
+_MIN_BUCKET_PER_RANK = 1_000_000
+"""Parameters of Megatron's gradient buckets where their reduction overlaps the backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingMemory:
+    """Bytes one rank needs for a save, on the host but for ``device_bytes``."""
+
+    gathered_bytes: int
+    """Masters and moments of all parameters the rank holds."""
+    gathering_bytes: int
+    """Most there is at once while they are gathered: what is gathered so far and the copies of one bucket."""
+    snapshot_bytes: int
+    """The rank's own copy of what it writes, kept until it is written."""
+    device_bytes: int
+    """One bucket on the device, as the gather receives it; 0 on CPU, where it is among ``gathering_bytes``."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most host memory at once."""
+        return max(self.gathering_bytes, self.gathered_bytes + self.snapshot_bytes)
+
+
+def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Topology, device: str) -> SavingMemory:
+    """What each rank of a stage needs for a save. Buffers of virtual chunks are taken as equally large."""
+    value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+    dense, expert = _shards(topology)
+    written_dense, written_expert = (dense, expert) if config.checkpoint.fully_parallel else (1, 1)
+    written = -(-parameters.num_dense // written_dense) + -(-parameters.num_expert // written_expert)
+    if not config.parallel.use_distributed_optimizer:
+        own_master = 0 if value_bytes == FP32_BYTES else FP32_BYTES
+        snapshot = written * (value_bytes + own_master + 2 * FP32_BYTES)
+        return SavingMemory(gathered_bytes=0, gathering_bytes=0, snapshot_bytes=snapshot, device_bytes=0)
+    gathering, on_device = _gathering(config, _buffers(parameters, topology))
+    return SavingMemory(
+        gathered_bytes=parameters.total * OPTIMIZER_BYTES,
+        gathering_bytes=gathering,
+        snapshot_bytes=written * (value_bytes + OPTIMIZER_BYTES),
+        device_bytes=on_device if device == "cuda" else 0,
+    )
+
+
+def _shards(topology: Topology) -> tuple[int, int]:
+    """Ranks that share one copy of the optimizer's state: of dense parameters, of experts."""
+    return topology.data_parallel_size * topology.context_parallel_size, topology.expert_data_parallel_size
+
+
+def _buffers(parameters: RankParameters, topology: Topology) -> list[tuple[int, int]]:
+    """(parameters, ranks they are sharded over) of each flat buffer, in the order they are gathered."""
+    dense, expert = _shards(topology)
+    if topology.expert_model_parallel_size == 1 and dense == expert:
+        return [(parameters.total, dense)]
+    return [(parameters.num_dense, dense), (parameters.num_expert, expert)]
+
+
+def _gathering(config: JobConfig, buffers: list[tuple[int, int]]) -> tuple[int, int]:
+    """Most bytes at once on the host, and on the device, while one buffer after the other is gathered.
+
+    Of a bucket there are the rank's shard of all three tensors, the pieces received of one of them, and more of
+    its size: on the host the concatenations of the last tensor and of this one, on the device NCCL's buffer.
+    """
+    num_chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
+    gathered = host = device = 0
+    for num_parameters, num_ranks in buffers:
+        bucket = -(-num_parameters // num_chunks)
+        if config.parallel.overlap_grad_reduce:
+            bucket = min(bucket, max(_MIN_BUCKET, _MIN_BUCKET_PER_RANK * num_ranks))
+        shard = -(-bucket // num_ranks)
+        gathered += num_parameters * OPTIMIZER_BYTES
+        host = max(host, gathered + shard * OPTIMIZER_BYTES + 3 * bucket * FP32_BYTES)
+        device = max(device, (2 * bucket + shard) * FP32_BYTES)
+    return host, device
