@@ -104,6 +104,8 @@ class RoutingTrace:
         last = self.num_records - self.start
         if train_iterations <= last:
             return None
+        if self.num_records == 1:
+            return f"{self.source} has one record: every iteration is routed by it"
         return f"{self.source} has {self.num_records} records: after iteration {last} routing starts over at record 0"
 
     def summary(self) -> str:

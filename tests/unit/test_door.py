@@ -156,3 +156,27 @@ def _data() -> object:
     from megatron_ft.corpus.check import DataSummary
 
     return DataSummary(sources=(), tokenizer_vocab_size=257, vocab_size=384, eod=256)
+
+
+def test_a_dry_run_shows_the_first_placement_and_its_json_is_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replicas = ["dry_run=true", "placement=overlap_search", "launch.num_nodes=4", "launch.ranks_per_node=1"]
+    assert pretrain_moe.main([*replicas, "dry_run_format=json"]) == 0
+    placement = json.loads(capsys.readouterr().out)["placement"]
+    assert placement["num_slots_per_rank"] == 4
+    (tmp_path / "first.json").write_text(json.dumps(placement))
+    assert pretrain_moe.main([*replicas, "placement.schedule=['1:first.json']"]) == 0
+    text = capsys.readouterr().out
+    assert "4 in each mixture layer: 16 on 4 ranks for 8 experts" in text and "weights survive" in text
+
+
+def test_a_trace_that_starts_over_is_said_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loads.json").write_text(json.dumps([[1] * 8] * 4))
+    trace = ["model.router=trace", "model.router_trace_file=loads.json"]
+    with mock.patch("megatron_ft.control.launch.launch", return_value=0) as launch:
+        assert pretrain_moe.main(trace) == 0
+    assert launch.called
+    assert "note: loads.json has one record" in capsys.readouterr().err

@@ -114,6 +114,8 @@ def test_records_follow_iterations_and_start_over() -> None:
     assert [trace.record_of(iteration) for iteration in range(6)] == [1, 1, 2, 0, 1, 2]
     assert trace.wrap(2) is None
     assert "after iteration 2" in (trace.wrap(3) or "")
+    alone = RoutingTrace.of(model(num_layers=1), recording([[[1, 1]]]))
+    assert (alone.wrap(1), alone.wrap(2)) == (None, "r.json has one record: every iteration is routed by it")
 
 
 @pytest.mark.parametrize(
