@@ -69,10 +69,11 @@ class PaddingAwareRouter(TopKRouter):
         if self.is_padding:
             return activation
         num_shares = self._num_shares()
+        num_microbatches = reduce_group.size() // num_shares
         return super().attach_and_log_load_balancing_loss(
             activation,
             aux_loss_coeff,
-            aux_loss * (reduce_group.size() // num_shares),
+            aux_loss if num_microbatches == 1 else aux_loss * num_microbatches,
             aux_loss_name,
             reduce_group,
             reduce_group_has_dp,
