@@ -7,7 +7,7 @@ are built, so that a configuration cannot call arbitrary code.
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from megatron_ft.errors import ConfigError
 
@@ -15,24 +15,45 @@ from megatron_ft.errors import ConfigError
 def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
     """The policy of ``spec``; ``key`` is where the configuration holds it.
 
+    A field that is a dataclass itself is given as a mapping, with ``_target_`` where it is not the field's own type;
+    lists become the tuples that fields ask for.
+
     Raises:
         ConfigError: no ``_target_``, a path that leads to no frozen dataclass, or fields that do not fit it.
     """
     path = spec.get("_target_")
-    if not isinstance(path, str) or "." not in path:
+    if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
         raise ConfigError.of(f"{key}._target_", path, "must be the dotted path of a policy class")
     module_name, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError.of(f"{key}._target_", path, f"must be importable ({error})") from None
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
         raise ConfigError.of(f"{key}._target_", path, "must name a frozen dataclass")
-    arguments = {field: value for field, value in spec.items() if field != "_target_"}
-    known = {field.name for field in dataclasses.fields(found) if field.init}
-    for field in arguments:
-        if field not in known:
-            raise ConfigError.of(
-                f"{key}.{field}", arguments[field], f"is no field of {name}: {', '.join(sorted(known))}"
-            )
-    return found(**arguments)
+    return _build(key, found, {field: value for field, value in spec.items() if field != "_target_"})
+
+
+def _build(key: str, found: type, values: Mapping[str, Any]) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(found) if field.init}
+    for name in values:
+        if name not in fields:
+            what = f"is no field of {found.__name__}: {', '.join(sorted(fields))}"
+            raise ConfigError.of(f"{key}.{name}", values[name], what)
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError.of(f"{key}.{name}", None, f"must be given: {found.__name__} has no default for it")
+    hints = get_type_hints(found)
+    return found(**{name: _value(f"{key}.{name}", hints[name], value) for name, value in values.items()})
+
+
+def _value(key: str, hint: Any, value: Any) -> Any:
+    if isinstance(value, Mapping) and "_target_" in value:
+        return build_policy(key, value)
+    if isinstance(value, Mapping) and isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _build(key, hint, value)
+    return tuple(value) if isinstance(value, list) and get_origin(hint) is tuple else value
+
+
+def _is_frozen(found: type) -> bool:
+    return bool(found.__dataclass_params__.frozen)  # type: ignore[attr-defined]

@@ -83,9 +83,12 @@ def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
     """The algorithm that a configuration names.
 
     Raises:
-        ConfigError: it names none that can be built.
+        ConfigError: it names none that can be built, or something else.
     """
-    algorithm: PlacementAlgorithm = build_policy("placement.algorithm", config.placement.algorithm or {})
+    spec = config.placement.algorithm or {}
+    algorithm: PlacementAlgorithm = build_policy("placement.algorithm", spec)
+    if not callable(getattr(algorithm, "place", None)):
+        raise ConfigError.of("placement.algorithm._target_", spec["_target_"], "must name a class with a method place")
     return algorithm
 
 
