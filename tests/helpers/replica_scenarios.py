@@ -1,0 +1,236 @@
+"""What ranks do in ``tests/distributed/test_replicas.py``: each function is one scenario and returns JSON."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
+from megatron_ft.mcore.checkpoint.digest import tensor_digest, tensor_digests
+from megatron_ft.mcore.loop.migration import migrate
+from megatron_ft.mcore.loop.placing import PlacementKeeper
+from megatron_ft.mcore.model.names import named_parameters
+from megatron_ft.mcore.moe.observation import routers
+from megatron_ft.mcore.optimizer.commit import grad_scalers
+from megatron_ft.mcore.optimizer.state_view import take_state
+from megatron_ft.topology import Topology
+from tests.helpers import engines
+
+SPREAD = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
+OTHER_LOADS = (20.0, 9.0, 3.0, 1.0)
+"""Loads that ask for another placement than even ones."""
+
+
+def config_of(overrides: Mapping[str, Any], world_size: int, *, replicas: bool = True) -> JobConfig:
+    """A small job, a node for each rank, as it is carried out; with replica slots unless told otherwise."""
+    nodes = {"launch.num_nodes": world_size}
+    slots = {
+        "placement.algorithm": SPREAD,
+        "placement.num_slots_per_rank": 3,
+        "placement.min_replicas": 1,
+    }
+    return derive_placement(engines.micro_config({**nodes, **(slots if replicas else {}), **overrides}))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Job:
+    """One rank's engine and the placement it is built for; ``keeper`` is None without replicas."""
+
+    engine: Any
+    keeper: PlacementKeeper | None
+    manager: CheckpointManager
+
+    def save(self) -> None:
+        """Save the state as it is."""
+        extra = {} if self.keeper is None else {"placement": self.keeper.to_json()}
+        self.manager.save(self._training_state(extra), self.engine.iteration)
+        self.manager.finish()
+
+    def load(self, source: Path) -> None:
+        """Take over a checkpoint."""
+        state = self._training_state({})
+        self.manager.load(state, source)
+        self.engine.iteration = state.iteration
+
+    def _training_state(self, extra: dict[str, Any]) -> TrainingState:
+        return TrainingState(
+            model_chunks=self.engine.model_chunks,
+            optimizer=self.engine.optimizer,
+            scheduler=self.engine.scheduler,
+            iteration=self.engine.iteration,
+            consumed_samples=self.engine.iteration * 4,
+            extra=extra,
+        )
+
+    def train(self, until: int) -> list[float]:
+        """Losses of the iterations up to ``until``."""
+        losses = []
+        while self.engine.iteration < until:
+            losses.append(self.engine.run_iteration(self.engine.iteration + 1).vote.loss)
+        return losses
+
+    def move(self, loads: tuple[float, ...] = OTHER_LOADS) -> int:
+        """Move to the placement that ``loads`` ask for; transfers of this rank's stage."""
+        assert self.keeper is not None, "only replicas move"
+        self.keeper.loads = [[list(loads) for _ in plan.layer_numbers] for plan in self.keeper.plans]
+        migration = self.keeper.adopt(self.keeper.propose())
+        migrate(self.engine, self.keeper.replicas(), migration)
+        return len(migration.transfers)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Main gradient of every parameter of this rank by global name."""
+        return {
+            name: parameter.main_grad
+            for chunk in self.engine.model_chunks
+            for name, parameter in named_parameters(chunk)
+        }
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything this rank has, by global name."""
+        return take_state(self.engine.model_chunks, self.engine.optimizer)
+
+    def of_experts(self) -> dict[str, str]:
+        """Digests of all expert state."""
+        return {name: tensor_digest(value) for name, value in self.state().items() if ".local_experts." in name}
+
+
+@contextlib.contextmanager
+def job_of(
+    config: JobConfig, *, rank: int, world_size: int, store: dist.Store, directory: str = "", source: Path | None = None
+) -> Iterator[Job]:
+    """A built engine, with replicas where the configuration has an algorithm; loaded from ``source`` if given."""
+    keeper = None
+    if config.placement.algorithm is not None:
+        stage = Topology.of(config.parallel, world_size).coordinates(rank).pp
+        keeper = PlacementKeeper(config, world_size=world_size, stage=stage)
+    with engines.groups_of(config, store=store, rank=rank, world_size=world_size) as groups:
+        manager = CheckpointManager(
+            config.checkpoint,
+            run_dir=Path(directory),
+            run_id="test",
+            topology_record=dict.fromkeys(Topology.__dataclass_fields__, 1) | {"world_size": world_size},
+            group=groups.vote,
+            dp_cp_group=groups.pg_collection.dp_cp,
+            report=lambda record: None,
+        )
+        if keeper is not None and source is not None:
+            keeper.restore(manager.read_extra(source).get("placement"))
+        engine = engines.new_engine(config)
+        engine.build(groups, None if keeper is None else keeper.replicas())
+        job = Job(engine=engine, keeper=keeper, manager=manager)
+        del groups, manager
+        if source is not None:
+            job.load(source)
+        try:
+            yield job
+        finally:
+            engine.teardown()
+            del job.manager
+
+
+# -- scenarios --------------------------------------------------------------------------------------------
+
+
+def train(
+    *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], replicas: bool
+) -> dict[str, Any]:
+    """Four iterations; replicas move after the second."""
+    config = config_of(overrides, world_size, replicas=replicas)
+    with job_of(config, rank=rank, world_size=world_size, store=store) as job:
+        votes = [job.engine.run_iteration(iteration).vote for iteration in (1, 2)]
+        load = job.engine.take_expert_load()
+        moved = job.move() if replicas else 0
+        votes += [job.engine.run_iteration(iteration).vote for iteration in (3, 4)]
+        return {
+            "losses": [vote.loss for vote in votes],
+            "grad_norms": [vote.grad_norm for vote in votes],
+            "aux_losses": [vote.aux_loss for vote in votes],
+            "load": (load + job.engine.take_expert_load()).tolist(),
+            "num_padding": job.engine.batch.num_padding_microbatches,
+            "bias": [r.expert_bias.tolist() for r in routers(job.engine.model_chunks) if r.enable_expert_bias],
+            "moved": moved,
+            "experts": job.of_experts(),
+            "evaluation": job.engine.evaluate(),
+        }
+
+
+def gradients(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of all copies before and after their sum, and the norm that is voted on."""
+    with job_of(config_of(overrides, world_size), rank=rank, world_size=world_size, store=store) as job:
+        engine, before = job.engine, {}
+        summing = engine.replica_gradients.sum
+
+        def sum_and_remember() -> None:
+            before.update({name: grad.clone() for name, grad in job.gradients().items()})
+            summing()
+
+        engine.replica_gradients.sum = sum_and_remember
+        norm = engine.vote(engine.prepare(1)).grad_norm
+        after = job.gradients()
+        return {
+            "before": {name: grad.flatten().tolist()[:40] for name, grad in before.items() if ".local_exp" in name},
+            "after": {name: grad.flatten().tolist()[:40] for name, grad in after.items() if ".local_exp" in name},
+            "digests": {name: tensor_digest(grad) for name, grad in after.items()},
+            "squares": {name: float(grad.double().square().sum()) for name, grad in after.items()},
+            "grad_norm": norm,
+        }
+
+
+def moves(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Digests of all state before a move, after it, and after the move back; loss scale and random state too."""
+    with job_of(config_of(overrides, world_size), rank=rank, world_size=world_size, store=store) as job:
+        job.train(3)
+        digests, volatile, moved = [], [], []
+        for loads in ((1.0, 1.0, 1.0, 1.0), OTHER_LOADS, (1.0, 3.0, 9.0, 20.0)):
+            moved.append(job.move(loads))
+            digests.append({name: tensor_digest(tensor) for name, tensor in job.state().items()})
+            volatile.append(engines.volatile_state(job.engine))
+        scales = [float(scaler.scale) for scaler in grad_scalers(job.engine.optimizer)]
+        return {
+            "digests": digests,
+            "volatile": volatile,
+            "moved": moved,
+            "scales": scales,
+            "losses": job.train(5),
+            "slots": job.keeper.plans[job.engine.pg.pp.rank()].to_json()["slots"],
+        }
+
+
+def checkpoints(
+    *,
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    overrides: dict[str, Any],
+    replicas: bool,
+    directory: str,
+    save: bool,
+) -> dict[str, Any]:
+    """Save after two iterations, with a move between them, and train on; or load that and train on."""
+    config = config_of(overrides, world_size, replicas=replicas)
+    source = None if save else Path(directory, "checkpoints", "iter_0000002")
+    first = PlacementKeeper(config, world_size=world_size, stage=0).plans if replicas else None
+    with job_of(config, rank=rank, world_size=world_size, store=store, directory=directory, source=source) as job:
+        if save:
+            job.train(1)
+            if replicas:
+                job.move()
+            job.train(2)
+            job.save()
+        weights = {
+            name: tensor_digest(parameter.detach())
+            for chunk in job.engine.model_chunks
+            for name, parameter in named_parameters(chunk)
+        }
+        return {
+            "placement_differs": job.keeper is not None and job.keeper.plans != first,
+            "weights": weights,
+            "losses": job.train(4),
+            "state": tensor_digests(job.engine.model_chunks, job.engine.optimizer),
+        }

@@ -1,0 +1,74 @@
+"""Experts of a rank that holds any of them: names, owners, and which copy counts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from megatron_ft.mcore.model.transformer_config import build_transformer_config
+from megatron_ft.mcore.moe.replica_experts import ReplicaExperts
+from tests.helpers import engines, mixtures
+
+METADATA = {"singleton_local_shards": True, "dp_cp_group": None}
+
+
+@pytest.fixture
+def parts() -> Iterator[tuple[Any, Any, Any]]:
+    """(Megatron's configuration, the experts' parts, process groups)."""
+    job = engines.micro_config()
+    with engines.groups_of(job) as groups:
+        config = build_transformer_config(job, "local")
+        yield config, mixtures.submodules_of(config).experts.submodules, groups.pg_collection
+
+
+def of_rank(parts: tuple[Any, Any, Any], rank: int) -> ReplicaExperts:
+    """Experts 1 and 3: 1 is held by ranks 0, 1 and 2, 3 by this rank alone."""
+    config, submodules, pg_collection = parts
+    return ReplicaExperts(
+        config, submodules, expert_ids=[1, 3], holders=[[0, 1, 2], [rank]], rank=rank, pg_collection=pg_collection
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_expert_counts_on_its_first_holder(parts: tuple[Any, Any, Any], rank: int) -> None:
+    shared, own = of_rank(parts, rank).local_experts
+    assert {p.shared for p in shared.parameters()} == {rank > 0}
+    assert {p.shared for p in own.parameters()} == {False}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_copies_are_saved_as_replicas_of_one_tensor(parts: tuple[Any, Any, Any], rank: int) -> None:
+    """The keys and shapes are those Megatron gives experts 1 and 3; one copy, the first, is the one written."""
+    config, submodules, pg_collection = parts
+    metadata = {**METADATA, "dp_cp_group": pg_collection.dp_cp}
+    megatron = SequentialMLP(4, config, submodules, pg_collection=pg_collection)
+    expected = megatron.sharded_state_dict("mlp.experts.", (), metadata)
+    found = of_rank(parts, rank).sharded_state_dict("mlp.experts.", (), metadata)
+    theirs = {tensor.key: tensor for tensor in expected.values()}
+    mine = {tensor.key: tensor for tensor in found.values()}
+    assert mine.keys() == {key for key in theirs if ".1." in key or ".3." in key} and len(mine) == 8
+    for key, tensor in mine.items():
+        for name in ("global_shape", "global_offset"):
+            assert getattr(tensor, name, None) == getattr(theirs[key], name, None), key
+        assert tensor.replica_id[:2] == theirs[key].replica_id[:2]
+        assert tensor.replica_id[2] == (rank if ".1." in key else 0)
+
+
+def test_refuses_to_save_experts_in_one_tensor(parts: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(AssertionError, match="singleton_local_shards"):
+        of_rank(parts, 0).sharded_state_dict("mlp.experts.", (), {})
+
+
+def test_an_expert_without_rows_gets_a_zero_gradient(parts: tuple[Any, Any, Any]) -> None:
+    """Not none: its copies elsewhere add theirs to it."""
+    experts = of_rank(parts, 0)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    output, bias = experts(torch.randn(5, 32), [0, 5])
+    output.sum().backward()
+    assert bias is None
+    idle, busy = experts.local_experts
+    assert all(p.grad is not None and not p.grad.any() for p in idle.parameters())
+    assert all(p.grad is not None and p.grad.any() for p in busy.parameters())
