@@ -1,7 +1,8 @@
 """Claim ``loop-overhead``: what the project adds to a hand-written Megatron loop, in CPU seconds.
 
 Both loops train the same model in one process, an iteration in turn; the order within a pair changes from pair to
-pair. Ours includes everything a run does: vote, undo record, progress, metrics, expert loads.
+pair. Ours includes everything a rank does: vote, undo record, progress, metrics, expert loads. What the console, its
+sinks and the node processes do with what ranks report is not in it.
 """
 
 import gc

@@ -43,6 +43,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "dropout": [0.0, 0.1],
     "async_save": [True, False],
     "stop": ["exit", "interrupt", *KILLED_IN],
+    "killed_rank": [0, 1],
     "stop_at": [2, 3, 5, 6],  # Ctrl-C stops after the next iteration, which must not be the last
 }
 QUICK_ROWS: tuple[Row, ...] = tuple(
@@ -53,6 +54,7 @@ QUICK_ROWS: tuple[Row, ...] = tuple(
         "dropout": 0.1,
         "async_save": True,
         "stop": stop,
+        "killed_rank": int(stop in KILLED_IN),
         "stop_at": stop_at,
     }
     for stop, stop_at in (("kill_update", 5), ("interrupt", 3))
@@ -164,9 +166,10 @@ class Bench:
         if kind == "interrupt":
             return self.interrupted(name, overrides, at)
         phase = KILLED_IN[kind]
-        run = self.run(name, [*overrides, failpoint(f'kill(rank=0,at_iteration={at + 1},phase="{phase}")')])
-        hits = run.records("failpoints.jsonl")
-        return run, f"killed in {phase}" if any(hit["action"] == "kill" for hit in hits) and run.exit_code else ""
+        rank = int(str(row["killed_rank"]))
+        run = self.run(name, [*overrides, failpoint(f'kill(rank={rank},at_iteration={at + 1},phase="{phase}")')])
+        hits = [hit for hit in run.records("failpoints.jsonl") if hit["action"] == "kill" and hit["rank"] == rank]
+        return run, f"rank {rank} killed in {phase}" if hits and run.exit_code else ""
 
     def interrupted(self, name: str, overrides: list[str], at: int) -> tuple[JobResult, str]:
         """Ctrl-C once iteration ``at`` is reported; the next one is held open until then."""
@@ -189,6 +192,12 @@ class Bench:
         places = [f"run.name={name}", f"run.dir={self.folder}", f"data.cache_dir={self.folder / 'cache'}"]
         socket = f"launch.forkserver_socket={self.socket}"
         return [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *overrides, *places, socket]
+
+
+def allowed(row: Row) -> bool:
+    """One rank has no rank 1, and who is killed means nothing where nobody is."""
+    second = row["killed_rank"] == 1
+    return not second or (row["layout"] != "dp1" and row["stop"] in KILLED_IN)
 
 
 def configuration(row: Row) -> list[str]:
@@ -232,7 +241,7 @@ def wait_for_iteration(process: "subprocess.Popen[str]", run_dir: Path, iteratio
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign and judge it."""
     arguments = parse_arguments(__doc__, argv)
-    rows = list(QUICK_ROWS) if arguments.quick else covering_array(FACTORS)
+    rows = list(QUICK_ROWS) if arguments.quick else covering_array(FACTORS, allowed=allowed)
     with tempfile.TemporaryDirectory(prefix="resume-bitwise-") as folder, forkserver(WARM) as socket:
         bench = Bench(Path(folder), socket)
         counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", rows, bench.execute)

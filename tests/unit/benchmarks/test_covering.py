@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import resume_bitwise
 from benchmarks.covering import Row, combinations_of, covering_array
 from megatron_ft.errors import ConfigError
 
@@ -54,3 +55,12 @@ def test_strength_beyond_the_factors_is_refused(strength: int) -> None:
 def test_a_product_beyond_the_bound_is_refused() -> None:
     with pytest.raises(ConfigError, match="factors="):
         covering_array({f"f{number}": list(range(10)) for number in range(6)})
+
+
+def test_resume_bitwise_kills_either_rank_in_every_phase() -> None:
+    killed = {
+        (row["stop"], row["killed_rank"])
+        for row in covering_array(resume_bitwise.FACTORS, allowed=resume_bitwise.allowed)
+        if row["stop"] in resume_bitwise.KILLED_IN
+    }
+    assert killed == set(itertools.product(resume_bitwise.KILLED_IN, (0, 1)))
