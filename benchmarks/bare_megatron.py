@@ -172,7 +172,7 @@ def _optimizer(
         init_lr=options.lr_warmup_init,
         max_lr=options.lr,
         min_lr=options.min_lr,
-        lr_warmup_steps=options.lr_warmup_iterations * batch,
+        lr_warmup_steps=options.num_warmup_iterations(config.training.train_iterations) * batch,
         lr_decay_steps=config.training.train_iterations * batch,
         lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay,

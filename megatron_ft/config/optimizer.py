@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+MAX_DEFAULT_WARMUP = 10
+"""Iterations."""
+
 
 @dataclass
 class OptimizerConfig:
@@ -11,8 +14,8 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = 1e-4
     """Learning rate the schedule ends at."""
-    lr_warmup_iterations: int = 10
-    """Iterations of linear warm-up from ``lr_warmup_init``."""
+    lr_warmup_iterations: int | None = None
+    """Iterations of linear warm-up from ``lr_warmup_init``; null means 10, but no more than a sixth of the decay."""
     lr_warmup_init: float = 0.0
     """Learning rate of the first iteration of the warm-up: with 0 it changes nothing, as in Megatron."""
     lr_decay_style: str = "cosine"
@@ -33,3 +36,13 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+
+    def num_decay_iterations(self, train_iterations: int) -> int:
+        """Iterations until ``min_lr``."""
+        return train_iterations if self.lr_decay_iterations is None else self.lr_decay_iterations
+
+    def num_warmup_iterations(self, train_iterations: int) -> int:
+        """Iterations of warm-up."""
+        if self.lr_warmup_iterations is not None:
+            return self.lr_warmup_iterations
+        return min(MAX_DEFAULT_WARMUP, self.num_decay_iterations(train_iterations) // 6)

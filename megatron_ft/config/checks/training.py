@@ -65,10 +65,10 @@ def check_optimizer(optimizer: OptimizerConfig, train_iterations: int) -> None:
 
 def _check_schedule(optimizer: OptimizerConfig, train_iterations: int) -> None:
     at_least(1, "optimizer.lr_decay_iterations", optimizer.lr_decay_iterations)
-    decay = optimizer.lr_decay_iterations or train_iterations
+    decay = optimizer.num_decay_iterations(train_iterations)
     named = "training.train_iterations" if optimizer.lr_decay_iterations is None else "optimizer.lr_decay_iterations"
     require(
-        optimizer.lr_warmup_iterations < decay,
+        optimizer.num_warmup_iterations(train_iterations) < decay,
         "optimizer.lr_warmup_iterations",
         optimizer.lr_warmup_iterations,
         f"must be less than {named}={decay}",

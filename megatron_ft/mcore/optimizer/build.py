@@ -44,7 +44,7 @@ def build_optimizer(
 def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Megatron's schedule, counted in samples. Its position is set from the iteration, see ``set_position``."""
     options, batch = config.optimizer, config.training.global_batch_size
-    decay = options.lr_decay_iterations or config.training.train_iterations
+    decay = options.num_decay_iterations(config.training.train_iterations)
     wsd: dict[str, Any] = {}
     if options.lr_decay_style == "WSD":
         wsd = {
@@ -56,7 +56,7 @@ def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> Optimize
         init_lr=options.lr_warmup_init,
         max_lr=options.lr,
         min_lr=options.min_lr,
-        lr_warmup_steps=options.lr_warmup_iterations * batch,
+        lr_warmup_steps=options.num_warmup_iterations(config.training.train_iterations) * batch,
         lr_decay_steps=decay * batch,
         lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay,
