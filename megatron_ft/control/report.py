@@ -76,11 +76,14 @@ def _indent(text: str) -> str:
 
 
 def _others(end: JobEnd, first: int | None) -> str:
-    """Those that failed later, probably because the first was gone, and those the launcher ended."""
+    """Those that failed later, probably because the first was gone, in that order; and those the launcher ended."""
     begin = end.details.get(first, {}).get("at_seconds", 0.0) if first is not None else 0.0
     failed = [(about["at_seconds"], rank, about) for rank, about in end.details.items() if rank != first]
     failed = [entry for entry in failed if not entry[2]["caused_by_us"] and not entry[2].get("done")]
-    lines = [f"  rank {rank}, {at - begin:.3f} s later: {_how(about)}" for at, rank, about in sorted(failed)[:8]]
+    # Each node reads its own clock: a later death can bear an earlier time.
+    delays = [(max(0.0, at - begin), rank, about) for at, rank, about in failed]
+    delays.sort(key=lambda entry: entry[:2])
+    lines = [f"  rank {rank}, {delay:.3f} s later: {_how(about)}" for delay, rank, about in delays[:8]]
     if len(failed) > 8:
         lines.append(f"  and {len(failed) - 8} more")
     ended = sorted(rank for rank, about in end.details.items() if about["caused_by_us"] and rank != first)

@@ -67,7 +67,7 @@ class TerminalSink:
         """
         with self._lock:
             self._state.take(record)
-            if isinstance(record, (RunFinished, RunStopped)):
+            if isinstance(record, (RunFinished, RunStopped)) or self._is_about_skipped(record):
                 self._catch_up()
             if (told := note(record)) is not None:
                 self._tell(TimedNote(time_unix_seconds=record.time_unix_seconds or self._clock(), note=told))
@@ -108,11 +108,17 @@ class TerminalSink:
     def _tell_iteration(self, record: Metrics) -> None:
         now = record.time_unix_seconds or self._clock()
         gap = min(MAX_LINE_GAP_SECONDS, (now - self._state.time_opened_seconds) * LINE_GAP_SHARE)
-        if self._last_line_seconds is not None and now - self._last_line_seconds < gap:
+        last = record.iteration == self._state.train_iterations
+        if not last and self._last_line_seconds is not None and now - self._last_line_seconds < gap:
             self._skipped_line = record
             return
         self._last_line_seconds, self._skipped_line = now, None
         self._print(self._iteration_line(record))
+
+    def _is_about_skipped(self, record: Record) -> bool:
+        """Whether ``record`` tells what came of the iteration whose line was left out."""
+        skipped = self._skipped_line
+        return skipped is not None and note(record) is not None and skipped.iteration == getattr(record, "iteration", 0)
 
     def _catch_up(self) -> None:
         """Print the newest iteration if its line was left out."""

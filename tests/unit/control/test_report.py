@@ -48,6 +48,12 @@ def test_the_first_is_shown_with_its_traceback_and_the_others_in_a_line_each() -
     assert screen.index("Traceback") < screen.index("The others")
 
 
+def test_another_nodes_clock_makes_no_death_earlier_than_the_first() -> None:
+    screen = failure_screen(ended(0, died(0, 10.0), died(3, 9.9994), died(2, 10.5), died(1, 9.0)), RUN, "")
+    assert "-" not in screen.split("The others:")[1].split("Its log")[0]
+    assert screen.index("rank 1, 0.000 s later") < screen.index("rank 3, 0.000 s later") < screen.index("rank 2, 0.500")
+
+
 def test_a_rank_without_traceback_shows_its_log() -> None:
     screen = failure_screen(ended(1, died(1, 1.0, -9)), RUN, "")
     assert "was killed by SIGKILL" in screen

@@ -50,6 +50,7 @@ EXAMPLES: list[Record] = [
     events.CheckpointLoaded(iteration=3),
     events.LossSpike(iteration=4, loss=9.0, median=3.0),
     events.FailpointHit(action="kill", phase="backward", iteration=4, rank=1),
+    events.FailpointUnfired(failpoint="kill(phase='gather')", rank=1),
     events.RankFailed(rank=1, node=0, signal="SIGKILL", first=True),
     events.RankFailed(rank=0, exit_code=1, error="ValueError: [bold]not markup[/bold]"),
     events.StopRequested(source="SIGTERM"),

@@ -147,6 +147,7 @@ def test_plain_lines_of_a_week_are_at_most_one_a_minute_and_the_last_is_told() -
     terminal.sink.close(Outcome(exit_code=0, reason="all done", time_unix_seconds=terminal.now))
     lines = terminal.lines()
     assert 9_000 < len(lines) < 11_000
+    assert sum("60480/60480" in line for line in lines) == 1
     assert "60480/60480" in lines[-3] and "all done" in lines[-2] and lines[-1].startswith("60480 iterations")
 
 
@@ -154,6 +155,22 @@ def test_plain_lines_of_fast_iterations_are_few() -> None:
     terminal = Plain(100_000)
     terminal.train(100_000, 0.01)
     assert len(terminal.lines()) < 1_000
+
+
+def test_the_last_iteration_is_told_before_what_comes_after_it() -> None:
+    terminal = Plain(50_000)
+    terminal.train(50_000, 0.01)
+    terminal.sink.write(events.CheckpointSaved(iteration=50_000))
+    assert ["50000/50000" in line for line in terminal.lines()[-2:]] == [True, False]
+
+
+def test_an_iteration_left_out_is_told_before_an_event_about_it() -> None:
+    terminal = Plain(100_000)
+    terminal.train(50_001, 0.01)
+    terminal.sink.write(events.Evaluation(iteration=50_000, loss=1.0))
+    assert "50001/100000" not in terminal.lines()[-2], "of another iteration"
+    terminal.sink.write(events.CheckpointSaved(iteration=50_001))
+    assert ["iteration  50001/100000" in line for line in terminal.lines()[-2:]] == [True, False]
 
 
 def test_plain_output_has_no_control_characters() -> None:
