@@ -124,14 +124,27 @@ def read_latest(folder: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that it no longer counts as one; its bytes are kept."""
+    """Rename a damaged checkpoint so that it no longer counts as one; its bytes are kept.
+
+    ``latest`` moves to the newest complete checkpoint that is left, and goes when there is none.
+    """
     for attempt in range(1_000_000):
         target = path.with_name(f"{_DAMAGED_PREFIX}{path.name}" + (f"_{attempt}" if attempt else ""))
         if not target.exists():
             os.rename(path, target)
             fsync_directory(path.parent)
+            _move_latest_back(path.parent)
             return target
     raise CheckpointError(f"{path}: no free name to set it aside")
+
+
+def _move_latest_back(folder: Path) -> None:
+    complete = [stored for stored in list_checkpoints(folder) if stored.complete]
+    if complete:
+        move_latest(folder, complete[-1].path, complete[-1].iteration)
+    else:
+        (folder / LATEST_NAME).unlink(missing_ok=True)
+        fsync_directory(folder)
 
 
 def delete(path: Path) -> None:

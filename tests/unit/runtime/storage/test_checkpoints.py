@@ -116,6 +116,17 @@ def test_set_aside_keeps_the_bytes(tmp_path: Path, make: Make) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_latest_never_names_what_was_set_aside(tmp_path: Path, make: Make) -> None:
+    for iteration in (10, 20):
+        make(tmp_path / directory_name(iteration), iteration)
+    (tmp_path / directory_name(15)).mkdir()
+    move_latest(tmp_path, tmp_path / directory_name(20), 20)
+    set_aside(tmp_path / directory_name(20))
+    assert read_latest(tmp_path) == tmp_path / directory_name(10)
+    set_aside(tmp_path / directory_name(10))
+    assert read_latest(tmp_path) is None
+
+
 def test_every_crash_prefix_of_a_save_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     """The disk as it was before each system call of a save: the old checkpoint, or the new one, whole."""
     folder = tmp_path / "live"
