@@ -79,12 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.append(f"only {len(cases)} cases")
     for problem in problems:
         print(problem, file=sys.stderr)
+    timing = f"median of {len(alone)} processes {cpu_median:.2f} CPU s ({median:.1f} s)"
     refused = len(cases) - len({problem.partition(":")[0] for problem in problems})
     return finish(
         arguments.out,
         ID,
         passed=not problems,
-        figure=f"{refused} of {len(cases)} refused; {len(alone)} processes: median {median:.2f} s, {cpu_median:.2f} CPU s",
+        figure=f"{refused} of {len(cases)} refused, {timing}",
         threshold=(
             f"all of at least {MIN_CASES}, in one message, exit code 2 or 3, without torch, "
             f"median <= {MAX_CPU_SECONDS:g} CPU s per process"

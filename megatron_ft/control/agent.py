@@ -135,8 +135,6 @@ class Agent:
 
         while True:
             first, items = self._outbox.wait_batch()
-            if not items:
-                return
             body = {"node": self._spec.node, "first": first, "items": items}
             try:
                 self._outbox.acknowledge(self._client.call("deliver", body, timeout_seconds=60)["next"])

@@ -22,7 +22,6 @@ class Outbox:
     def __init__(self, on_drained: Callable[[], None]) -> None:
         self._items: deque[tuple[int, Message]] = deque()
         self._first = 0
-        self._closed = False
         self._full = False
         self._changed = threading.Condition()
         self._on_drained = on_drained
@@ -42,9 +41,9 @@ class Outbox:
             return self._full
 
     def wait_batch(self) -> tuple[int, list[Message]]:
-        """Wait for something to send: number of its first item, and items. Empty once closed and drained."""
+        """Wait for something to send: number of its first item, and items."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._items) or self._closed)
+            self._changed.wait_for(lambda: bool(self._items))
             batch: list[Message] = []
             total_bytes = 0
             for num_bytes, item in self._items:
@@ -65,9 +64,3 @@ class Outbox:
             self._changed.notify_all()
         if drained:
             self._on_drained()
-
-    def close(self) -> None:
-        """Nothing more will be put."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()

@@ -114,12 +114,17 @@ def test_no_record_is_dropped_when_ranks_report_faster_than_the_sinks_write(runs
         assert mine == list(range(1, 3001))
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback(runs: Path) -> None:
-    failpoints = ['raise(rank=2, at_iteration=3, phase="backward")']
-    overrides = {**TWO_NODES, "training.train_iterations": 1000, "launch.failpoints": failpoints}
+def output_of_failure(runs: Path, failpoint: str) -> str:
+    """Output of a job on two nodes that a fault ends."""
+    overrides = {**TWO_NODES, "training.train_iterations": 1000, "launch.failpoints": [failpoint]}
     job = start_dummy_job(runs, overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
-    assert job.returncode == RankFailed.exit_code
+    assert job.returncode == RankFailed.exit_code, output
+    return output
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(runs: Path) -> None:
+    output = output_of_failure(runs, 'raise(rank=2, at_iteration=3, phase="backward")')
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase backward), at " in output
     assert "raised megatron_ft.failpoints.InjectedFault: injected fault (rank 2, iteration 3, backward)" in output
     assert "dummy_rank.py" in output
@@ -130,11 +135,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(runs: Path) -> None:
 
 
 def test_a_killed_rank_is_named_and_the_hit_is_on_disk(runs: Path) -> None:
-    failpoints = ['kill(rank=1, at_iteration=4, phase="forward")']
-    overrides = {**TWO_NODES, "training.train_iterations": 1000, "launch.failpoints": failpoints}
-    job = start_dummy_job(runs, overrides=overrides)
-    output = wait(job, LIMIT_SECONDS)
-    assert job.returncode == RankFailed.exit_code
+    output = output_of_failure(runs, 'kill(rank=1, at_iteration=4, phase="forward")')
     assert "RANK 1 FAILED FIRST (node 0, iteration 4, phase forward), at " in output
     assert "was killed by SIGKILL" in output
     hits = [json.loads(line) for line in (runs / "dummy" / "failpoints.jsonl").read_text().splitlines()]
@@ -143,11 +144,7 @@ def test_a_killed_rank_is_named_and_the_hit_is_on_disk(runs: Path) -> None:
 
 
 def test_a_rank_that_leaves_early_with_code_0_is_a_failure(runs: Path) -> None:
-    failpoints = ['exit(rank=3, at_iteration=2, phase="forward", code=0)']
-    overrides = {**TWO_NODES, "training.train_iterations": 1000, "launch.failpoints": failpoints}
-    job = start_dummy_job(runs, overrides=overrides)
-    output = wait(job, LIMIT_SECONDS)
-    assert job.returncode == RankFailed.exit_code
+    output = output_of_failure(runs, 'exit(rank=3, at_iteration=2, phase="forward", code=0)')
     assert "exited with code 0 before its work was done" in output
 
 

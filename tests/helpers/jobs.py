@@ -1,6 +1,5 @@
 """Start jobs from tests: real ones through the door, and dummy ones."""
 
-import atexit
 import contextlib
 import json
 import os
@@ -46,21 +45,19 @@ def run_job(
     overrides: Sequence[str],
     *,
     forkserver: str | None = None,
-    runs: Path | None = None,
+    runs: Path,
     timeout_seconds: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> JobResult:
     """Run ``pretrain_moe.py`` to its end.
 
     Args:
-        overrides: Hydra overrides; ``run.dir`` is set from ``runs`` (by default a fresh folder that is
-            removed when this process ends).
+        overrides: Hydra overrides; ``run.dir`` is set from ``runs``.
         forkserver: socket of a warm fork server, see the fixture ``warm_forkserver``.
 
     Raises:
         AssertionError: it did not end in time; it has been ended, and its output is in the message.
     """
-    runs = _temporary_runs() if runs is None else runs
     words = [*overrides, f"run.dir={runs}"]
     if forkserver is not None:
         words.append(f"launch.forkserver_socket={forkserver}")
@@ -68,13 +65,6 @@ def run_job(
     process = start([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words], environment=environment)
     output = wait(process, timeout_seconds)
     return JobResult(process.returncode, _run_dir(runs, known, overrides), output)
-
-
-def _temporary_runs() -> Path:
-    """A folder that is removed when this process ends."""
-    path = Path(tempfile.mkdtemp(prefix="megatron-ft-runs-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return path
 
 
 def start(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
@@ -163,3 +153,4 @@ def forkserver(*modules: str) -> Iterator[str]:
             process.stdin.close()
             process.wait(timeout=20)
             process.stdout.close()
+            shutil.rmtree(directory)

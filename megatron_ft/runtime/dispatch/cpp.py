@@ -63,19 +63,8 @@ class CppDispatch(RowOperations):
             *(_at(permutation), _at(expert_of_row), _at(rows_of_token)),
         )
         self.library.dispatch_order_received(_at(incoming), len(local_experts), num_ranks, _at(order), _at(place))
-        return DispatchHandle(
-            num_tokens=num_tokens,
-            rank=rank,
-            send_splits=totals.send_splits,
-            recv_splits=totals.recv_splits,
-            permutation=permutation,
-            expert_of_row=expert_of_row,
-            rows_of_token=rows_of_token,
-            receive_order=order,
-            receive_place=place,
-            local_experts=tuple(local_experts),
-            tokens_per_local_expert=torch.tensor(totals.tokens_per_local_expert, dtype=torch.int64),
-        )
+        sent, received = (permutation, expert_of_row, rows_of_token), (order, place)
+        return DispatchHandle.of(totals, num_tokens, rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """``source`` [A, H] at ``index`` [B] -> [B, H]."""

@@ -47,23 +47,9 @@ class CudaDispatch(RowOperations):
         per_token = routing_map.sum(1)
         widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
         totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
-        permutation, expert_of_row, rows_of_token = self._order_sent(
-            routing_map, schedule[:, rank, :].contiguous(), rank, totals
-        )
-        order, place = self._order_received(schedule[list(local_experts), :, rank], sum(totals.recv_splits))
-        return DispatchHandle(
-            num_tokens=len(routing_map),
-            rank=rank,
-            send_splits=totals.send_splits,
-            recv_splits=totals.recv_splits,
-            permutation=permutation,
-            expert_of_row=expert_of_row,
-            rows_of_token=rows_of_token,
-            receive_order=order,
-            receive_place=place,
-            local_experts=tuple(local_experts),
-            tokens_per_local_expert=torch.tensor(totals.tokens_per_local_expert, dtype=torch.int64),
-        )
+        sent = self._order_sent(routing_map, schedule[:, rank, :].contiguous(), rank, totals)
+        received = self._order_received(schedule[list(local_experts), :, rank], sum(totals.recv_splits))
+        return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """``source`` [A, H] at ``index`` [B] -> [B, H]."""

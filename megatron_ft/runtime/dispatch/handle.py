@@ -1,8 +1,11 @@
 """What one dispatch decided, kept until the rows are back; notation in ``backend.py``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from megatron_ft.runtime.dispatch.checks import Totals
 
 NO_ROW = -1
 """Padding of ``rows_of_token`` [T, K]: this token has fewer than K rows."""
@@ -34,6 +37,35 @@ class DispatchHandle:
     receive_place: torch.Tensor
     local_experts: tuple[int, ...]
     tokens_per_local_expert: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        totals: Totals,
+        num_tokens: int,
+        rank: int,
+        local_experts: Sequence[int],
+        *,
+        sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        received: tuple[torch.Tensor, torch.Tensor],
+    ) -> "DispatchHandle":
+        """From the splits and the orders: ``sent`` is (``permutation``, ``expert_of_row``, ``rows_of_token``),
+        ``received`` (``receive_order``, ``receive_place``)."""
+        permutation, expert_of_row, rows_of_token = sent
+        receive_order, receive_place = received
+        return cls(
+            num_tokens=num_tokens,
+            rank=rank,
+            send_splits=totals.send_splits,
+            recv_splits=totals.recv_splits,
+            permutation=permutation,
+            expert_of_row=expert_of_row,
+            rows_of_token=rows_of_token,
+            receive_order=receive_order,
+            receive_place=receive_place,
+            local_experts=tuple(local_experts),
+            tokens_per_local_expert=torch.tensor(totals.tokens_per_local_expert, dtype=torch.int64),
+        )
 
     @property
     def num_sent_rows(self) -> int:

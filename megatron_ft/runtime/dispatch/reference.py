@@ -29,20 +29,10 @@ class ReferenceDispatch(RowOperations):
         widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
         totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
         permutation, expert_of_row = _send_order(routing_map, schedule[:, rank, :], rank)
-        order, place = _receive_order(schedule[list(local_experts), :, rank])
-        return DispatchHandle(
-            num_tokens=len(routing_map),
-            rank=rank,
-            send_splits=totals.send_splits,
-            recv_splits=totals.recv_splits,
-            permutation=permutation,
-            expert_of_row=expert_of_row,
-            rows_of_token=_rows_of_token(routing_map, permutation, expert_of_row, totals.max_rows_per_token),
-            receive_order=order,
-            receive_place=place,
-            local_experts=tuple(local_experts),
-            tokens_per_local_expert=torch.tensor(totals.tokens_per_local_expert, dtype=torch.int64),
-        )
+        received = _receive_order(schedule[list(local_experts), :, rank])
+        rows_of_token = _rows_of_token(routing_map, permutation, expert_of_row, totals.max_rows_per_token)
+        sent = (permutation, expert_of_row, rows_of_token)
+        return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """``source`` [A, H] at ``index`` [B] -> [B, H]."""

@@ -15,8 +15,8 @@ def test_items_stay_until_they_are_acknowledged_and_keep_their_numbers() -> None
     assert outbox.wait_batch() == (3, [{"n": 3}, {"n": 4}])
     outbox.acknowledge(3)
     outbox.acknowledge(5)
-    outbox.close()
-    assert outbox.wait_batch() == (5, [])
+    outbox.put({"n": 5})
+    assert outbox.wait_batch() == (5, [{"n": 5}])
 
 
 def test_it_is_full_from_high_to_low_water_and_says_when_it_has_drained() -> None:
