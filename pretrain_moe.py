@@ -50,10 +50,11 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
     Raises:
         ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
     """
-    from megatron_ft.config.overrides import check_override, explain
+    from megatron_ft.config.overrides import check_override, explain, open_key
 
     values = {}
-    for override in _parse(overrides):
+    parsed = _parse(overrides)
+    for override in parsed:
         value = override.get_value_string() if override.is_sweep_override() else override.value()
         check_override(
             override.key_or_group,
@@ -63,20 +64,31 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
             sweeps=override.is_sweep_override(),
         )
         values[override.key_or_group] = value
+    fields = {key: value for key, value in values.items() if open_key(key)}
+    known = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group not in fields]
     try:
-        return _compose(overrides)
+        return _compose(known, fields)
     except _composition_errors() as error:
         raise explain(error, values) from error
 
 
-def _compose(overrides: list[str]) -> tuple[JobConfig, str]:
+def _compose(overrides: list[str], fields: dict[str, Any]) -> tuple[JobConfig, str]:
+    """``fields`` are values in mappings of any names, which Hydra keeps closed once a file has filled them."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
+    from megatron_ft.config.overrides import open_key
+
     ConfigStore.instance().store(name="job_schema", node=JobConfig)
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         tree = hydra.compose("config", overrides=overrides)
+    OmegaConf.set_struct(tree, False)
+    for key, value in fields.items():
+        mapping = open_key(key)
+        if OmegaConf.select(tree, mapping) is None and (key != mapping or isinstance(value, dict)):
+            OmegaConf.update(tree, mapping, {}, merge=False)
+        OmegaConf.update(tree, key, value, merge=True, force_add=True)
     config = OmegaConf.to_object(tree)
     assert isinstance(config, JobConfig), f"conf/ composed a {type(config).__name__}"
     return config, OmegaConf.to_yaml(tree, resolve=True)

@@ -29,7 +29,7 @@ def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: b
         raise ConfigError(f"~{key}: must not be deleted: every key has a value; set it to another or to null")
     if key in groups:
         _check_options(key, value, groups[key])
-    elif key not in known_keys():
+    elif key not in known_keys() and open_key(key) is None:
         raise ConfigError.of(key, value, "is not a known key" + _near(key, [*groups, *known_keys()]))
 
 
@@ -56,6 +56,12 @@ def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
 def known_keys() -> dict[str, KeyDoc]:
     """Documentation of every key, by key."""
     return {doc.key: doc for doc in key_docs()}
+
+
+def open_key(key: str) -> str | None:
+    """The mapping of any names that ``key`` is or lies inside (the fields of a policy); None for other keys."""
+    opened = [doc.key for doc in known_keys().values() if doc.type.startswith("dict")]
+    return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
 
 def _check_options(group: str, value: Any, options: list[str]) -> None:

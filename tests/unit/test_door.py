@@ -12,7 +12,7 @@ import yaml
 import pretrain_moe
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.errors import EXIT_CODES
+from megatron_ft.errors import EXIT_CODES, ConfigError
 
 ROOT = Path(__file__).parents[2]
 LARGE = ("gpt_s", "gpt_m", "gpt_l", "gpt_350m_16e", "mixtral_8x7b", "deepseek_moe_16b", "qwen_moe")
@@ -180,3 +180,32 @@ def test_a_trace_that_starts_over_is_said_before_ranks_start(
         assert pretrain_moe.main(trace) == 0
     assert launch.called
     assert "note: loads.json has one record" in capsys.readouterr().err
+
+
+SEARCH = "megatron_ft.planning.placement.overlap_search.OverlapSearch"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["placement=overlap_search", "placement.algorithm.seed=3"], {"_target_": SEARCH, "seed": 3}),
+        (["+placement.algorithm.seed=3", "placement=overlap_search"], {"_target_": SEARCH, "seed": 3}),
+        ([f"placement.algorithm={{_target_: {SEARCH}, seed: 3}}"], {"_target_": SEARCH, "seed": 3}),
+        (["placement.algorithm.seed=3"], {"seed": 3}),
+        (["placement=overlap_search", "placement.algorithm=null"], None),
+        (
+            ["placement=overlap_search", "placement.algorithm.objective.lost_weights=[0.5,1]"],
+            {"_target_": SEARCH, "objective": {"lost_weights": [0.5, 1]}},
+        ),
+    ],
+)
+def test_fields_of_a_policy_are_set_like_any_key(overrides: list[str], expected: dict[str, object] | None) -> None:
+    config, text = pretrain_moe.compose(overrides)
+    assert config.placement.algorithm == expected
+    assert yaml.safe_load(text)["placement"]["algorithm"] == expected
+
+
+@pytest.mark.parametrize("override", ["placement.algorithms.seed=3", "placement.algorithm=3", "placement.seed=3"])
+def test_only_fields_of_a_policy_are_open(override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0].replace(".", r"\.")):
+        pretrain_moe.compose([override])
