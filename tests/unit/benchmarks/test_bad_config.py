@@ -1,6 +1,5 @@
-"""The claim's quick variant, and that it would notice a configuration that is let pass."""
+"""The claim would notice a configuration that is let pass; its quick variant runs with all claims'."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,6 @@ import pytest
 from benchmarks import bad_config
 from benchmarks.bad_inputs import LAYOUT, SYNTAX, VALUES, bad, file_cases, good_source
 from benchmarks.bad_placements import PLACEMENT, placement_file_cases
-
-
-def test_quick_variant_passes(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    code = bad_config.main(["--quick", "--out", str(out)])
-    result = json.loads(out.read_text())
-    assert result["details"]["problems"] == [] and code == 0
-    assert result["counts"]["cases"] >= bad_config.MIN_CASES
 
 
 def test_a_sound_configuration_is_noticed(tmp_path: Path) -> None:

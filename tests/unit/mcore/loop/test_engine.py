@@ -9,6 +9,8 @@ import torch
 from megatron_ft import failpoints
 from tests.helpers import engines
 
+pytestmark = pytest.mark.slow  # trains
+
 EVERYTHING = {
     "model.moe_router_score_function": "sigmoid",
     "model.moe_router_enable_expert_bias": True,

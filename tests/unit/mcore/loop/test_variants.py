@@ -7,6 +7,8 @@ import pytest
 
 from tests.helpers import engines
 
+pytestmark = pytest.mark.slow  # trains
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "fp32_plain_optimizer": {"parallel.use_distributed_optimizer": False},

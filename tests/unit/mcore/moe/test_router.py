@@ -8,6 +8,8 @@ import torch
 
 from tests.helpers import engines
 
+pytestmark = pytest.mark.slow  # trains
+
 KINDS: dict[str, dict[str, Any]] = {
     "aux_loss": {"model.moe_router_load_balancing_type": "aux_loss"},
     "seq_aux_loss": {"model.moe_router_load_balancing_type": "seq_aux_loss"},

@@ -10,6 +10,8 @@ import torch
 from megatron_ft.planning.trace import expert_token_counts
 from tests.helpers import engines
 
+pytestmark = pytest.mark.slow  # trains
+
 LOADS = [[9, 4, 2, 1], [1, 1, 1, 3]]
 NUM_TOKENS = 16
 KINDS: dict[str, dict[str, Any]] = {

@@ -8,6 +8,8 @@ import torch
 from megatron_ft.planning.commit import clip_coefficient
 from tests.helpers import engines
 
+pytestmark = pytest.mark.slow  # trains
+
 FP16 = {"precision.params_dtype": "fp16", "precision.initial_loss_scale": 64.0, "precision.hysteresis": 1}
 PRECISIONS = {
     "fp32": {},
