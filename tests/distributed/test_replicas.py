@@ -55,6 +55,8 @@ def _scenarios(folder: Path) -> dict[str, Any]:
     for name, (world, overrides) in MOVES.items():
         jobs[f"moves:{name}"] = (f"{SCENARIOS}:moves", world, {"overrides": overrides})
     jobs["gradients"] = (f"{SCENARIOS}:gradients", 3, {"overrides": {"placement.num_slots_per_rank": 2}})
+    arguments = {"overrides": {"placement.num_slots_per_rank": 2}, "directory": str(folder)}
+    jobs["history"] = (f"{SCENARIOS}:history", 3, arguments)
     return jobs | _checkpoint_scenarios(folder)
 
 
@@ -178,3 +180,10 @@ def test_resuming_after_a_move_is_bitwise(outcomes: dict[str, list[Any]]) -> Non
         assert loaded["placement_differs"]
         assert loaded["state"] == saved["state"]
         assert loaded["losses"] == saved["losses"]
+
+
+def test_a_rebalanced_run_equals_one_given_the_same_placements(outcomes: dict[str, list[Any]]) -> None:
+    for rank in of_ranks(outcomes, "history"):
+        assert rank["changes"] > 0
+        assert len(rank["own"]) == 6
+        assert rank["own"] == rank["scripted"]

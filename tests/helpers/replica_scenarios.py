@@ -234,3 +234,38 @@ def checkpoints(
             "losses": job.train(4),
             "state": tensor_digests(job.engine.model_chunks, job.engine.optimizer),
         }
+
+
+def history(
+    *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], directory: str
+) -> dict[str, Any]:
+    """Six iterations that rebalance themselves, then the same from the placements they wrote; states of both."""
+    folder, rebalancing = Path(directory), {"placement.rebalance_interval_iterations": 2}
+    eager = {"placement.rebalance_min_gain": 0.0, "placement.rebalance_bytes_per_token": 1e12}
+    own = _with_changes(config_of({**overrides, **rebalancing, **eager}, world_size), rank, world_size, store, folder)
+    files = sorted(folder.glob("placement-*.json"))
+    scripted = {"placement.schedule": [f"{int(path.stem.split('-')[1])}:{path}" for path in files]}
+    given = _with_changes(config_of({**overrides, **scripted}, world_size), rank, world_size, store, None)
+    return {"own": own, "scripted": given, "changes": len(files) - 1}
+
+
+def _with_changes(
+    config: JobConfig, rank: int, world_size: int, store: dist.Store, folder: Path | None
+) -> list[dict[str, str]]:
+    """Digests after each iteration; placements are written to ``folder`` before the iteration they hold from."""
+    with job_of(config, rank=rank, world_size=world_size, store=store) as job:
+        assert job.keeper is not None, "there is a placement to change"
+        states = []
+        for iteration in range(1, 7):
+            change = None if iteration == 1 else job.keeper.change_before(iteration)
+            if change is not None:
+                migration = job.keeper.adopt(change)
+                migrate(job.engine, job.keeper.replicas(), migration)
+            if folder is not None and rank == 0 and (change is not None or iteration == 1):
+                job.keeper.write(folder / f"placement-{iteration}.json")
+            job.engine.run_iteration(iteration)
+            if job.keeper.wants_loads:
+                job.keeper.observe(job.engine.take_expert_load())
+            states.append(tensor_digests(job.engine.model_chunks, job.engine.optimizer))
+        dist.barrier(group=job.engine.groups.vote)
+        return states

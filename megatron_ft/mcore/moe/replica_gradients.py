@@ -46,6 +46,8 @@ class ReplicaGradients:
         self._group = group
         self._rank = group.rank()
         self._experts = list(_shared_experts(model_chunks, replicas))
+        # A rank whose experts have no copies takes part with nothing, of the type and on the device of the others.
+        self._nothing = next(p.main_grad for chunk in model_chunks for p in chunk.parameters()).new_empty(0)
 
     def sum(self) -> None:
         """Replace each gradient by the sum over all copies; collective over the stage."""
@@ -93,8 +95,7 @@ class ReplicaGradients:
         send_sizes = [sum(piece.numel() for piece in of_rank) for of_rank in outgoing]
         receive_sizes = [sum(size for _, size in of_rank) for of_rank in incoming]
         flat = [piece for of_rank in outgoing for piece in of_rank]
-        like = parts[0][0][0] if parts else torch.empty(0)
-        sent = torch.cat(flat) if flat else like.new_empty(0)
+        sent = torch.cat([self._nothing, *flat])
         received = sent.new_empty(sum(receive_sizes))
         dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=self._group)
         chunks = iter(received.split([size for of_rank in incoming for _, size in of_rank]))

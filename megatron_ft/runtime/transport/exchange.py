@@ -21,7 +21,7 @@ def exchange_tensors(
     Returns:
         Bytes this rank sent.
     """
-    device = _device(outgoing, incoming)
+    device = _device(group)
     sent = _joined([_bytes(tensor) for of_rank in outgoing for tensor in of_rank], device)
     send_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in outgoing]
     receive_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in incoming]
@@ -45,10 +45,8 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
-def _device(*sides: Sequence[Sequence[torch.Tensor]]) -> torch.device:
-    for side in sides:
-        for of_rank in side:
-            for tensor in of_rank:
-                if tensor.is_cuda:
-                    return tensor.device
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the group's backend wants tensors: a rank without any of its own has to take part too."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -28,6 +28,7 @@ def groups_without_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
         group.alltoall_base(received, sent, receive_sizes, send_sizes, dist.AllToAllOptions()).wait()
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
 
 
 def on_ranks(num_ranks: int, call: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
