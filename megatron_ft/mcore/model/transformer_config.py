@@ -20,7 +20,8 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
     parallel, dtype = config.parallel, DTYPES[config.precision.params_dtype]
     arguments = {
         **_architecture(config.model),
-        **_mixture(config.model, transformer_impl),
+        # Grouped linears hold all experts of a rank in one module; experts in replica slots are one module each.
+        **_mixture(config.model, grouped=transformer_impl == "transformer_engine" and not config.placement.algorithm),
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
@@ -96,7 +97,7 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
     return arguments
 
 
-def _mixture(model: ModelConfig, transformer_impl: str) -> dict[str, Any]:
+def _mixture(model: ModelConfig, *, grouped: bool) -> dict[str, Any]:
     if model.num_moe_experts is None:
         return {}
     return {
@@ -121,7 +122,7 @@ def _mixture(model: ModelConfig, transformer_impl: str) -> dict[str, Any]:
         "moe_token_drop_policy": model.moe_token_drop_policy,
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": transformer_impl == "transformer_engine",
+        "moe_grouped_gemm": grouped,
     }
 
 

@@ -47,9 +47,16 @@ class ReplicaExperts(SequentialMLP):
         """Run ``tokens`` [rows, H], grouped by expert; probabilities are applied where the tokens came from."""
         outputs = []
         for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
-            output, bias = expert(rows)
-            outputs.append(output if bias is None else output + bias)
+            output, bias = expert(self._padded(rows))
+            outputs.append((output if bias is None else output + bias)[: len(rows)])
         return torch.cat(outputs), None
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` with zeros after them, up to a number that 8-bit and 4-bit types can multiply."""
+        if not (self.config.fp8 or self.config.fp4):
+            return rows
+        padded, _ = self._pad_tensor_for_quantization(rows, rows.new_zeros(len(rows)))
+        return padded
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

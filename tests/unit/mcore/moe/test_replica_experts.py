@@ -72,3 +72,21 @@ def test_an_expert_without_rows_gets_a_zero_gradient(parts: tuple[Any, Any, Any]
     idle, busy = experts.local_experts
     assert all(p.grad is not None and not p.grad.any() for p in idle.parameters())
     assert all(p.grad is not None and p.grad.any() for p in busy.parameters())
+
+
+def test_eight_bit_types_get_whole_multiples_of_rows(parts: tuple[Any, Any, Any]) -> None:
+    """The padding is cut off again and has no gradient."""
+    experts, seen = of_rank(parts, 0), []
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    rows = torch.randn(8, 32, requires_grad=True)
+    plain, _ = experts(rows, [3, 5])
+    (expected,) = torch.autograd.grad(plain.sum(), rows)
+    experts.config.fp8, experts.config.fp8_recipe = "hybrid", "delayed"
+    for expert in experts.local_experts:
+        expert.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    padded, _ = experts(rows, [3, 5])
+    (found,) = torch.autograd.grad(padded.sum(), rows)
+    assert seen == [16, 16]
+    torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
