@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -45,23 +47,29 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
     """Stops after planning and keeps the plan."""
 
     planned: PlannedWrite
+    given: frozenset[int] = frozenset()
+    """Storages of the tensors to be saved."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         buckets = _on_host(writer)
-        files = [(name, [*bytes_items, *_copies(tensors)]) for _, name, (bytes_items, tensors) in buckets]
+        files = [(name, [*bytes_items, *self._copies(tensors)]) for _, name, (bytes_items, tensors) in buckets]
+        writer.write_buckets = None  # or its copies would live as long as the save
         self.planned = PlannedWrite(files=files, writer=writer, metadata=save_state_dict_ret[1])
         return AsyncRequest(None, (), [])
+
+    def _copies(self, items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+        """Megatron has copied views and what was on the device; only what still lies where it was given is copied."""
+        return [(item, tensor.detach().clone() if _storage(tensor) in self.given else tensor) for item, tensor in items]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _on_host(writer: Any) -> Any:
     if not writer.write_buckets:
         return []
     return writer.preload_tensors(writer.write_buckets, True)
-
-
-def _copies(items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-    # Some are copies already (gathered or off the device); which ones is Megatron's secret.
-    return [(item, tensor.detach().clone()) for item, tensor in items]
 
 
 class Planner:
@@ -75,6 +83,8 @@ class Planner:
 
     def plan(self, shards: dict[str, Any], directory: Path) -> PlannedWrite:
         """Plan this rank's part of the save into ``directory`` and copy it. Collective over the job."""
+        leaves = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor))
+        self._base.given = frozenset(_storage(leaf.data) for leaf in leaves if leaf.data is not None)
         with _without_manager_process():
             self._strategy.async_save(shards, directory)
         planned = self._base.planned

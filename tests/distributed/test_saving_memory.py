@@ -1,0 +1,86 @@
+"""Host memory of a real save on two data-parallel ranks, against what the plan says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.job import JobConfig
+from tests.helpers.jobs import REPOSITORY
+
+TOLERANCE = 0.03
+"""Of the predicted growth."""
+KEPT_BYTES = 120_000_000
+"""Most that glibc keeps of freed blocks: those of up to 32 MiB need not go back to the system."""
+OVERRIDES = (
+    "model=moe_micro",
+    "model.num_layers=2",
+    "model.hidden_size=512",
+    "model.ffn_hidden_size=1024",
+    "model.moe_ffn_hidden_size=1024",
+    "launch.ranks_per_node=2",
+    "training.train_iterations=3",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=2",
+    "training.eval_interval_iterations=0",
+    "optimizer.lr_warmup_iterations=1",
+    "checkpoint.async_save=false",
+    "telemetry.wandb=disabled",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), ("parallel.expert_model_parallel_size=2",)], ids=["dp2", "ep2"])
+def test_a_save_takes_what_the_plan_says(layout: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.distributed.test_saving_memory", str(tmp_path), *OVERRIDES, *layout]
+    outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=170, check=False)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert measured["num_parameters"] > 20_000_000
+    for grown in measured["grown_bytes"]:
+        predicted = measured["predicted_bytes"]
+        assert (1 - TOLERANCE) * predicted <= grown <= (1 + TOLERANCE) * predicted + KEPT_BYTES, measured
+
+
+# -- the runner: forks two ranks and measures them ---------------------------------------------------------------
+
+
+def _memory(name: str) -> int:
+    """A figure of ``/proc/self/status`` in bytes: ``VmRSS``, or ``VmHWM``, the largest since it was reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _measure(config: JobConfig, rank: Any) -> int:
+    """Growth of this rank's resident memory at its peak in a save, over what it was before."""
+    from benchmarks.job import join
+
+    trainer, _ = join(config, rank)
+    trainer.iterate(1)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    trainer._save()
+    return _memory("VmHWM") - before
+
+
+def main(folder: Path, overrides: list[str]) -> None:
+    """Measure, and plan the same."""
+    from benchmarks.job import compose
+    from benchmarks.ranks import run_ranks
+    from megatron_ft.corpus.check import check_data
+    from megatron_ft.planning.job import plan_job
+
+    config = compose(*overrides)
+    plan = plan_job(config, check_data(config), device="cpu")
+    grown = run_ranks(_measure, config, world_size=2, run_dir=folder / "run")
+    predicted = plan.stages[0].saving.peak_bytes
+    result = {"num_parameters": plan.num_parameters, "predicted_bytes": predicted, "grown_bytes": grown}
+    (folder / "measured.json").write_text(json.dumps(result))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
