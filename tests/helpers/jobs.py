@@ -153,4 +153,4 @@ def forkserver(*modules: str) -> Iterator[str]:
             process.stdin.close()
             process.wait(timeout=20)
             process.stdout.close()
-            shutil.rmtree(directory)
+            shutil.rmtree(directory, ignore_errors=True)  # the server removes it, unless it was killed
