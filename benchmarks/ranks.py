@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.control.launch import free_port
 from megatron_ft.mcore.loop.main import warm
 
 
@@ -37,9 +37,7 @@ def run_ranks(
         RuntimeError: a rank raised; the message is its traceback.
     """
     warm()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     fork = multiprocessing.get_context("fork")
     ranks = [Rank(rank=rank, world_size=world_size, master_port=port, run_dir=run_dir) for rank in range(world_size)]
     pipes = [fork.Pipe(duplex=False) for _ in ranks]

@@ -6,6 +6,7 @@ cleans up whatever happens.
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -39,6 +40,8 @@ from megatron_ft.events import StopRequested
 RANK_ENTRY = "megatron_ft.mcore.loop.main:run_rank"
 PRELOAD = ("megatron_ft.mcore.loop.main:warm",)
 _CLEANUP_SECONDS = 5.0
+_PORTS = range(20000, 32000)
+_PORT_TRIES = 100
 
 
 class Sinks(Protocol):
@@ -308,7 +311,10 @@ def exit_code_of(end: JobEnd, *, run_finished: bool) -> int:
 
 
 def free_port(interface: str) -> int:
-    """A port nobody uses on ``interface`` right now.
+    """A port nobody uses on ``interface`` right now, from a range that systems do not hand out by themselves.
+
+    The port is bound again later by whoever serves it; outside the ephemeral range no outgoing connection takes it
+    in between.
 
     Raises:
         ConfigError: the address is none of this machine.
@@ -321,7 +327,11 @@ def free_port(interface: str) -> int:
             raise ConfigError.of(
                 "launch.interface", interface, f"must be an address of this machine: {error}"
             ) from None
-        return int(probe.getsockname()[1])
+    for port in random.SystemRandom().sample(_PORTS, _PORT_TRIES):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((interface.strip("[]"), port))
+            return port
+    raise ControlError(f"no free port on {interface} after {_PORT_TRIES} tries between {_PORTS[0]} and {_PORTS[-1]}")
 
 
 @contextlib.contextmanager

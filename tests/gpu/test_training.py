@@ -38,7 +38,7 @@ votes = [engine.run_iteration(number).vote for number in range(1, 6)]
 print(json.dumps({
     "device": device_type, "transformer_impl": transformer_impl,
     "losses": [vote.loss for vote in votes], "grad_norms": [vote.grad_norm for vote in votes],
-    "aux_losses": [vote.aux_loss for vote in votes], "load": engine.take_expert_load().tolist(),
+    "aux_losses": [vote.aux_loss for vote in votes], "load": engine.expert_load().tolist(),
     "evaluation": engine.evaluate(), "digest": state_digest(engine.model_chunks, engine.optimizer),
 }))
 """

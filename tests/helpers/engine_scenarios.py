@@ -26,7 +26,7 @@ def train(
         if multiple:
             engines.add_padding(engine, multiple)
         votes = [engine.run_iteration(number).vote for number in range(1, iterations + 1)]
-        load = engine.take_expert_load().tolist()
+        load = engine.expert_load().tolist()
         evaluation = engine.evaluate()
         return {
             "losses": [vote.loss for vote in votes],

@@ -144,14 +144,14 @@ def train(
     config = config_of(overrides, world_size, replicas=replicas)
     with job_of(config, rank=rank, world_size=world_size, store=store) as job:
         votes = [job.engine.run_iteration(iteration).vote for iteration in (1, 2)]
-        load = job.engine.take_expert_load()
+        load = job.engine.expert_load()
         moved = job.move() if replicas else 0
         votes += [job.engine.run_iteration(iteration).vote for iteration in (3, 4)]
         return {
             "losses": [vote.loss for vote in votes],
             "grad_norms": [vote.grad_norm for vote in votes],
             "aux_losses": [vote.aux_loss for vote in votes],
-            "load": (load + job.engine.take_expert_load()).tolist(),
+            "load": (load + job.engine.expert_load()).tolist(),
             "num_padding": job.engine.batch.num_padding_microbatches,
             "bias": [r.expert_bias.tolist() for r in routers(job.engine.model_chunks) if r.enable_expert_bias],
             "moved": moved,
@@ -265,7 +265,7 @@ def _with_changes(
                 job.keeper.write(folder / f"placement-{iteration}.json")
             job.engine.run_iteration(iteration)
             if job.keeper.wants_loads:
-                job.keeper.observe(job.engine.take_expert_load())
+                job.keeper.observe(job.engine.expert_load())
             states.append(tensor_digests(job.engine.model_chunks, job.engine.optimizer))
         dist.barrier(group=job.engine.groups.vote)
         return states

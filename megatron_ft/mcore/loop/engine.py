@@ -30,7 +30,7 @@ from megatron_ft.mcore.model.build import build_model
 from megatron_ft.mcore.model.release import release_caches
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.layer import MixtureLayer
-from megatron_ft.mcore.moe.observation import forget_auxiliary_losses, take_auxiliary_losses, take_expert_load
+from megatron_ft.mcore.moe.observation import expert_load, forget_auxiliary_losses, take_auxiliary_losses
 from megatron_ft.mcore.moe.replica_gradients import ReplicaGradients
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.mcore.moe.trace_router import router_builder
@@ -320,10 +320,10 @@ class TrainingEngine:
         dist.all_reduce(totals, group=self.groups.vote)
         return float(totals[0] / totals[1]), int(totals[1])
 
-    def take_expert_load(self) -> torch.Tensor:
-        """Tokens per expert over the job since the last call: int64 [num_layers, num_moe_experts], CPU."""
+    def expert_load(self) -> torch.Tensor:
+        """Tokens per expert over the job in the last iteration: int64 [num_layers, num_moe_experts], CPU."""
         model = self.config.model
-        load = take_expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
+        load = expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
         return load
 

@@ -19,13 +19,15 @@ from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.cost.parameters import parameters_of_stage
-from megatron_ft.planning.placement.copies import StateCopyPlan, plan_copies
+from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
+from megatron_ft.planning.placement.report import plan_state_copies
 from megatron_ft.planning.placement.stage import (
     algorithm_of,
     first_plans,
+    fits,
     place_stage,
     scripted_plans,
     stage_requests,
@@ -75,7 +77,7 @@ class PlacementKeeper:
         """Smoothed tokens per stage, layer and expert; None until the first are seen."""
         topology = Topology.of(config.parallel, world_size)
         operators = operators_of(config.model, 1)
-        self._non_expert_bytes = parameters_of_stage(config.model, operators, topology, stage).num_dense * 12
+        self._num_dense = parameters_of_stage(config.model, operators, topology, stage).num_dense
         self.plans = first_plans(config, self._requests, self._inputs)
 
     def replicas(self) -> Replicas:
@@ -84,15 +86,7 @@ class PlacementKeeper:
 
     def copy_plan(self) -> StateCopyPlan | None:
         """Who keeps copies of this stage's optimizer state; None where only computing copies keep it."""
-        num_copies = self._config.placement.state_copies
-        if num_copies is None:
-            return None
-        return plan_copies(
-            self.plans[self._stage],
-            num_copies,
-            expert_bytes=expert_state_bytes(self._config),
-            non_expert_bytes=[(0, self._non_expert_bytes)],
-        )
+        return plan_state_copies(self._config, self.plans[self._stage], self._num_dense)
 
     @property
     def wants_loads(self) -> bool:
@@ -147,18 +141,22 @@ class PlacementKeeper:
         path.write_text(json.dumps(self.to_json()))
 
     def restore(self, content: dict[str, Any] | None) -> None:
-        """Go on from ``to_json``; on other ranks than it was made for, only the loads are taken over.
+        """Go on from ``to_json``.
 
-        None, from a run without replicas, changes nothing.
+        Where the plans do not fit (other ranks, slots or failure domains), new ones are made from the loads; other
+        pipeline stages start like a new run, and so does a checkpoint without replicas (None).
         """
         if content is None:
             return
-        self.loads = content["loads"]
         plans = [PlacementPlan.from_json(plan) for plan in content["stages"]]
-        if [plan.ranks for plan in plans] == [request.ranks for request in self._requests]:
+        loads: list[Loads] | None = content["loads"]
+        if [plan.layer_numbers for plan in plans] != [request.layer_numbers for request in self._requests]:
+            return
+        self.loads = loads
+        if all(fits(plan, request) for plan, request in zip(plans, self._requests, strict=True)):
             self.plans = plans
-        elif self.loads is not None and len(self.loads) == len(self._requests):
-            self.plans = [self._place(stage, loads) for stage, loads in enumerate(self.loads)]
+        elif loads is not None:
+            self.plans = [self._place(stage, of_stage) for stage, of_stage in enumerate(loads)]
 
     # -- parts --------------------------------------------------------------------------------------------
 

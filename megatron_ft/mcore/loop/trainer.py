@@ -142,7 +142,7 @@ class Trainer:
         wanted = self.placement is not None and self.placement.wants_loads
         if not self.config.model.num_moe_experts or not (report or wanted):
             return
-        load = self.engine.take_expert_load()
+        load = self.engine.expert_load()
         if self.placement is not None and wanted:
             self.placement.observe(load)
         if report:

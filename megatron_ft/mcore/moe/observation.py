@@ -1,7 +1,7 @@
 """Reads what the mixture layers of a rank counted: auxiliary losses and tokens per expert."""
 
 import torch
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
 from megatron_ft.mcore.model.names import unwrap
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
@@ -28,14 +28,17 @@ def take_auxiliary_losses() -> tuple[float, float]:
 
 
 def forget_auxiliary_losses() -> None:
-    """Empty Megatron's tracker: it is global, keeps the number of layers and holds on to process groups."""
+    """Empty Megatron's tracker: it is global, keeps the number of layers and holds on to process groups.
+
+    The scale of auxiliary losses is global too: the next engine's schedule sets its own.
+    """
     get_moe_layer_wise_logging_tracker().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
-def take_expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
-    """Tokens this rank gave to each expert since the last call: int64 [num_layers, num_experts], on the CPU."""
+def expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
+    """Tokens this rank gave to each expert in this iteration: int64 [num_layers, num_experts], on the CPU."""
     load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
     for router in routers(model_chunks):
         load[router.layer_number - 1] = router.load.cpu()
-        router.load.zero_()
     return load

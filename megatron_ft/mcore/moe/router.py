@@ -18,7 +18,7 @@ class PaddingAwareRouter(TopKRouter):
     nothing to auxiliary losses, z-loss, router bias or load counts. Megatron attaches auxiliary losses
     through an autograd function whatever the loss value is, so masking the loss alone is not enough.
 
-    ``load`` [E] int64 holds the tokens given to each expert since it was last taken.
+    ``load`` [E] int64 holds the tokens given to each expert since the iteration began.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,7 +27,9 @@ class PaddingAwareRouter(TopKRouter):
         self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
 
     def start_iteration(self, iteration: int) -> None:
-        """Told before the microbatches of an iteration; 0 is an evaluation. Means something to forced routing only."""
+        """Told before the microbatches of an iteration, for which counting starts anew; 0 is an evaluation."""
+        if iteration:
+            self.load.zero_()
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None

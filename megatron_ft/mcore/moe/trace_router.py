@@ -42,6 +42,7 @@ class TraceRouter(PaddingAwareRouter):
 
     def start_iteration(self, iteration: int) -> None:
         """Microbatches are those of ``iteration`` from here on, counted anew."""
+        super().start_iteration(iteration)
         self._iteration = iteration
         self._num_routed = {False: 0, True: 0}
 

@@ -120,6 +120,32 @@ def _survival_from_json(rows: Sequence[dict[str, Any]]) -> tuple[Survival, ...]:
     )
 
 
+def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
+    """Optimizer state of one expert, and of a stage's non-expert weights, once; ``num_dense`` of them on each rank."""
+    full_precision = BYTES_PER_VALUE[config.precision.params_dtype] == FP32_BYTES
+    state_bytes = (2 if full_precision else 3) * FP32_BYTES
+    num_parts = config.parallel.tensor_model_parallel_size
+    return expert_parameters(config) * state_bytes, num_dense * num_parts * state_bytes
+
+
+def expert_parameters(config: JobConfig) -> int:
+    """Parameters of one routed expert of one layer."""
+    operators = operators_of(config.model, 1)
+    return next(operator.num_parameters for operator in operators if operator.id.kind == "expert")
+
+
+def plan_state_copies(config: JobConfig, plan: PlacementPlan, num_dense: int) -> StateCopyPlan | None:
+    """Who keeps copies of a stage's optimizer state; None where only the ranks that compute with it keep it.
+
+    Without the distributed optimizer every rank has all of the non-expert state already.
+    """
+    if config.placement.state_copies is None:
+        return None
+    expert_bytes, dense_bytes = optimizer_bytes(config, num_dense)
+    dense = [(0, dense_bytes)] if config.parallel.use_distributed_optimizer else []
+    return plan_copies(plan, config.placement.state_copies, expert_bytes=expert_bytes, non_expert_bytes=dense)
+
+
 def report_placement(config: JobConfig, inputs: JobInputs, num_dense: Sequence[int]) -> PlacementReport:
     """Plan the first placement of a job with replica slots (derived already), and check every scripted one.
 
@@ -172,20 +198,13 @@ class _Stage:
 
     @classmethod
     def of(cls, config: JobConfig, plan: PlacementPlan, num_dense: int) -> "_Stage":
-        expert = next(operator for operator in operators_of(config.model, 1) if operator.id.kind == "expert")
-        value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
-        state_bytes = (2 if value_bytes == FP32_BYTES else 3) * FP32_BYTES
-        sharded, num_parts = config.parallel.use_distributed_optimizer, config.parallel.tensor_model_parallel_size
-        expert_bytes, dense_bytes = expert.num_parameters * state_bytes, num_dense * num_parts * state_bytes
-        copies = None
-        if config.placement.state_copies is not None:
-            dense = [(0, dense_bytes)] if sharded else []
-            copies = plan_copies(plan, config.placement.state_copies, expert_bytes=expert_bytes, non_expert_bytes=dense)
+        expert_bytes, dense_bytes = optimizer_bytes(config, num_dense)
+        copies = plan_state_copies(config, plan, num_dense)
         return cls(
             plan=plan,
-            num_tensor_parts=num_parts,
-            sharded=sharded,
-            expert_weights_bytes=expert.num_parameters * value_bytes,
+            num_tensor_parts=config.parallel.tensor_model_parallel_size,
+            sharded=config.parallel.use_distributed_optimizer,
+            expert_weights_bytes=expert_parameters(config) * BYTES_PER_VALUE[config.precision.params_dtype],
             expert_state_bytes=expert_bytes,
             dense_state_bytes=dense_bytes,
             copies=copies,

@@ -137,7 +137,7 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
     for stage, (content, request) in enumerate(zip(scheduled.stages, requests, strict=True)):
         try:
             plan = PlacementPlan.from_json(dict(content))
-            _check_fit(plan, request)
+            check_fit(plan, request)
         except ConfigError as error:
             raise DataError(f"{key}: stage {stage}: {error}") from None
         except (TypeError, KeyError, ValueError) as error:
@@ -146,8 +146,9 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
     return plans
 
 
-def _check_fit(plan: PlacementPlan, request: StageRequest) -> None:
-    """Raise ConfigError where a plan is for other ranks, layers, experts or slots."""
+def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
+    """Raise ConfigError where a plan is for other ranks, domains, layers, experts or slots, or a rank has no expert."""
+    domains = tuple(request.cluster.failure_domains[request.cluster.node_of(rank)] for rank in request.ranks)
     for name in ("ranks", "layer_numbers", "num_experts"):
         found, wanted = getattr(plan, name), getattr(request, name)
         if found != wanted:
@@ -156,3 +157,18 @@ def _check_fit(plan: PlacementPlan, request: StageRequest) -> None:
     if plan.num_slots_per_rank > request.num_slots_per_rank:
         what = f"must be at most placement.num_slots_per_rank={request.num_slots_per_rank}"
         raise ConfigError.of("num_slots_per_rank", plan.num_slots_per_rank, what)
+    if plan.domains != domains:
+        raise ConfigError.of("domains", list(plan.domains), f"must be {list(domains)}")
+    for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
+        for rank, experts in zip(plan.ranks, by_rank, strict=True):
+            if not experts:
+                raise ConfigError.of(f"slots of layer {layer}, rank {rank}", [], "must hold at least one expert")
+
+
+def fits(plan: PlacementPlan, request: StageRequest) -> bool:
+    """Whether a plan can be used as it is."""
+    try:
+        check_fit(plan, request)
+    except ConfigError:
+        return False
+    return True

@@ -1,5 +1,7 @@
 """Tests of this folder run Megatron in the test process: it is made usable once."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.helpers import engines
@@ -9,3 +11,12 @@ from tests.helpers import engines
 def megatron() -> None:
     """Megatron on this process's CPU."""
     engines.install()
+
+
+@pytest.fixture(autouse=True)
+def own_globals() -> Iterator[None]:
+    """What Megatron keeps per process (trackers and scale of auxiliary losses) starts anew with every test."""
+    from megatron_ft.mcore.moe.observation import forget_auxiliary_losses
+
+    yield
+    forget_auxiliary_losses()

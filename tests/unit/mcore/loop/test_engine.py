@@ -68,10 +68,10 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
     with engines.engine_of(config) as engine:
         for iteration in (1, 2):
             assert engine.run_iteration(iteration).decision.action == "commit"
-        engine.take_expert_load()
+        engine.expert_load()
         # Where the state is between two iterations: the learning rate of the next is set as it begins.
         engine.abort(engine.prepare(3))
-        engine.take_expert_load()
+        engine.expert_load()
         before = {**engines.digests(engine), **engines.volatile_state(engine)}
         history = engine.history
         if precision:
@@ -79,7 +79,7 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
         else:
             poisoned.append(3)
         assert engine.run_iteration(3).decision.action == "stop"
-        engine.take_expert_load()
+        engine.expert_load()
         assert engine.iteration == 2
         assert {**engines.digests(engine), **engines.volatile_state(engine)} == before
         poisoned.clear()

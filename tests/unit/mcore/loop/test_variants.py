@@ -96,6 +96,6 @@ def test_mixture_runs_count_every_choice() -> None:
     config = engines.micro_config({"model.num_layers": 4, "model.moe_layer_freq": 2})
     with engines.engine_of(config) as engine:
         engine.run_iteration(1)
-        load = engine.take_expert_load()
+        load = engine.expert_load()
     tokens = config.training.global_batch_size * config.model.seq_length
     assert load.sum(dim=1).tolist() == [0, tokens * 2, 0, tokens * 2]

@@ -95,5 +95,5 @@ def test_loads_of_the_job_are_those_of_the_record(trace: dict[str, Any]) -> None
         engines.add_padding(engine, 6)
         engine.run_iteration(1)
         engine.evaluate()
-        load = engine.take_expert_load().tolist()
+        load = engine.expert_load().tolist()
     assert load == [[4 * count for count in expert_token_counts(loads, NUM_TOKENS, 2)] for loads in LOADS]
