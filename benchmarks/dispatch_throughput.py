@@ -122,25 +122,10 @@ class _Bench:
     """One rank of one case: all layers over the same tokens."""
 
     def __init__(self, config: JobConfig, case: Case, rank: Rank) -> None:
-        import torch
-        import torch.distributed as dist
-
+        from benchmarks.job import join_groups
         from benchmarks.mixtures import Mixtures
-        from megatron_ft.mcore.device.install import install
-        from megatron_ft.mcore.groups import form_groups
 
-        torch.set_num_threads(1)
-        install(config)
-        store = dist.TCPStore("127.0.0.1", rank.master_port, rank.world_size, is_master=rank.rank == 0)
-        groups = form_groups(
-            config.parallel,
-            store=store,
-            rank=rank.rank,
-            world_size=rank.world_size,
-            generation=0,
-            device="cpu",
-            timeout_seconds=120.0,
-        )
+        groups, _ = join_groups(config, rank)
         self.group = groups.pg_collection.ep
         self.mixtures = Mixtures(
             config, groups.pg_collection, loads=case.loads, names=LAYERS, num_copies=case.num_copies

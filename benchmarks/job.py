@@ -49,26 +49,32 @@ class RecordFile:
 
 def join(config: JobConfig, rank: Rank) -> tuple[Any, Any]:
     """Make this process a rank: (its trainer, built, and its groups)."""
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    _, transformer_impl = install(config)
-    from megatron_ft.mcore.groups import form_groups
+    groups, transformer_impl = join_groups(config, rank)
     from megatron_ft.mcore.loop.trainer import Trainer
 
-    store = dist.TCPStore("127.0.0.1", rank.master_port, rank.world_size, is_master=rank.rank == 0)
+    trainer = Trainer(config, _context(rank), device=torch.device("cpu"), transformer_impl=transformer_impl)
+    trainer.build(groups)
+    return trainer, groups
+
+
+def join_groups(config: JobConfig, rank: Rank) -> tuple[Any, str]:
+    """Make Megatron usable in this process of one thread and form its groups: (the groups, what builds layers)."""
+    torch.set_num_threads(1)
+    _, transformer_impl = install(config)
+    from megatron_ft.mcore.groups import form_groups
+
     groups = form_groups(
         config.parallel,
-        store=store,
+        store=dist.TCPStore("127.0.0.1", rank.master_port, rank.world_size, is_master=rank.rank == 0),
         rank=rank.rank,
         world_size=rank.world_size,
         generation=0,
         device="cpu",
         timeout_seconds=120.0,
     )
-    trainer = Trainer(config, _context(rank), device=torch.device("cpu"), transformer_impl=transformer_impl)
-    trainer.build(groups)
-    return trainer, groups
+    return groups, transformer_impl
 
 
 def _context(rank: Rank) -> RankContext:
