@@ -1,7 +1,9 @@
 """What a placement algorithm offers, and the steps all of them share."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -9,9 +11,6 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.layout import Counts, Layout, per_replica_loads
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.topology import Cluster
-
-Assign = Callable[[Sequence[int], Sequence[int], Sequence[float] | None], Counts]
-"""(replica counts ``[E]``, slots of each domain ``[D]``, loads ``[E]``) to replicas per domain ``[E, D]``."""
 
 
 class PlacementAlgorithm(Protocol):
@@ -43,23 +42,35 @@ class PlacementAlgorithm(Protocol):
         ...
 
 
-def place_layers(
-    assign: Assign,
-    name: str,
-    replica_counts: Sequence[Sequence[int]],
-    cluster: Cluster,
-    num_slots_per_rank: int,
-    ranks: Sequence[int] | None,
-    loads: Sequence[Sequence[float]] | None,
-    layer_numbers: Sequence[int] | None,
-) -> PlacementPlan:
-    """Place layers one by one with ``assign`` and deal each domain's replicas to its ranks."""
-    layout, layer_loads = prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
-    capacities = layout.capacities()
-    slots = []
-    for counts, load in zip(replica_counts, layer_loads, strict=True):
-        slots.append(layout.deal(assign(counts, capacities, load), load))
-    return PlacementPlan.of(layout, tuple(slots), len(replica_counts[0]), name, layer_numbers)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerwisePlacement(ABC):
+    """An algorithm that looks at one layer at a time: ``assign`` is the decision, ``place`` the same for all."""
+
+    name: ClassVar[str]
+    """What plans call the algorithm."""
+
+    @abstractmethod
+    def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
+        """Replicas per domain ``[E, D]`` of one layer, from replica counts ``[E]`` and slots of each domain ``[D]``."""
+
+    def place(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        cluster: Cluster,
+        *,
+        num_slots_per_rank: int,
+        ranks: Sequence[int] | None = None,
+        loads: Sequence[Sequence[float]] | None = None,
+        layer_numbers: Sequence[int] | None = None,
+    ) -> PlacementPlan:
+        """See ``PlacementAlgorithm.place``."""
+        layout, layer_loads = prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
+        capacities = layout.capacities()
+        slots = tuple(
+            layout.deal(self.assign(counts, capacities, load), load)
+            for counts, load in zip(replica_counts, layer_loads, strict=True)
+        )
+        return PlacementPlan.of(layout, slots, len(replica_counts[0]), self.name, layer_numbers)
 
 
 def prepare(

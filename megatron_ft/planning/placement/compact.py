@@ -2,31 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from megatron_ft.planning.placement.algorithm import place_layers
+from megatron_ft.planning.placement.algorithm import LayerwisePlacement
 from megatron_ft.planning.placement.layout import Counts
-from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.topology import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compact:
+class Compact(LayerwisePlacement):
     """Each expert's replicas close together (baseline of Lazarus, section 6.3)."""
 
-    def place(
-        self,
-        replica_counts: Sequence[Sequence[int]],
-        cluster: Cluster,
-        *,
-        num_slots_per_rank: int,
-        ranks: Sequence[int] | None = None,
-        loads: Sequence[Sequence[float]] | None = None,
-        layer_numbers: Sequence[int] | None = None,
-    ) -> PlacementPlan:
-        """See ``PlacementAlgorithm.place``."""
-        return place_layers(pack, "compact", replica_counts, cluster, num_slots_per_rank, ranks, loads, layer_numbers)
+    name: ClassVar[str] = "compact"
+
+    def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
+        """See ``pack``."""
+        return pack(replica_counts, capacities, loads)
 
 
 def pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from megatron_ft.planning.placement.algorithm import ascending, fill_vacancies, place_layers
+from megatron_ft.planning.placement.algorithm import LayerwisePlacement, ascending, fill_vacancies
 from megatron_ft.planning.placement.layout import Counts
-from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.topology import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaximumRankOverlap:
+class MaximumRankOverlap(LayerwisePlacement):
     """The construction of Lazarus, section 4.1, with failure domains in the place of its nodes.
 
     Best for every number of lost domains where the slots of a domain divide the number of experts, or are no fewer.
@@ -20,19 +19,11 @@ class MaximumRankOverlap:
     slots would allow more.
     """
 
-    def place(
-        self,
-        replica_counts: Sequence[Sequence[int]],
-        cluster: Cluster,
-        *,
-        num_slots_per_rank: int,
-        ranks: Sequence[int] | None = None,
-        loads: Sequence[Sequence[float]] | None = None,
-        layer_numbers: Sequence[int] | None = None,
-    ) -> PlacementPlan:
-        """See ``PlacementAlgorithm.place``."""
-        name = "maximum_rank_overlap"
-        return place_layers(overlap, name, replica_counts, cluster, num_slots_per_rank, ranks, loads, layer_numbers)
+    name: ClassVar[str] = "maximum_rank_overlap"
+
+    def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
+        """See ``overlap``."""
+        return overlap(replica_counts, capacities, loads)
 
 
 def overlap(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:

@@ -2,33 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from megatron_ft.planning.placement.algorithm import place_layers
+from megatron_ft.planning.placement.algorithm import LayerwisePlacement
 from megatron_ft.planning.placement.layout import Counts
-from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.topology import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Spread(LayerwisePlacement):
     """Each expert's replicas on different domains, in turn (baseline of Lazarus, section 6.3)."""
 
-    def place(
-        self,
-        replica_counts: Sequence[Sequence[int]],
-        cluster: Cluster,
-        *,
-        num_slots_per_rank: int,
-        ranks: Sequence[int] | None = None,
-        loads: Sequence[Sequence[float]] | None = None,
-        layer_numbers: Sequence[int] | None = None,
-    ) -> PlacementPlan:
-        """See ``PlacementAlgorithm.place``."""
-        return place_layers(
-            deal_round, "spread", replica_counts, cluster, num_slots_per_rank, ranks, loads, layer_numbers
-        )
+    name: ClassVar[str] = "spread"
+
+    def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
+        """See ``deal_round``."""
+        return deal_round(replica_counts, capacities, loads)
 
 
 def deal_round(
