@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.forkserver import listen
-from megatron_ft.control.framing import FrameReader, Message, send
+from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.control.outbox import Outbox
 from megatron_ft.errors import ControlError
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ft.control import membership
-from megatron_ft.control.framing import Message
+from megatron_ft.framing import Message
 from megatron_ft.control.membership import Decision, Failure, MembershipPolicy, Outcome, Phase, State
 from megatron_ft.control.rpc import RpcServer
 from megatron_ft.errors import ControlError

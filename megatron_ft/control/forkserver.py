@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.control.framing import FrameReader, Message, send
+from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.errors import ControlError, SoftwareError
 
 _PR_SET_PDEATHSIG = 1

@@ -29,7 +29,7 @@ from megatron_ft.control import membership, report
 from megatron_ft.control.agent import AgentSpec, tail_of
 from megatron_ft.control.controller import Controller, JobEnd
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.control.framing import Message
+from megatron_ft.framing import Message
 from megatron_ft.control.membership import Decision, MembershipPolicy, Outcome, describe_returncode
 from megatron_ft.control.rpc import check_interface, new_token
 from megatron_ft.control.rundir import RunDir, claim

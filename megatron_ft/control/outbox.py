@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from megatron_ft.control.framing import Message
+from megatron_ft.framing import Message
 
 HIGH_WATER_ITEMS = 2000
 LOW_WATER_ITEMS = 500

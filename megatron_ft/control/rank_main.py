@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.forkserver import HELD_SIGNALS
-from megatron_ft.control.framing import Message
+from megatron_ft.framing import Message
 from megatron_ft.control.worker import AgentClient, RankContext, StopFlag
 from megatron_ft.errors import MegatronFtError
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.control.controller import JobEnd
-from megatron_ft.control.framing import Message
+from megatron_ft.framing import Message
 from megatron_ft.control.membership import describe_returncode, signal_name
 from megatron_ft.events import RankFailed
 

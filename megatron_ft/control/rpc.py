@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from megatron_ft.control.framing import Message, decode
+from megatron_ft.framing import Message, decode
 from megatron_ft.errors import ConfigError, ControlError
 
 Method = Callable[[Message], Message]

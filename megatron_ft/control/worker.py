@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from megatron_ft.control.framing import send
+from megatron_ft.framing import send
 from megatron_ft.errors import ControlError
 
 Record = dict[str, Any]

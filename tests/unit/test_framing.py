@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ft.control.framing import MAX_FRAME_BYTES, FrameReader, Message, send
+from megatron_ft.framing import MAX_FRAME_BYTES, FrameReader, Message, send
 from megatron_ft.errors import ControlError
 
 Pair = tuple[socket.socket, socket.socket]

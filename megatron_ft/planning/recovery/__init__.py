@@ -1,0 +1,1 @@
+"""What a job continues from after a failure, and how it gets there."""

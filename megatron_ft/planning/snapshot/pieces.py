@@ -1,0 +1,99 @@
+"""Where the bytes of a slice lie: the same on the rank that captures it and on the one that puts it back."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_ft.operator_state import Component, StateShard
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+
+PIECE_ALIGNMENT_BYTES = 64
+SLICE_ALIGNMENT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One component of one parameter's element range, captured from one state."""
+
+    parameter: str
+    tensor_part: int
+    component: str
+    dtype: str
+    start: int
+    stop: int
+    """Elements [start, stop) of the flattened part of the parameter; one value for them all where not per element."""
+    offset: int
+    """First byte, from the start of the slice."""
+    num_bytes: int
+
+    def to_row(self) -> list[str | int]:
+        """As the manifest lists it."""
+        return [
+            self.parameter,
+            self.tensor_part,
+            self.component,
+            self.dtype,
+            self.start,
+            self.stop,
+            self.offset,
+            self.num_bytes,
+        ]
+
+
+def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> tuple[Piece, ...]:
+    """What the rank with ``shards`` captures in slice ``index``, in order of offset."""
+    by_operator: dict[OperatorId, list[StateShard]] = {}
+    for shard in shards:
+        by_operator.setdefault(shard.operator, []).append(shard)
+    wanted = [(unit, True) for unit in plan.slices[index]] + [(unit, False) for unit in plan.frozen(index)]
+    pieces: list[Piece] = []
+    offset = 0
+    for unit, is_full in wanted:
+        for shard in by_operator.get(unit.operator, ()):
+            for piece in _pieces_of(unit, shard, shard.full if is_full else shard.frozen, offset):
+                pieces.append(piece)
+                offset = _align(piece.offset + piece.num_bytes, PIECE_ALIGNMENT_BYTES)
+    return tuple(pieces)
+
+
+def slice_bytes(pieces: Sequence[Piece]) -> int:
+    """Bytes a slice takes in a window's buffer."""
+    return _align(pieces[-1].offset + pieces[-1].num_bytes, SLICE_ALIGNMENT_BYTES) if pieces else 0
+
+
+def unit_bytes(unit: Unit, shards: Iterable[StateShard]) -> tuple[int, int]:
+    """(full, frozen) bytes of ``unit`` among ``shards``, without alignment."""
+    full = frozen = 0
+    for shard in shards:
+        if shard.operator == unit.operator:
+            full += sum(piece.num_bytes for piece in _pieces_of(unit, shard, shard.full, 0))
+            frozen += sum(piece.num_bytes for piece in _pieces_of(unit, shard, shard.frozen, 0))
+    return full, frozen
+
+
+def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], offset: int) -> Iterator[Piece]:
+    start, stop = unit.range_of(shard)
+    for component in components:
+        num_items = stop - start if component.per_element else int(stop > start)
+        if num_items == 0:
+            continue
+        yield Piece(
+            parameter=shard.parameter,
+            tensor_part=shard.tensor_part,
+            component=component.name,
+            dtype=component.dtype,
+            start=start,
+            stop=stop,
+            offset=offset,
+            num_bytes=num_items * component.item_bytes,
+        )
+        offset = _align(offset + num_items * component.item_bytes, PIECE_ALIGNMENT_BYTES)
+
+
+def _align(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
+
+
+def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
+    """Bytes of all slices of one window on the rank with ``shards``."""
+    return sum(slice_bytes(slice_pieces(plan, index, shards)) for index in range(plan.num_iterations))

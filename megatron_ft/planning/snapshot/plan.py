@@ -1,0 +1,89 @@
+"""``WindowPlan``: which units of state are captured in full at which iteration of a window."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_ft.operator_state import StateShard
+from megatron_ft.operators import OperatorId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Unit:
+    """What is captured at once: an operator, or the ``part``-th of ``num_parts`` equal ranges of each of its shards."""
+
+    operator: OperatorId
+    part: int = 0
+    num_parts: int = 1
+
+    def range_of(self, shard: StateShard) -> tuple[int, int]:
+        """Elements (start, stop) of ``shard`` that belong to this unit."""
+        return (
+            shard.start + shard.num_elements * self.part // self.num_parts,
+            shard.start + shard.num_elements * (self.part + 1) // self.num_parts,
+        )
+
+    def __str__(self) -> str:
+        return str(self.operator) + ("" if self.num_parts == 1 else f"[{self.part + 1}/{self.num_parts}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlan:
+    """A window of the whole job. Slice i is taken from the state after iteration ``start + i``.
+
+    Units of slice i are captured in full there, those of later slices as compute weights only, those of earlier
+    slices not at all (MoEvement, section 3.2). One slice is a dense snapshot.
+    """
+
+    slices: tuple[tuple[Unit, ...], ...]
+    interval_iterations: int
+    """From the start of a window to the start of the next; at least the number of slices."""
+    reason: str = ""
+    """Why the window has this size and order."""
+
+    @property
+    def num_iterations(self) -> int:
+        """W, the iterations that together capture every unit once."""
+        return len(self.slices)
+
+    def active(self, index: int) -> tuple[Unit, ...]:
+        """Units whose full state is there once slices 0 to ``index`` are loaded."""
+        return tuple(unit for units in self.slices[: index + 1] for unit in units)
+
+    def frozen(self, index: int) -> tuple[Unit, ...]:
+        """Units that have compute weights only once slice ``index`` is loaded."""
+        return tuple(unit for units in self.slices[index + 1 :] for unit in units)
+
+    def validate(self, operators: Iterable[OperatorId]) -> None:
+        """Assert that every part of every operator is captured exactly once, and that windows do not overlap."""
+        assert self.slices and all(self.slices), "a window has slices, and each captures something"
+        assert self.interval_iterations >= self.num_iterations, f"windows of {self.num_iterations} slices overlap"
+        parts: dict[OperatorId, list[Unit]] = {}
+        for unit in self.active(self.num_iterations - 1):
+            parts.setdefault(unit.operator, []).append(unit)
+        for operator, units in parts.items():
+            found = sorted((unit.part, unit.num_parts) for unit in units)
+            wanted = [(part, len(units)) for part in range(len(units))]
+            assert found == wanted, f"{operator} is captured in parts {found}"
+        missing = set(operators) ^ set(parts)
+        assert not missing, f"operators captured by nobody, or unknown: {sorted(map(str, missing))[:5]}"
+
+    def summary(self) -> str:
+        """One log line."""
+        sizes = " ".join(str(len(units)) for units in self.slices)
+        return (
+            f"window of {self.num_iterations} iterations every {self.interval_iterations}: units {sizes}; {self.reason}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "WindowPlan":
+        """Inverse of ``to_json``."""
+        slices = tuple(
+            tuple(Unit(**{**unit, "operator": OperatorId(**unit["operator"])}) for unit in units)
+            for units in content["slices"]
+        )
+        return cls(slices=slices, interval_iterations=content["interval_iterations"], reason=content["reason"])
