@@ -5,9 +5,27 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ft.records import RECORDS, SCHEMA_VERSION, Record, field_types, schema
+from megatron_ft.snapshot_events import (
+    RecoveryChosen,
+    SnapshotPlanned,
+    SnapshotProblem,
+    WindowCommitted,
+    WindowDelayed,
+    WindowReplayed,
+)
 from megatron_ft.strict_json import JsonValue, decode, to_number
 
-__all__ = ["RECORDS", "Record", "schema"]
+__all__ = [
+    "RECORDS",
+    "Record",
+    "RecoveryChosen",
+    "SnapshotPlanned",
+    "SnapshotProblem",
+    "WindowCommitted",
+    "WindowDelayed",
+    "WindowReplayed",
+    "schema",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

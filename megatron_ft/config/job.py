@@ -11,6 +11,7 @@ from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.config.precision import PrecisionConfig
 from megatron_ft.config.run import RunConfig
+from megatron_ft.config.snapshot import SnapshotConfig
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.config.training import TrainingConfig
 
@@ -28,6 +29,7 @@ class JobConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     run: RunConfig = field(default_factory=RunConfig)
     dry_run: bool = False

@@ -9,6 +9,7 @@ from megatron_ft.config.checks.moe import check_moe
 from megatron_ft.config.checks.parallel import check_parallel, check_transformer_engine
 from megatron_ft.config.checks.placement import check_placement
 from megatron_ft.config.checks.primitives import finite_numbers
+from megatron_ft.config.checks.snapshot import check_snapshot
 from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
@@ -39,6 +40,7 @@ def validate(config: JobConfig) -> None:
     check_parallel(config)
     check_transformer_engine(config)
     check_placement(config)
+    check_snapshot(config)
     _check_failpoints(config)
 
 

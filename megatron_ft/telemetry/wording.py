@@ -37,6 +37,13 @@ def note(record: Record) -> Note | None:
             return Note(level="bad", text=f"checkpoint of iteration {record.iteration} failed: {record.error}")
         case events.CheckpointLoaded():
             return Note(level="good", text=f"checkpoint of iteration {record.iteration} loaded")
+        case events.SnapshotPlanned() | events.WindowCommitted() | events.WindowDelayed() | events.SnapshotProblem():
+            return _snapshot(record)
+        case events.RecoveryChosen():
+            return Note(level="info", text=f"continues from {record.source}, iteration {record.iteration}")
+        case events.WindowReplayed():
+            text = f"replayed {record.num_iterations} iterations up to {record.iteration} in {seconds(record.seconds)}"
+            return Note(level="good", text=text)
         case events.LossSpike():
             ratio = f"loss {record.loss:.4f} against a median of {record.median:.4f}"
             policy = f" ({record.policy})" if record.policy else ""
@@ -66,6 +73,22 @@ def note(record: Record) -> Note | None:
             text = f"{record.file} ended in half a line; cut off its {record.num_dropped_bytes} bytes"
             return Note(level="warning", text=text)
     return Note(level="info", text=record.kind.replace("_", " "))
+
+
+def _snapshot(
+    record: events.SnapshotPlanned | events.WindowCommitted | events.WindowDelayed | events.SnapshotProblem,
+) -> Note | None:
+    match record:
+        case events.SnapshotPlanned():
+            text = f"snapshots: window of {record.window_iterations} iterations, {size(record.window_bytes)} a rank"
+            return Note(level="info", text=text)
+        case events.WindowDelayed():
+            behind = size(record.replicating_bytes)
+            text = f"window after iteration {record.iteration} waits for peers, {behind} behind"
+            return Note(level="warning", text=text)
+        case events.SnapshotProblem():
+            return Note(level="bad", text=f"snapshot problem on node {record.node} ({record.what}): {record.error}")
+    return None
 
 
 def seconds(duration: float) -> str:

@@ -1,0 +1,1 @@
+"""Copies live state out while training goes on."""

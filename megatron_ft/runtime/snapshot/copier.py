@@ -1,0 +1,186 @@
+"""Moves bytes beside the computation: a thread on CPU, a side stream on CUDA.
+
+A batch is started, and waited for before anything may change its sources. Preparing a batch takes the addresses once;
+starting it again allocates nothing.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBatch:
+    """Copies that are started together."""
+
+    sources: tuple[torch.Tensor, ...]
+    """Contiguous live tensors, any shape and dtype."""
+    targets: tuple[torch.Tensor, ...]
+    """Host memory of the same sizes: uint8 [num_bytes]."""
+    num_bytes: int
+
+    @classmethod
+    def of(cls, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> "CopyBatch":
+        """Pair sources with targets.
+
+        Raises:
+            ValueError: a source that is not contiguous, or a target of another size.
+        """
+        for source, target in zip(sources, targets, strict=True):
+            size = source.numel() * source.element_size()
+            if not source.is_contiguous() or target.dtype is not torch.uint8 or target.numel() != size:
+                raise ValueError(
+                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes as they are"
+                )
+        return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
+
+
+class Copier(Protocol):
+    """One batch at a time."""
+
+    def start(self, batch: CopyBatch) -> None:
+        """Begin to copy; returns at once."""
+
+    def wait(self) -> float:
+        """Wait until the batch is copied; the seconds the caller stood still. 0 where nothing is under way."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds the last batch took to copy, from its start."""
+
+    def close(self) -> None:
+        """End; nothing may be under way."""
+
+
+class ThreadCopier:
+    """Copies in a thread of its own, which holds no lock of the interpreter while bytes move."""
+
+    def __init__(self) -> None:
+        self._batch: CopyBatch | None = None
+        self._closed = False
+        self._wake = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+        self._under_way = False
+        self._failure: BaseException | None = None
+        self._busy_seconds = 0.0
+        self.cpu_seconds = 0.0
+        """CPU time of the copying thread so far."""
+        self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
+        self._thread.start()
+
+    def start(self, batch: CopyBatch) -> None:
+        """See ``Copier``."""
+        assert not self._under_way, "a batch is under way"
+        self._batch, self._under_way = batch, True
+        self._wake.release()
+
+    def wait(self) -> float:
+        """See ``Copier``.
+
+        Raises:
+            BaseException: what the copying thread met.
+        """
+        if not self._under_way:
+            return 0.0
+        began = time.perf_counter()
+        self._done.acquire()
+        self._under_way, self._batch = False, None
+        if self._failure is not None:
+            raise self._failure
+        return time.perf_counter() - began
+
+    @property
+    def busy_seconds(self) -> float:
+        """See ``Copier``."""
+        return self._busy_seconds
+
+    def close(self) -> None:
+        """See ``Copier``."""
+        assert not self._under_way, "a batch is under way"
+        self._closed = True
+        self._wake.release()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            self._wake.acquire()
+            if self._closed:
+                return
+            began = time.perf_counter()
+            try:
+                self._copy()
+            except BaseException as failure:  # noqa: BLE001 - raised again in wait()
+                self._failure = failure
+            self._busy_seconds = time.perf_counter() - began
+            self.cpu_seconds = time.thread_time()
+            self._done.release()
+
+    def _copy(self) -> None:
+        assert self._batch is not None, "woken for a batch"
+        for source, target in zip(self._batch.sources, self._batch.targets, strict=True):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+
+
+class StreamCopier:
+    """Copies on a CUDA stream of its own into memory that was pinned with ``pin``; adds no device memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._under_way = False
+        self._busy_seconds = 0.0
+
+    def start(self, batch: CopyBatch) -> None:
+        """See ``Copier``. What the computing stream has queued so far comes first."""
+        assert not self._under_way, "a batch is under way"
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._began.record()
+            for source, target in zip(batch.sources, batch.targets, strict=True):
+                target.copy_(source.detach().view(-1).view(torch.uint8), non_blocking=True)
+                source.record_stream(self._stream)
+            self._ended.record()
+        self._under_way = True
+
+    def wait(self) -> float:
+        """See ``Copier``."""
+        if not self._under_way:
+            return 0.0
+        began = time.perf_counter()
+        torch.cuda.current_stream().wait_event(self._ended)
+        self._ended.synchronize()
+        self._under_way = False
+        self._busy_seconds = self._began.elapsed_time(self._ended) / 1000
+        return time.perf_counter() - began
+
+    @property
+    def busy_seconds(self) -> float:
+        """See ``Copier``."""
+        return self._busy_seconds
+
+    def close(self) -> None:
+        """See ``Copier``."""
+        assert not self._under_way, "a batch is under way"
+
+
+def open_copier(device: torch.device) -> Copier:
+    """The copier for tensors on ``device``."""
+    return StreamCopier(device) if device.type == "cuda" else ThreadCopier()
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Make host memory reachable for asynchronous copies from CUDA, for as long as it is mapped.
+
+    Raises:
+        RuntimeError: the driver refuses, for instance at the limit of locked memory.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(code) != 0:
+        raise RuntimeError(f"cannot pin {memory.numel()} bytes of snapshot memory: CUDA error {code} (check ulimit -l)")
