@@ -3,9 +3,11 @@
 Every byte of a checkpoint passes :func:`_write`, so a test can make any single write call fail.
 """
 
+import contextlib
 import io
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +34,16 @@ def _write(descriptor: int, data: memoryview) -> int:
     return os.write(descriptor, data)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError of what is done inside name ``path``: system calls on descriptors do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 class HashedFile(io.RawIOBase):
     """A new file that counts and hashes what is written to it.
 
@@ -42,11 +54,12 @@ class HashedFile(io.RawIOBase):
     def __init__(self, directory: Path, name: str) -> None:
         super().__init__()
         self.name = name
+        self.path = directory / name
         self.num_bytes = 0
         self.failure: OSError | None = None
         self._hash = xxhash.xxh3_128()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-        self._descriptor = os.open(directory / name, flags, 0o644)
+        self._descriptor = os.open(self.path, flags, 0o644)
 
     def writable(self) -> bool:
         """Always: the file is write-only."""
@@ -61,8 +74,9 @@ class HashedFile(io.RawIOBase):
         view = memoryview(data).cast("B")
         written = 0
         try:
-            while written < len(view):
-                written += _write(self._descriptor, view[written:])
+            with naming(self.path):
+                while written < len(view):
+                    written += _write(self._descriptor, view[written:])
         except OSError as error:
             self.failure = error
             raise
@@ -72,7 +86,8 @@ class HashedFile(io.RawIOBase):
 
     def commit(self) -> FileEntry:
         """Flush to the device, close, and say what was written."""
-        os.fsync(self._descriptor)
+        with naming(self.path):
+            os.fsync(self._descriptor)
         self.close()
         return FileEntry(name=self.name, num_bytes=self.num_bytes, xxh3_128=self._hash.hexdigest())
 
@@ -87,27 +102,30 @@ def fsync_directory(directory: Path) -> None:
     """Make names created in or moved into ``directory`` durable."""
     descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
-        os.fsync(descriptor)
+        with naming(directory):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def write_atomically(directory: Path, name: str, content: bytes) -> None:
-    """Put ``content`` under ``name``: readers see the old file or the new one, never a mix.
+def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
+    """Put ``content``, whole or in chunks, under ``name``: readers see the old file or the new one, never a mix.
 
-    Raises OSError and leaves the old file as it was when the disk is full or fails.
+    Raises OSError and leaves the old file as it was when the disk is full or fails; what the chunks raise is passed on.
     """
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
     try:
         with HashedFile(directory, temporary) as file:
-            file.write(content)
-            file.commit()
+            for chunk in (content,) if isinstance(content, bytes) else content:
+                file.write(chunk)
+            entry = file.commit()
         os.rename(directory / temporary, directory / name)
-    except OSError:
+    except BaseException:
         (directory / temporary).unlink(missing_ok=True)
         raise
     fsync_directory(directory)
+    return replace(entry, name=name)
 
 
 def write_file(directory: Path, name: str, content: bytes) -> FileEntry:

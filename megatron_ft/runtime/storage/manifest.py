@@ -81,12 +81,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
         """Raises CheckpointError on anything :meth:`to_bytes` would not have written."""
-        try:
-            body = json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"manifest is not valid JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise CheckpointError("manifest is not a JSON object")
+        body = parse_object(content)
         claimed = body.pop("manifest_xxh3_128", None)
         version = body.get("format_version")
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
@@ -96,6 +91,17 @@ class Manifest:
         manifest = _parse(body)
         manifest.validate()
         return manifest
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """A manifest's JSON object. Raises CheckpointError for other JSON, a key given twice, NaN and infinity."""
+    try:
+        body = json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"manifest is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise CheckpointError("manifest is not a JSON object")
+    return body
 
 
 def check_name(name: str) -> None:
