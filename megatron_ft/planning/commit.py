@@ -34,6 +34,8 @@ class Ballot:
     aux_loss_sum: float
     z_loss_sum: float
     stop_requested: int = 0
+    replicated_window: int = -1
+    """First iteration of the newest window of this rank that is replicated; -1 before one is."""
 
     def to_row(self) -> tuple[float, ...]:
         """The ballot as numbers that float64 holds exactly."""
@@ -72,6 +74,8 @@ class Vote:
     aux_loss: float
     z_loss: float
     stop_requested: bool = False
+    committed_window: int = -1
+    """First iteration of the newest window that is replicated for every rank; -1 before one is."""
 
     def to_record(self) -> dict[str, object]:
         """A JSON object that ``from_record`` reads back to the same bits."""
@@ -115,6 +119,7 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
         aux_loss=sum(ballot.aux_loss_sum for ballot in ballots) * per_moe_loss,
         z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
         stop_requested=any(ballot.stop_requested for ballot in ballots),
+        committed_window=min(ballot.replicated_window for ballot in ballots),
     )
 
 

@@ -1,0 +1,53 @@
+"""What a started job continues from."""
+
+from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
+
+
+def window(start: int, where: str = "own", node: int = 0, *, complete: bool = True) -> StoredWindow:
+    return StoredWindow(start_iteration=start, num_slices=3, where=where, node=node, complete=complete)  # type: ignore[arg-type]
+
+
+def test_the_newest_window_that_every_rank_has_is_taken() -> None:
+    source = choose_source([[window(4), window(7)], [window(4)]], checkpoint_iteration=2)
+    assert (source.kind, source.iteration) == ("memory", 6)
+    assert source.declined == ("memory window of iteration 7: incomplete, rank 1 lacks it",)
+    source.validate()
+
+
+def test_a_window_with_a_missing_slice_does_not_count() -> None:
+    source = choose_source([[window(7, complete=False), window(4)]], checkpoint_iteration=None)
+    assert source.iteration == 6
+
+
+def test_memory_of_the_own_node_comes_before_a_peers_and_before_storage() -> None:
+    held = [[window(4, "persisted", -1), window(4, "copy", 2), window(4, "own", 1)], [window(4, "copy", 2)]]
+    source = choose_source(held, checkpoint_iteration=None)
+    assert [(place.where, place.node) for place in source.places] == [("own", 1), ("copy", 2)]
+
+
+def test_ranks_never_mix_memory_and_storage() -> None:
+    held = [[window(4), window(1, "persisted", -1)], [window(4, "persisted", -1), window(1, "persisted", -1)]]
+    source = choose_source(held, checkpoint_iteration=None)
+    assert (source.kind, source.iteration) == ("persisted", 3)
+
+
+def test_a_checkpoint_as_new_as_the_window_needs_no_replay() -> None:
+    source = choose_source([[window(4)]], checkpoint_iteration=6)
+    assert (source.kind, source.iteration) == ("checkpoint", 6)
+    assert "as new" in source.declined[0]
+
+
+def test_an_excluded_window_is_passed_over_with_its_reason() -> None:
+    held = [[window(4), window(4, "persisted", -1)]]
+    source = choose_source(held, None, excluded=[(4, "memory")], reasons=["memory window of iteration 4: damaged"])
+    assert (source.kind, source.declined) == ("persisted", ("memory window of iteration 4: damaged",))
+
+
+def test_nothing_is_a_start_from_iteration_0() -> None:
+    assert choose_source([[], []], None) == RecoverySource(kind="nothing", iteration=0)
+
+
+def test_a_source_survives_json() -> None:
+    source = choose_source([[window(4)], [window(4)]], None)
+    assert RecoverySource.from_json(source.to_json()) == source
+    assert "iteration 6" in source.summary()
