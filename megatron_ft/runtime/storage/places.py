@@ -102,7 +102,11 @@ class LocalPlace:
 
     def delete(self, directory: str) -> None:
         """Renamed first, so that a crash leaves no half of it under its name; leftovers of such crashes go too."""
+        self._empty_trash()
         self.move(directory, _TRASH_PREFIX + directory)
+        self._empty_trash()
+
+    def _empty_trash(self) -> None:
         for name in self.list_directories():
             if name.startswith(_TRASH_PREFIX):
                 shutil.rmtree(self.folder / name)

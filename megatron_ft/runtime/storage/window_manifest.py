@@ -102,7 +102,7 @@ class PieceRecord:
 
 
 _PIECE_FIELDS = tuple(entry.name for entry in fields(PieceRecord))
-_PIECE_TYPES = {entry.name: {"str": str, "int": int}.get(str(entry.type), entry.type) for entry in fields(PieceRecord)}
+_PIECE_TYPES = {entry.name: entry.type for entry in fields(PieceRecord)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
