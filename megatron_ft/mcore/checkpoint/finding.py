@@ -43,8 +43,7 @@ class CheckpointFinder:
         if error is not None:
             raise CheckpointError(error)
         if moved is not None:
-            iteration = int(path.name.split("_")[1].split(".")[0])
-            self._report_damage(iteration, path, f"damaged, set aside as {moved.name}: {reason}")
+            self._report_damage(checkpoints.iteration_of(path), path, f"damaged, set aside as {moved.name}: {reason}")
 
     def verify(self, directory: Path) -> Manifest:
         """Check all files of ``directory``, the reading shared by the ranks.

@@ -5,7 +5,7 @@ says why (rungs 3 and 4 of the ladder).
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Where = Literal["own", "copy", "persisted"]
@@ -18,11 +18,18 @@ class StoredWindow:
 
     start_iteration: int
     num_slices: int
+    generation: int
+    """Membership that captured it: windows of two generations are never mixed."""
     where: Where
     node: int = -1
     """Node whose memory holds it; -1 for storage."""
     complete: bool = True
     """Whether all of its slices are there."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """(start iteration, generation): what ranks have in common of one window."""
+        return self.start_iteration, self.generation
 
     @property
     def last_iteration(self) -> int:
@@ -48,7 +55,7 @@ class RecoverySource:
         assert bool(self.places) == (self.kind in ("memory", "persisted")), (
             f"{self.kind} with {len(self.places)} places"
         )
-        assert len({place.start_iteration for place in self.places}) <= 1, "ranks take different windows"
+        assert len({place.identity for place in self.places}) <= 1, "ranks take different windows"
 
     def summary(self) -> str:
         """One log line."""
@@ -57,10 +64,7 @@ class RecoverySource:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        places = [
-            {name: getattr(place, name) for name in ("start_iteration", "num_slices", "where", "node", "complete")}
-            for place in self.places
-        ]
+        places = [asdict(place) for place in self.places]
         return {"kind": self.kind, "iteration": self.iteration, "places": places, "declined": list(self.declined)}
 
     @classmethod
@@ -79,7 +83,7 @@ def choose_source(
     windows_by_rank: Sequence[Sequence[StoredWindow]],
     checkpoint_iteration: int | None,
     *,
-    excluded: Collection[tuple[int, str]] = (),
+    excluded: Collection[tuple[tuple[int, int], str]] = (),
     reasons: Sequence[str] = (),
 ) -> RecoverySource:
     """The newest state that all ranks can have; a checkpoint where it is as new, for it needs no replay.
@@ -87,16 +91,17 @@ def choose_source(
     Args:
         windows_by_rank: what is held for each rank, wherever it is.
         checkpoint_iteration: that of the newest dense checkpoint that verifies; None without one.
-        excluded: (start iteration, ``memory`` or ``persisted``) of windows that turned out damaged.
+        excluded: (identity, ``memory`` or ``persisted``) of windows that turned out damaged.
         reasons: why they were excluded, to be told.
     """
     declined = list(reasons)
-    candidates = sorted({window.start_iteration for windows in windows_by_rank for window in windows}, reverse=True)
-    for start in candidates:
+    candidates = sorted({window.identity for windows in windows_by_rank for window in windows}, reverse=True)
+    for identity in candidates:
+        start = identity[0]
         for kind in ("memory", "persisted"):
-            if (start, kind) in excluded:
+            if (identity, kind) in excluded:
                 continue
-            places, reason = _places(windows_by_rank, start, kind)
+            places, reason = _places(windows_by_rank, identity, kind)
             if places is None:
                 declined += [reason] if reason else []
                 continue
@@ -111,18 +116,13 @@ def choose_source(
 
 
 def _places(
-    windows_by_rank: Sequence[Sequence[StoredWindow]], start: int, kind: str
+    windows_by_rank: Sequence[Sequence[StoredWindow]], identity: tuple[int, int], kind: str
 ) -> tuple[tuple[StoredWindow, ...] | None, str]:
-    """Who gives each rank the window that began at ``start``; None and a reason where somebody lacks it."""
+    """Who gives each rank that window; None and a reason where somebody lacks it."""
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
-        usable = [
-            window
-            for window in windows
-            if window.start_iteration == start
-            and window.complete
-            and (window.where == "persisted") == (kind == "persisted")
-        ]
+        same = [window for window in windows if window.identity == identity and window.complete]
+        usable = [window for window in same if (window.where == "persisted") == (kind == "persisted")]
         if usable:
             found.append(min(usable, key=lambda window: (_NEARNESS[window.where], window.node)))
         else:
@@ -130,5 +130,5 @@ def _places(
     if not found:
         return None, ""
     if missing:
-        return None, f"{kind} window of iteration {start}: incomplete, rank {missing[0]} lacks it"
+        return None, f"{kind} window of iteration {identity[0]}: incomplete, rank {missing[0]} lacks it"
     return tuple(found), ""

@@ -51,6 +51,18 @@ def directory_name(iteration: int, attempt: int = 0) -> str:
     return f"iter_{iteration:07d}" + (f".{attempt}" if attempt else "")
 
 
+def iteration_of(path: Path) -> int:
+    """The iteration in a checkpoint directory's name.
+
+    Raises:
+        CheckpointError: not such a name.
+    """
+    match = _DIRECTORY.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path}: is not named like a checkpoint, {directory_name(30)}")
+    return int(match[1])
+
+
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     """All checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
     if not folder.is_dir():

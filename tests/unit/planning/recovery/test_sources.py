@@ -1,10 +1,14 @@
 """What a started job continues from."""
 
-from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
+from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, Where, choose_source
 
 
-def window(start: int, where: str = "own", node: int = 0, *, complete: bool = True) -> StoredWindow:
-    return StoredWindow(start_iteration=start, num_slices=3, where=where, node=node, complete=complete)  # type: ignore[arg-type]
+def window(
+    start: int, where: Where = "own", node: int = 0, *, complete: bool = True, generation: int = 0
+) -> StoredWindow:
+    return StoredWindow(
+        start_iteration=start, num_slices=3, generation=generation, where=where, node=node, complete=complete
+    )
 
 
 def test_the_newest_window_that_every_rank_has_is_taken() -> None:
@@ -39,7 +43,7 @@ def test_a_checkpoint_as_new_as_the_window_needs_no_replay() -> None:
 
 def test_an_excluded_window_is_passed_over_with_its_reason() -> None:
     held = [[window(4), window(4, "persisted", -1)]]
-    source = choose_source(held, None, excluded=[(4, "memory")], reasons=["memory window of iteration 4: damaged"])
+    source = choose_source(held, None, excluded=[((4, 0), "memory")], reasons=["memory window of iteration 4: damaged"])
     assert (source.kind, source.declined) == ("persisted", ("memory window of iteration 4: damaged",))
 
 
@@ -51,3 +55,9 @@ def test_a_source_survives_json() -> None:
     source = choose_source([[window(4)], [window(4)]], None)
     assert RecoverySource.from_json(source.to_json()) == source
     assert "iteration 6" in source.summary()
+
+
+def test_windows_of_two_generations_are_not_one() -> None:
+    held = [[window(7, generation=1), window(4)], [window(7), window(4)]]
+    assert choose_source(held, None).iteration == 6
+    assert choose_source([[window(7), window(7, generation=1)]], None).places[0].generation == 1
