@@ -57,6 +57,12 @@ class ControlError(MegatronFtError):
     exit_code = 8
 
 
+class RecoveryError(MegatronFtError):
+    """State that cannot be rebuilt, or was not rebuilt to the same bits."""
+
+    exit_code = 9
+
+
 EXIT_OK = 0
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C or SIGTERM; the run can be resumed."""
@@ -71,6 +77,7 @@ EXIT_CODES: dict[int, str] = {
     TrainingStopped.exit_code: "a policy stopped the run (non-finite values, loss spike)",
     RankFailed.exit_code: "a rank died; the first one and its traceback were shown",
     ControlError.exit_code: "the control plane refused or lost a peer",
+    RecoveryError.exit_code: "state after a failure could not be rebuilt exactly",
     EXIT_INTERRUPTED: "stopped by Ctrl-C or SIGTERM; resume with run.resume=must",
 }
 """Every exit code of ``pretrain_moe.py`` and what it means."""

@@ -6,7 +6,7 @@ Everything here can be called again in the same process: ``build`` after ``teard
 import gc
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -240,27 +240,40 @@ class TrainingEngine:
             # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
             self.abort(prepared)
             return result
-        self.history = self.history.after(vote, decision, self.config.training.loss_spike_window)
-        self.iteration = iteration
+        self.advance(vote, decision)
         return result
+
+    def advance(self, vote: Vote, decision: Decision) -> None:
+        """Make the iteration of ``vote`` the newest, ``decision`` on it carried out."""
+        self.history = self.history.after(vote, decision, self.config.training.loss_spike_window)
+        self.iteration = vote.iteration
 
     def prepare(self, iteration: int) -> Prepared:
         """Forward, backward and gradient reduction of all microbatches; the norm; this rank's ballot."""
+        undo = UndoRecord.take(self.model_chunks, self.optimizer)
+        reports = self.accumulate(iteration)
+        loss_scale = float(self.optimizer.get_loss_scale())
+        found_inf, grad_norm = commit.prepare(self.optimizer)
+        ballot = self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
+        return Prepared(ballot=ballot, undo=undo)
+
+    def accumulate(self, iteration: int) -> list[torch.Tensor]:
+        """Forward, backward and gradient reduction of all microbatches: reports of the last stage, float64 [2] each."""
         failpoints.hit("data", iteration)
         set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
-        undo = UndoRecord.take(self.model_chunks, self.optimizer)
         self._start_iteration(iteration)
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        reports = self._run_microbatches("train", iteration, forward_only=False)
-        loss_scale = float(self.optimizer.get_loss_scale())
-        found_inf, grad_norm = commit.prepare(self.optimizer)
+        return self._run_microbatches("train", iteration, forward_only=False)
+
+    def ballot(self, reports: list[torch.Tensor], *, loss_scale: float, found_inf: bool, grad_norm: float) -> Ballot:
+        """What this rank says of the iteration it has accumulated; empties the auxiliary losses."""
         loss_sum, num_tokens = self._own_share(reports)
         aux_loss_sum, z_loss_sum = take_auxiliary_losses()
-        ballot = Ballot(
+        return Ballot(
             generation=self.groups.generation,
-            iteration=iteration,
+            iteration=self._current_iteration,
             found_inf=int(found_inf),
             grad_norm=grad_norm,
             loss_scale=loss_scale,
@@ -270,7 +283,6 @@ class TrainingEngine:
             z_loss_sum=z_loss_sum,
             stop_requested=int(self.stop_requested()),
         )
-        return Prepared(ballot=ballot, undo=undo)
 
     def vote(self, prepared: Prepared) -> Vote:
         """Settle the vote over the whole job."""
@@ -278,6 +290,10 @@ class TrainingEngine:
         failpoints.hit("vote_before", iteration)
         ballots = exchange(prepared.ballot, self.groups.vote)
         failpoints.hit("vote_after", iteration)
+        return self.tally(ballots)
+
+    def tally(self, ballots: Sequence[Ballot]) -> Vote:
+        """What the ballots of all ranks, in rank order, amount to."""
         num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
         return tally(
             ballots,

@@ -68,6 +68,12 @@ def own_part(
     return torch.cat([part.chunk(tp_size, dim)[tp_rank] for part in parts], dim)
 
 
+def tensor_part(name: str, parameter: torch.nn.Parameter, pg_collection: ProcessGroupCollection) -> int:
+    """Which tensor-parallel part of global parameter ``name`` this rank's ``parameter`` is; 0 where it is not split."""
+    group = _tensor_group(name, pg_collection)
+    return group.rank() if _is_sharded(parameter, group.size()) else 0
+
+
 def _tensor_group(name: str, pg_collection: ProcessGroupCollection) -> dist.ProcessGroup:
     """Ranks a parameter's matrices are split over: experts have their own tensor parallelism."""
     return pg_collection.expt_tp if ".experts." in name else pg_collection.tp

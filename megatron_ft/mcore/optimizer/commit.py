@@ -4,13 +4,15 @@ prepare (copy, unscale, norm) changes nothing that cannot be undone; clip and up
 and moments on this rank; gather brings every rank's parameters up to date.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer, MixedPrecisionOptimizer
+
+from megatron_ft.mcore.checkpoint.digest import masters_of
 
 
 def parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
@@ -36,6 +38,33 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
     return found_inf, float(optimizer.get_grad_norm())
 
 
+@torch.no_grad()
+def prepare_known(
+    optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
+) -> None:
+    """What ``prepare`` does where its results are known already: no rank asks another.
+
+    Parameters ``without`` are left without master gradients, so that no update touches their state.
+    """
+    for part in parts(optimizer):
+        scaler: Any = getattr(part, "grad_scaler", None)
+        if scaler is None:
+            part.prepare_grads()
+        else:
+            _unscale(part, scaler)
+            scaler.update(found_inf)
+        for parameter, master in masters_of(part):
+            if parameter in without:
+                master.grad = None
+
+
+def _unscale(part: Any, scaler: Any) -> None:
+    part._copy_model_grads_to_main_grads()
+    gradients = part._collect_main_grad_data_for_unscaling()
+    overflow = torch.zeros(1, device=scaler.inv_scale.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, scaler.inv_scale)
+
+
 def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
     """The loss scalers of the parts; none unless the run is in FP16."""
     scalers = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
@@ -47,7 +76,7 @@ def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> 
     """Clip with the voted norm and update master weights, moments and this rank's compute weights."""
     for part in parts(optimizer):
         parameters = part.get_parameters()
-        if clip_grad > 0.0 and parameters:
+        if clip_grad > 0.0 and any(parameter.grad is not None for parameter in parameters):
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)
         if isinstance(part, DistributedOptimizer):
             # DistributedOptimizer's own method would also gather, once per part.

@@ -1,0 +1,1 @@
+"""Carries recovery plans out, through the protocol of ``runtime.engine``."""
