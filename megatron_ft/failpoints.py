@@ -2,8 +2,9 @@
 
 The points are the phases of an iteration, so they are also where a rank says how far it is (``watch``).
 A spec is a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It fires in
-every rank it matches, once per process, and is recorded durably *before* the fault, so that a trial can prove
-that it injected. ``hit`` costs two truth tests while nothing is armed and nobody watches.
+every rank it matches, once per process (so in every generation, unless it names one), and is recorded durably *before*
+the fault, so that a trial can prove that it injected. ``hit`` costs two truth tests while nothing is armed and nobody
+watches.
 """
 
 import ast
@@ -22,6 +23,7 @@ from megatron_ft.events import FailpointHit
 
 PHASES = (
     "build",
+    "replay",
     "data",
     "forward",
     "dispatch",
@@ -32,12 +34,14 @@ PHASES = (
     "vote_after",
     "update",
     "gather",
+    "capture",
+    "replicate",
     "checkpoint",
     "teardown",
 )
 """Phases a failpoint can name, in the order an iteration passes them."""
 
-_SELECTORS: dict[str, type] = {"rank": int, "node": int, "at_iteration": int, "phase": str}
+_SELECTORS: dict[str, type] = {"rank": int, "node": int, "at_iteration": int, "generation": int, "phase": str}
 _OPTIONS: dict[str, dict[str, type]] = {
     "kill": {},
     "stop": {},
@@ -59,7 +63,7 @@ class InjectedFault(RuntimeError):
 class Failpoint:
     """One fault: what happens, and where.
 
-    ``rank``, ``node`` and ``at_iteration`` match anything when ``None``.
+    ``rank``, ``node``, ``at_iteration`` and ``generation`` match anything when ``None``.
     """
 
     action: str
@@ -67,6 +71,7 @@ class Failpoint:
     rank: int | None = None
     node: int | None = None
     at_iteration: int | None = None
+    generation: int | None = None
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -164,6 +169,7 @@ class _Armed:
 
 
 _armed: _Armed | None = None
+_later: tuple[Failpoint, ...] = ()
 _watch: _Watch | None = None
 
 
@@ -176,24 +182,27 @@ def watch(tell: Tell | None) -> None:
     _watch = None if tell is None else _Watch(tell)
 
 
-def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record], None]) -> None:
+def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record], None], generation: int = 0) -> None:
     """Make this process obey those of ``specs`` that mean it; replaces what was armed before.
 
     Args:
         specs: e.g. ``config.launch.failpoints``.
         record: called with a ``FailpointHit`` record before the fault; must be durable (``append_to``).
+        generation: how often the job's ranks have been started again.
 
     Raises:
         ConfigError: a spec that does not parse.
     """
-    global _armed
+    global _armed, _later
     mine = [failpoint for failpoint in map(parse, specs) if failpoint.matches(rank=rank, node=node)]
-    _armed = _Armed(mine, rank, node, record) if mine else None
+    now = [failpoint for failpoint in mine if failpoint.generation in (None, generation)]
+    _armed = _Armed(now, rank, node, record) if now else None
+    _later = tuple(failpoint for failpoint in mine if (failpoint.generation or 0) > generation)
 
 
 def unfired() -> tuple[Failpoint, ...]:
-    """Failpoints armed in this process that have not fired."""
-    return () if _armed is None else tuple(_armed.failpoints)
+    """Failpoints that mean this process and have not fired, or this rank in a generation that is still to come."""
+    return (() if _armed is None else tuple(_armed.failpoints)) + _later
 
 
 def hit(phase: str, iteration: int) -> None:

@@ -85,6 +85,28 @@ def test_a_node_means_all_its_ranks(rank: int, node: int, expected: bool) -> Non
     assert bool(recorded) is expected
 
 
+@pytest.mark.parametrize(("generation", "fires"), [(0, ["every", "first"]), (1, ["every", "second"]), (2, ["every"])])
+def test_a_generation_means_the_ranks_of_that_start_only(generation: int, fires: list[str]) -> None:
+    recorded: list[dict[str, Any]] = []
+    specs = {"every": "data", "first": "update", "second": "gather"}
+    arm(
+        [
+            "delay(phase='data', seconds=0)",
+            "delay(generation=0, phase='update', seconds=0)",
+            "delay(generation=1, phase='gather', seconds=0)",
+        ],
+        rank=0,
+        node=0,
+        generation=generation,
+        record=recorded.append,
+    )
+    for phase in specs.values():
+        hit(phase, 1)
+    assert [record["phase"] for record in recorded] == [specs[name] for name in fires]
+    still_to_come = [failpoint.generation for failpoint in failpoints.unfired()]
+    assert still_to_come == ([1] if generation == 0 else [])
+
+
 def test_every_phase_can_be_named_and_others_are_our_own_mistake() -> None:
     for phase in PHASES:
         assert parse(f"kill(phase='{phase}')").phase == phase

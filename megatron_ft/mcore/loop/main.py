@@ -79,7 +79,9 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         names = ("action", "phase", "iteration", "rank", "node")
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
-    failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, record=record)
+    failpoints.arm(
+        config.launch.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
+    )
 
 
 def _report_unfired(context: RankContext) -> None:
