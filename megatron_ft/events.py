@@ -272,6 +272,22 @@ class RankFailed(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRestarted(Record):
+    """Ranks failed, and all ranks are started again; they continue the run."""
+
+    generation: int
+    """How often the job's ranks have been started again, this time included."""
+    reason: str
+    """What ended the generation before."""
+    failed_ranks: tuple[int, ...]
+    """Ranks that failed, the first one first; without those that were ended because of them."""
+    iteration: int
+    """Furthest iteration a rank had reached; 0 before the first."""
+    num_restarts_left: int
+    """Restarts left if the job gets no further; ``launch.max_restarts`` again as soon as it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Record):
     """Somebody asked the run to stop after the current iteration."""
 

@@ -52,7 +52,15 @@ def _check_failpoints(config: JobConfig) -> None:
         for name, value, bound in (("rank", failpoint.rank, world_size), ("node", failpoint.node, num_nodes)):
             if value is not None and not 0 <= value < bound:
                 raise ConfigError.of("launch.failpoints", text, f"must name a {name} in 0..{bound - 1}")
+        if failpoint.generation is not None and not 0 <= failpoint.generation <= _last_generation(config):
+            constraint = f"must name a generation from 0 that launch.max_restarts={config.launch.max_restarts} allows"
+            raise ConfigError.of("launch.failpoints", text, constraint)
         last = config.training.train_iterations
         if failpoint.at_iteration is not None and not 0 <= failpoint.at_iteration <= last:
             constraint = f"must name an iteration in 0..training.train_iterations={last}, or it never fires"
             raise ConfigError.of("launch.failpoints", text, constraint)
+
+
+def _last_generation(config: JobConfig) -> int:
+    """Each restart that counts anew takes a further iteration."""
+    return config.launch.max_restarts * (config.training.train_iterations + 1)

@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.forkserver import listen
-from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.control.outbox import Outbox
+from megatron_ft.control.services import Services
 from megatron_ft.errors import ControlError
+from megatron_ft.framing import FrameReader, Message, send
 
 POLL_SECONDS = 10.0
 _LOG_TAIL_BYTES = 8192
@@ -41,6 +42,12 @@ class AgentSpec:
     forkserver_socket: str
     lost_controller_seconds: float = 5.0
     """A controller that does not answer for so long is lost, and the node ends its ranks."""
+    services: dict[str, str] = field(default_factory=dict)
+    """Name to module of the processes that the node has beside its ranks, see ``services``."""
+    interface: str = ""
+    """Address the services bind to."""
+    log_dir: str = ""
+    """Folder of the services' logs."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -50,6 +57,7 @@ class AgentSpec:
 @dataclass
 class _Rank:
     rank: int
+    generation: int
     log: Path
     reader: FrameReader | None = None
     last: Message = field(default_factory=dict)
@@ -60,9 +68,10 @@ class Agent:
     """The node's main thread."""
 
     def __init__(self, spec: AgentSpec) -> None:
+        self._spec = spec
+        self._services = _start_services(spec)  # before this process has threads
         from megatron_ft.control.rpc import RpcClient
 
-        self._spec = spec
         self._client = RpcClient(spec.controller_address, "Controller", token=spec.token)
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
@@ -87,18 +96,23 @@ class Agent:
             (sys.stdin.fileno(), self._launcher_closed),
         ):
             self._selector.register(source, selectors.EVENT_READ, callback)
-        identity = {"node": self._spec.node, "process_id": os.getpid()}
+        self._services.watch(self._selector, on_ready=self._join)
+        while self._exit_code is None:
+            for key, _ in self._selector.select(self._services.seconds_left()):
+                key.data()
+            self._services.check_in_time()
+        return self._exit_code
+
+    def _join(self) -> None:
+        identity = {"node": self._spec.node, "process_id": os.getpid(), "services": self._services.for_controller()}
         self._client.call("join", identity, timeout_seconds=_JOIN_SECONDS, wait_for_peer=True)
         for name, target in (("orders", self._ask_for_orders), ("sender", self._send_reports)):
             threading.Thread(target=target, name=name, daemon=True).start()
-        while self._exit_code is None:
-            for key, _ in self._selector.select():
-                key.data()
-        return self._exit_code
 
     def close(self) -> None:
-        """Let go of ranks (the fork server kills them) and of the socket file."""
+        """Let go of ranks (the fork server kills them), end services, remove the socket file."""
         self._forkserver.close()
+        self._services.close()
         self._listener.close()
         self._socket_path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -190,9 +204,10 @@ class Agent:
 
     def _start(self, order: Message) -> None:
         shared = {name: value for name, value in order.items() if name not in ("op", "ranks")}
+        shared["services"] = self._services.for_ranks(order["services"])
         for local_rank, rank in enumerate(order["ranks"][str(self._spec.node)]):
             log = Path(order["run_dir"]) / "logs" / f"rank-{rank:05d}.log"
-            self._ranks[rank] = _Rank(rank, log)
+            self._ranks[rank] = _Rank(rank, order["generation"], log)
             spec = {
                 **shared,
                 "rank": rank,
@@ -252,7 +267,7 @@ class Agent:
         self._strangers.discard(reader)
         self._selector.unregister(reader.sock)
         state = self._ranks.get(messages[0].get("rank", -1)) if messages else None
-        if state is None or state.reader is not None or messages[0]["op"] != "hello":
+        if state is None or state.reader is not None or not _greets(messages[0], state):
             reader.close()
             return
         state.reader = reader
@@ -303,6 +318,21 @@ class Agent:
                 state.done = True
             case "raised":
                 self._outbox.put({**message, "rank": state.rank, "node": self._spec.node, **state.last})
+
+
+def _start_services(spec: AgentSpec) -> Services:
+    return Services(
+        spec.services,
+        node=spec.node,
+        runtime_dir=Path(spec.runtime_dir),
+        log_dir=Path(spec.log_dir),
+        interface=spec.interface,
+        token=spec.token,
+    )
+
+
+def _greets(message: Message, state: _Rank) -> bool:
+    return message["op"] == "hello" and message.get("generation") == state.generation
 
 
 def _connect(path: str) -> socket.socket:

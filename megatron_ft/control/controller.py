@@ -11,13 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ft.control import membership
-from megatron_ft.framing import Message
 from megatron_ft.control.membership import Decision, Failure, MembershipPolicy, Outcome, Phase, State
 from megatron_ft.control.rpc import RpcServer
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import (
+    CheckpointError,
+    ConfigError,
+    ControlError,
+    DataError,
+    SoftwareError,
+    TrainingStopped,
+)
+from megatron_ft.framing import Message
 
 RecordSink = Callable[[Message], None]
 StepSink = Callable[[membership.Step], None]
+
+StartOrder = Callable[[int], Message]
+"""Generation to those fields of the order ``start`` that the controller does not know."""
+
+FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
+"""Errors that come again when the ranks are started again."""
+_FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
 
 MAX_WAITING_ITEMS = 4096
 _MAX_POLL_SECONDS = 30.0
@@ -26,7 +40,7 @@ _ACCEPT_SECONDS = 20.0
 
 @dataclass
 class JobEnd:
-    """How the job ended, and what is known of every rank that did not end well."""
+    """How the job, or a generation of it, ended, and what is known of every rank that did not end well."""
 
     outcome: Outcome
     reason: str
@@ -34,6 +48,8 @@ class JobEnd:
     details: dict[int, Message] = field(default_factory=dict)
     """Rank to what was said of its end: ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase,
     log, log_tail``, as far as known."""
+    survived: tuple[str, ...] = ()
+    """Why each earlier generation ended."""
 
 
 class Controller:
@@ -45,13 +61,13 @@ class Controller:
         *,
         interface: str,
         token: str,
-        start_order: Message,
+        start_order: StartOrder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind the service.
 
         Args:
-            start_order: fields of the order ``start`` that do not depend on the membership.
+            start_order: called at each start, in the thread of ``run``.
         """
         self._policy = policy
         self._clock = clock
@@ -64,6 +80,7 @@ class Controller:
         self._next_item = dict.fromkeys(range(policy.num_nodes), 0)
         self._delivery = {node: threading.Lock() for node in range(policy.num_nodes)}
         self._details: dict[int, Message] = {}
+        self._services: dict[int, dict[str, str]] = {}
         methods = {"join": self._join, "poll": self._poll, "deliver": self._deliver}
         num_threads = 4 * policy.num_nodes + 4
         self._server = RpcServer("Controller", methods, interface=interface, token=token, num_threads=num_threads)
@@ -74,26 +91,34 @@ class Controller:
         """Where the job stands."""
         return self._state
 
+    @property
+    def details(self) -> dict[int, Message]:
+        """What is known of the ends of this generation's ranks, see ``JobEnd``."""
+        return self._details
+
     def post(self, event: membership.Event) -> None:
         """Tell a fact; safe in any thread and in signal handlers."""
         self._inbox.put(event)
 
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobEnd:
-        """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread."""
+        """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread.
+
+        At a restart ``details`` are still those of the generation that failed.
+        """
         self._server.start()
         while True:
-            item = self._take()
-            if isinstance(item, dict):
-                self._room.release()
-                event = self._event_of(item, on_record)
-            else:
-                event = item
-            step = membership.advance(self._policy, self._state, event, self._clock())
-            self._state = step.state
-            if step.decision is not Decision.WAIT:
-                on_step(step)
-            if self._execute(step):
-                return JobEnd(step.state.outcome, step.reason, step.state.first_failure, self._details)
+            for event in self._facts_of(self._take(), on_record):
+                step = membership.advance(self._policy, self._state, event, self._clock())
+                self._state = step.state
+                if step.decision is not Decision.WAIT:
+                    on_step(step)
+                if self._execute(step):
+                    return self._end_of(step)
+
+    def _end_of(self, step: membership.Step) -> JobEnd:
+        firsts = [membership.first_of(failures) for failures in step.state.survived]
+        survived = tuple(first.detail for first in firsts if first is not None)
+        return JobEnd(step.state.outcome, step.reason, step.state.first_failure, self._details, survived)
 
     def close(self) -> None:
         """Stop serving."""
@@ -108,19 +133,24 @@ class Controller:
         except queue.Empty:
             return membership.Tick()
 
-    def _event_of(self, item: Message, on_record: RecordSink) -> membership.Event:
+    def _facts_of(self, item: Message | membership.Event, on_record: RecordSink) -> tuple[membership.Event, ...]:
+        if not isinstance(item, dict):
+            return (item,)
+        self._room.release()
         match item["op"]:
             case "record":
                 on_record(item["record"])
-                return membership.Tick()
+                return (membership.Tick(),)
             case "reported":
-                return membership.RankReported(item["rank"])
+                return (membership.RankReported(item["rank"]),)
             case "raised":
                 self._note(item)
-                return membership.RankRaised(item["rank"], item["at_seconds"])
+                final = item.get("exit_code") in _FINAL_EXIT_CODES
+                return (membership.RankRaised(item["rank"], item["at_seconds"], final),)
             case "exited":
                 self._note(item)
-                return membership.RankExited(item["rank"], item["returncode"], item["at_seconds"], item["done"])
+                exited = membership.RankExited(item["rank"], item["returncode"], item["at_seconds"], item["done"])
+                return (membership.Progressed(item.get("iteration", 0)), exited)
         raise ControlError(f"unknown item {item['op']!r}")
 
     def _note(self, item: Message) -> None:
@@ -133,9 +163,9 @@ class Controller:
     def _execute(self, step: membership.Step) -> bool:
         """Carry a decision out; whether the job has ended."""
         match step.decision:
-            case Decision.START:
-                ranks = {str(node): list(self._policy.ranks_of(node)) for node in range(self._policy.num_nodes)}
-                self._order({**self._start_order, "op": "start", "generation": step.state.generation, "ranks": ranks})
+            case Decision.START | Decision.RESTART:
+                self._details = {}
+                self._start(step.state.generation)
             case Decision.STOP:
                 self._order({"op": "stop", "reason": step.reason})
             case Decision.KILL:
@@ -145,6 +175,16 @@ class Controller:
                 return True
         return False
 
+    def _start(self, generation: int) -> None:
+        """Start the ranks of all nodes; each learns where every node's services listen."""
+        ranks = {str(node): list(self._policy.ranks_of(node)) for node in range(self._policy.num_nodes)}
+        services: dict[str, dict[str, str]] = {}
+        for node, addresses in sorted(self._services.items()):
+            for name, address in addresses.items():
+                services.setdefault(name, {})[str(node)] = address
+        order = {"op": "start", "generation": generation, "ranks": ranks, "services": services}
+        self._order({**self._start_order(generation), **order})
+
     def _order(self, order: Message) -> None:
         with self._changed:
             self._orders.append(order)
@@ -153,7 +193,10 @@ class Controller:
     # --- what agents call, in gRPC's threads -----------------------------------------------------------------------
 
     def _join(self, request: Message) -> Message:
-        self.post(membership.NodeJoined(self._known(request)))
+        node = self._known(request)
+        services = request.get("services", {})
+        self._services[node] = {name: str(about["address"]) for name, about in dict(services).items()}
+        self.post(membership.NodeJoined(node))
         return {}
 
     def _poll(self, request: Message) -> Message:
@@ -193,4 +236,4 @@ class Controller:
         if item["op"] in ("raised", "exited"):
             float(item["at_seconds"])
         if item["op"] == "exited":
-            int(item["returncode"]), bool(item["done"])
+            int(item["returncode"]), bool(item["done"]), int(item.get("iteration", 0))

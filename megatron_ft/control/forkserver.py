@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.errors import ControlError, SoftwareError
+from megatron_ft.framing import FrameReader, Message, send
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -5,6 +5,7 @@ cleans up whatever happens.
 """
 
 import contextlib
+import functools
 import os
 import random
 import shutil
@@ -29,13 +30,13 @@ from megatron_ft.control import membership, report
 from megatron_ft.control.agent import AgentSpec, tail_of
 from megatron_ft.control.controller import Controller, JobEnd
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.framing import Message
 from megatron_ft.control.membership import Decision, MembershipPolicy, Outcome, describe_returncode
 from megatron_ft.control.rpc import check_interface, new_token
 from megatron_ft.control.rundir import RunDir, claim
+from megatron_ft.control.services import STOP_SECONDS
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
-from megatron_ft.events import RankFailed as RankFailedEvent
 from megatron_ft.events import StopRequested
+from megatron_ft.framing import Message
 
 RANK_ENTRY = "megatron_ft.mcore.loop.main:run_rank"
 PRELOAD = ("megatron_ft.mcore.loop.main:warm",)
@@ -98,6 +99,7 @@ def launch(
     entry: str = RANK_ENTRY,
     preload: Sequence[str] = PRELOAD,
     command: Sequence[str] | None = None,
+    services: Mapping[str, str] | None = None,
 ) -> int:
     """Run the job on this machine; its exit code (``errors.EXIT_CODES``).
 
@@ -106,16 +108,17 @@ def launch(
         entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``.
         preload: modules imported (``module:function``: called) before ranks are forked.
         command: how the user started the job, for the advice how to resume; default: as this process was.
+        services: name to module of processes that every node has beside its ranks, see ``control/services.py``.
 
     Raises:
         ConfigError: the run folder or the interface cannot be used. Nothing was started.
     """
-    master_port = _check_places(config.launch)
+    _check_places(config.launch)
     run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
         sinks = open_sinks(config, run_dir.path, world_size=world_size)
-        job = _Job(config, run_dir, sinks, preload, start_order(config, run_dir, entry, master_port))
+        job = _Job(config, run_dir, sinks, preload, entry, dict(services or {}))
         exit_code, reason = ControlError.exit_code, "the launcher failed"
         try:
             end = job.run()
@@ -128,39 +131,46 @@ def launch(
         run_dir.release()
 
 
-def _check_places(config: LaunchConfig) -> int:
-    """Refuse addresses and sockets that cannot work; a port for the ranks' rendezvous."""
+def _check_places(config: LaunchConfig) -> None:
+    """Refuse addresses and sockets that cannot work."""
     check_interface(config.interface)
-    free = free_port(config.interface)
+    free_port(config.interface)
     path = config.forkserver_socket
     if path is not None and not Path(path).is_socket():
         raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
-    return config.master_port or free
 
 
-def start_order(config: JobConfig, run_dir: RunDir, entry: str, master_port: int) -> Message:
-    """What every rank is told, whatever the membership."""
+def start_order(config: JobConfig, run_dir: RunDir, entry: str, generation: int) -> Message:
+    """What every rank of a generation is told, whatever the membership. Ranks started again continue the run."""
+    resume_from = run_dir.resume_from if generation == 0 else run_dir.path / "checkpoints"
     return {
         "entry": entry,
         "config": to_dict(config),
         "run_dir": str(run_dir.path),
-        "resume_from": None if run_dir.resume_from is None else str(run_dir.resume_from),
+        "resume_from": None if resume_from is None else str(resume_from),
         "working_dir": os.getcwd(),
         "world_size": config.launch.num_nodes * config.launch.ranks_per_node,
         "num_nodes": config.launch.num_nodes,
         "master_addr": config.launch.interface,
-        "master_port": master_port,
+        "master_port": config.launch.master_port or free_port(config.launch.interface),
     }
 
 
 class _Job:
     def __init__(
-        self, config: JobConfig, run_dir: RunDir, sinks: Sinks, preload: Sequence[str], order: Message
+        self,
+        config: JobConfig,
+        run_dir: RunDir,
+        sinks: Sinks,
+        preload: Sequence[str],
+        entry: str,
+        services: dict[str, str],
     ) -> None:
         self._config = config.launch
         self._run_dir = run_dir
         self._sinks = sinks
         self._preload = preload
+        self._services = services
         self._num_interrupts = 0
         self._interrupted_by = ""
         self._run_finished = False
@@ -169,13 +179,14 @@ class _Job:
             ranks_per_node=config.launch.ranks_per_node,
             start_timeout_seconds=config.launch.start_timeout_seconds,
             stop_timeout_seconds=config.launch.stop_timeout_seconds,
+            max_restarts=config.launch.max_restarts,
         )
         self._token = new_token()
         self._controller = Controller(
             self._policy,
             interface=config.launch.interface,
             token=self._token,
-            start_order=order,
+            start_order=functools.partial(start_order, config, run_dir, entry),
         )
 
     def run(self) -> JobEnd:
@@ -206,6 +217,9 @@ class _Job:
                 node=node,
                 runtime_dir=str(processes.runtime_dir),
                 forkserver_socket=socket_path,
+                services=self._services,
+                interface=self._config.interface,
+                log_dir=str(processes.log_dir),
             )
             with contextlib.suppress(BrokenPipeError):  # it has died; its watcher says so
                 process.stdin.write(spec.to_line())
@@ -225,6 +239,9 @@ class _Job:
     def _on_step(self, step: membership.Step) -> None:
         if step.decision is Decision.STOP and not step.state.failures:
             self._sinks.write(StopRequested(source=self._interrupted_by).to_record())
+        if step.decision is Decision.RESTART:
+            for event in report.restart_records(step, self._controller.details, self._policy):
+                self._sinks.write(event.to_record())
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -253,7 +270,8 @@ class _Job:
 
     def _wait_or_kill(self, started: Sequence["subprocess.Popen[bytes]"]) -> None:
         ended_normally = self._controller.state.phase is membership.Phase.ENDED
-        deadline = time.monotonic() + (_CLEANUP_SECONDS if ended_normally else 0.5)
+        patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._services else 0.0)
+        deadline = time.monotonic() + (patience_seconds if ended_normally else 0.5)
         for process in started:
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -267,10 +285,8 @@ class _Job:
 
     def exit_code(self, end: JobEnd) -> int:
         """The job's exit code; records of failed ranks go to the sinks."""
-        nodes = {rank: node for node in range(self._policy.num_nodes) for rank in self._policy.ranks_of(node)}
-        failed: list[RankFailedEvent] = report.failed_records(end, nodes)
         if end.outcome is Outcome.FAILED:
-            for event in failed:
+            for event in report.failed_records(end, self._policy):
                 self._sinks.write(event.to_record())
         return exit_code_of(end, run_finished=self._run_finished)
 
@@ -289,7 +305,10 @@ class _Job:
     def _node_log(self, end: JobEnd) -> str:
         logs = self._run_dir.path / "logs"
         node = end.first_failure.node if end.first_failure else None
-        names = ["forkserver.log"] if node is None else [f"node-{node:03d}.log", "forkserver.log"]
+        names = ["forkserver.log"]
+        if node is not None:
+            own = f"node-{node:03d}"
+            names = [f"{own}.log", *(f"{own}-{service}.log" for service in self._services), *names]
         return "\n".join(f"{name}:\n{tail_of(logs / name)}" for name in names if (logs / name).exists())
 
 

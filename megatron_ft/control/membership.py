@@ -5,6 +5,7 @@ file or a socket: the controller drives it with real ones, tests and simulations
 """
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -25,6 +26,7 @@ class Decision(Enum):
 
     WAIT = "wait"
     START = "start"
+    RESTART = "restart"
     STOP = "stop"
     KILL = "kill"
     END = "end"
@@ -50,11 +52,17 @@ class MembershipPolicy:
     """After the first death the others may say why they end, too, for so long."""
     kill_timeout_seconds: float = 10.0
     """Killed ranks nobody reports for so long are given up."""
+    max_restarts: int = 0
+    """Times in a row that all ranks are started again without the job getting further than before."""
 
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
         return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        """Node of a global rank."""
+        return rank // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
         """Global ranks of ``node``."""
@@ -86,10 +94,11 @@ class RankReported:
 
 @dataclass(frozen=True, slots=True)
 class RankRaised:
-    """A rank is about to end with an exception."""
+    """A rank is about to end with an exception; ``final``: another try cannot mend it."""
 
     rank: int
     at_seconds: float
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,13 @@ class RankExited:
     returncode: int
     at_seconds: float
     done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """A rank has reached ``iteration``: those before it are committed."""
+
+    iteration: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +133,9 @@ class Tick:
     """Time went on."""
 
 
-Event = NodeJoined | NodeLost | RankReported | RankRaised | RankExited | StopRequested | KillRequested | Tick
+Event = (
+    NodeJoined | NodeLost | RankReported | RankRaised | RankExited | Progressed | StopRequested | KillRequested | Tick
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +146,9 @@ class Failure:
     rank: int | None = None
     node: int | None = None
     sudden: bool = False
-    """Ended by a signal that no lost peer brings about: not an error that a rank saw, nor an abort."""
+    """A lost node, or a signal that no lost peer brings about: not an error that a rank saw, nor an abort."""
+    final: bool = False
+    """Another try cannot mend it."""
     detail: str = ""
 
 
@@ -143,18 +163,26 @@ class State:
     reported: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
+    """Deaths of this generation."""
+    survived: tuple[tuple[Failure, ...], ...] = ()
+    """Deaths of each earlier generation."""
     interrupted: bool = False
+    iteration: int = 0
+    """Furthest iteration any rank has reached, in any generation."""
+    iteration_at_restart: int = 0
+    """The same at the last restart."""
+    num_restarts: int = 0
+    """Restarts since the job last got further."""
 
     @property
     def first_failure(self) -> Failure | None:
-        """The earliest death; later ones may only be its consequences.
+        """The earliest death of this generation, see ``first_of``."""
+        return first_of(self.failures)
 
-        On a busy machine peers can speak of a killed rank before its exit is seen: a sudden death comes first among
-        those within ``SAME_TIME_SECONDS`` of the earliest.
-        """
-        earliest = min((failure.at_seconds for failure in self.failures), default=0.0)
-        close = [failure for failure in self.failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
-        return min(close, key=lambda failure: (not failure.sudden, failure.at_seconds), default=None)
+    @property
+    def num_fruitless_restarts(self) -> int:
+        """Restarts after which the job has got no further."""
+        return 0 if self.iteration > self.iteration_at_restart else self.num_restarts
 
     @property
     def outcome(self) -> Outcome:
@@ -162,6 +190,17 @@ class State:
         if self.failures:
             return Outcome.FAILED
         return Outcome.INTERRUPTED if self.interrupted else Outcome.FINISHED
+
+
+def first_of(failures: Sequence[Failure]) -> Failure | None:
+    """The earliest death; later ones may only be its consequences.
+
+    On a busy machine peers can speak of a killed rank before its exit is seen: a sudden death comes first among
+    those within ``SAME_TIME_SECONDS`` of the earliest.
+    """
+    earliest = min((failure.at_seconds for failure in failures), default=0.0)
+    close = [failure for failure in failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
+    return min(close, key=lambda failure: (not failure.sudden, failure.at_seconds), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +231,7 @@ def advance(policy: MembershipPolicy, state: State, event: Event, now_seconds: f
     if state.phase is Phase.ENDED:
         return Step(state, Decision.WAIT, "the job has ended")
     observed = _observe(policy, state, event)
-    for rule in (_end, _killed_for_nothing, _kill, _stop, _time_out, _go_on):
+    for rule in (_restart, _end, _killed_for_nothing, _kill, _stop, _time_out, _go_on):
         step = rule(policy, observed, event, now_seconds)
         if step is not None:
             return step
@@ -205,8 +244,9 @@ def _observe(policy: MembershipPolicy, state: State, event: Event) -> State:
             return replace(state, joined=state.joined | {node})
         case RankReported(rank):
             return replace(state, reported=state.reported | {rank})
-        case RankRaised(rank, at_seconds):
-            return _fail(state, Failure(rank=rank, at_seconds=at_seconds, detail=f"rank {rank} raised"))
+        case RankRaised(rank, at_seconds, final):
+            detail = f"rank {rank} raised"
+            return _fail(state, Failure(rank=rank, at_seconds=at_seconds, final=final, detail=detail))
         case RankExited(rank, returncode, at_seconds, done):
             state = replace(state, gone=state.gone | {rank})
             detail = f"rank {rank} {describe_returncode(returncode)}"
@@ -216,7 +256,10 @@ def _observe(policy: MembershipPolicy, state: State, event: Event) -> State:
             return _fail(state, Failure(rank=rank, at_seconds=at_seconds, sudden=sudden, detail=detail))
         case NodeLost(node, at_seconds, detail):
             state = replace(state, gone=state.gone | set(policy.ranks_of(node)))
-            return _fail(state, Failure(node=node, at_seconds=at_seconds, detail=f"node {node} was lost: {detail}"))
+            detail = f"node {node} was lost: {detail}"
+            return _fail(state, Failure(node=node, at_seconds=at_seconds, sudden=True, detail=detail))
+        case Progressed(iteration):
+            return replace(state, iteration=max(state.iteration, iteration))
         case StopRequested() | KillRequested():
             return replace(state, interrupted=True)
     return state
@@ -228,6 +271,28 @@ def _fail(state: State, failure: Failure) -> State:
     if state.phase is Phase.KILLING or known:
         return state
     return replace(state, failures=(*state.failures, failure))
+
+
+def _restart(policy: MembershipPolicy, state: State, event: Event, now: float) -> Step | None:
+    """Start all ranks again once the last one is gone, where ranks alone failed and another try may mend it."""
+    first = state.first_failure
+    if first is None or first.final or state.interrupted or len(state.gone) < policy.world_size:
+        return None
+    if any(failure.rank is None for failure in state.failures):
+        return None
+    if state.num_fruitless_restarts >= policy.max_restarts:
+        return None
+    restarted = State(
+        phase=Phase.STARTING,
+        generation=state.generation + 1,
+        deadline_seconds=now + policy.start_timeout_seconds,
+        joined=state.joined,
+        survived=(*state.survived, state.failures),
+        iteration=state.iteration,
+        iteration_at_restart=state.iteration,
+        num_restarts=state.num_fruitless_restarts + 1,
+    )
+    return Step(restarted, Decision.RESTART, first.detail)
 
 
 def _end(policy: MembershipPolicy, state: State, event: Event, _now: float) -> Step | None:

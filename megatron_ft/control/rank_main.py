@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.forkserver import HELD_SIGNALS
-from megatron_ft.framing import Message
 from megatron_ft.control.worker import AgentClient, RankContext, StopFlag
 from megatron_ft.errors import MegatronFtError
+from megatron_ft.framing import Message
 
 UNEXPECTED_EXIT_CODE = 1
 
@@ -50,6 +50,7 @@ def _context(spec: Message, worker: AgentClient) -> RankContext:
         run_dir=Path(spec["run_dir"]),
         resume_from=None if resume_from is None else Path(resume_from),
         worker=worker,
+        services=spec["services"],
     )
 
 

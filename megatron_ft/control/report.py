@@ -2,13 +2,20 @@
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.control.controller import JobEnd
+from megatron_ft.control.membership import (
+    MembershipPolicy,
+    Outcome,
+    Step,
+    describe_returncode,
+    first_of,
+    signal_name,
+)
+from megatron_ft.events import RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
-from megatron_ft.control.membership import describe_returncode, signal_name
-from megatron_ft.events import RankFailed
 
 _WIDTH = 100
 _MAX_LINES = 40
@@ -26,7 +33,8 @@ def failure_screen(end: JobEnd, run_dir: Path, resume: str, node_log: str = "") 
     rank = first.rank if first else None
     details = end.details.get(rank, {}) if rank is not None else {}
     body = node_log if rank is None else details.get("traceback") or _last_lines(details)
-    blocks = [_headline(end, rank, details), _indent(body), _others(end, rank), _logs(run_dir, details), resume]
+    about = [_headline(end, rank, details), _indent(body), _others(end, rank), _survived(end)]
+    blocks = [*about, _logs(run_dir, details), resume]
     rule = "=" * _WIDTH
     return "\n".join([rule, *("\n".join(block.splitlines()) + "\n" for block in blocks if block), rule])
 
@@ -92,6 +100,11 @@ def _others(end: JobEnd, first: int | None) -> str:
     return "\n".join(["The others:", *lines]) if lines else ""
 
 
+def _survived(end: JobEnd) -> str:
+    lines = [f"  generation {number}: {reason}" for number, reason in enumerate(end.survived)][-8:]
+    return "\n".join([f"Its ranks had been started again {len(end.survived)} times:", *lines]) if lines else ""
+
+
 def _ranges(ranks: Sequence[int]) -> str:
     """``0-3, 7`` for ``0 1 2 3 7``."""
     spans: list[list[int]] = []
@@ -121,12 +134,31 @@ def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool
     return f"To continue this run{note}:\n  {line}"
 
 
-def failed_records(end: JobEnd, num_nodes_of: Mapping[int, int]) -> list[RankFailed]:
+def restart_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
+    """The failures of the generation that ended, and that its ranks are started again.
+
+    Args:
+        details: what is known of the ends of its ranks, see ``JobEnd``.
+    """
+    state = step.state
+    first = first_of(state.survived[-1])
+    failed = failed_records(JobEnd(Outcome.FAILED, step.reason, first, details), policy)
+    restarted = RanksRestarted(
+        generation=state.generation,
+        reason=step.reason,
+        failed_ranks=tuple(event.rank for event in failed),
+        iteration=state.iteration,
+        num_restarts_left=policy.max_restarts - state.num_restarts,
+    )
+    return [*failed, restarted]
+
+
+def failed_records(end: JobEnd, policy: MembershipPolicy) -> list[RankFailed]:
     """One event for each rank that failed, the first one first; those the launcher ended are not among them."""
     first = end.first_failure.rank if end.first_failure else None
     failed = [item for item in end.details.items() if not item[1]["caused_by_us"] and not item[1].get("done")]
     return [
-        _failed_record(rank, details, first=rank == first, node=num_nodes_of[rank])
+        _failed_record(rank, details, first=rank == first, node=policy.node_of(rank))
         for rank, details in sorted(failed, key=lambda item: (item[0] != first, item[1]["at_seconds"]))
     ]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from megatron_ft.framing import Message, decode
 from megatron_ft.errors import ConfigError, ControlError
+from megatron_ft.framing import Message, decode
 
 Method = Callable[[Message], Message]
 

@@ -4,14 +4,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from megatron_ft.framing import send
 from megatron_ft.errors import ControlError
+from megatron_ft.framing import send
 
 Record = dict[str, Any]
 
@@ -49,9 +49,12 @@ class RankContext:
     master_port: int
     run_dir: Path
     resume_from: Path | None
-    """The run's ``checkpoints`` folder when the run is to be continued from its newest valid checkpoint; null starts
-    fresh (or from ``checkpoint.load``)."""
+    """The run's ``checkpoints`` folder when the run is to be continued from its newest valid checkpoint (after a
+    restart always: ``generation`` > 0); null starts fresh (or from ``checkpoint.load``)."""
     worker: WorkerClient
+    services: Mapping[str, Any] = field(default_factory=dict)
+    """Name of a service of the nodes to ``socket`` (path of its own node's), ``token``, and ``addresses`` (node number
+    as text to ``host:port``)."""
 
 
 class StopFlag:

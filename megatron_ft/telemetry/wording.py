@@ -56,6 +56,8 @@ def note(record: Record) -> Note | None:
             return Note(level="warning", text=text)
         case events.RankFailed():
             return Note(level="bad", text=_rank_failed(record))
+        case events.RanksRestarted():
+            return Note(level="warning", text=_ranks_restarted(record))
         case events.StopRequested():
             return Note(level="warning", text=f"stop requested ({record.source}): finishing the iteration")
         case events.RunFinished():
@@ -144,3 +146,9 @@ def _rank_failed(record: events.RankFailed) -> str:
     first = ", the first to fail" if record.first else ""
     error = f": {record.error}" if record.error else ""
     return f"rank {record.rank}{node} died{when} ({ending}{first}){error}"
+
+
+def _ranks_restarted(record: events.RanksRestarted) -> str:
+    where = f" in iteration {record.iteration}" if record.iteration else ""
+    left = f"{record.num_restarts_left} more without progress"
+    return f"starting all ranks again (generation {record.generation}; {left}): {record.reason}{where}"

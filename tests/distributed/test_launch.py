@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -155,6 +156,121 @@ def test_an_error_of_the_project_passes_its_exit_code_on(runs: Path) -> None:
     assert "loss is NaN at iteration 3" in output
 
 
+def started(runs: Path) -> dict[int, list[dict[str, Any]]]:
+    """What ranks were started with, by generation."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for record in records(runs):
+        if record["kind"] == "started":
+            found.setdefault(record["generation"], []).append(record)
+    return found
+
+
+def test_all_ranks_start_again_after_one_was_killed(runs: Path) -> None:
+    kill = 'kill(rank=1, at_iteration=5, phase="backward", generation=0)'
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.failpoints": [kill], "launch.max_restarts": 1}
+    job = start_dummy_job(runs, "run_restarted", overrides=overrides)
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == EXIT_OK, output
+    assert "FAILED" not in output
+    ranks = {generation: sorted(start["rank"] for start in starts) for generation, starts in started(runs).items()}
+    assert ranks == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
+    first, second = started(runs)[0][0], started(runs)[1][0]
+    assert first["resume_from"] is None
+    assert second["resume_from"] == str(runs / "dummy" / "checkpoints")
+    assert first["master_port"] != second["master_port"]
+    told = [record for record in records(runs) if record["kind"] in ("rank_failed", "ranks_restarted")]
+    assert [record["kind"] for record in told] == ["rank_failed", "ranks_restarted"]
+    assert (told[0]["rank"], told[0]["signal"], told[0]["iteration"]) == (1, "SIGKILL", 5)
+    assert (told[1]["generation"], told[1]["failed_ranks"], told[1]["num_restarts_left"]) == (1, [1], 0)
+    assert records(runs)[-1] == {"kind": "closed", "exit_code": 0, "reason": "all ranks have finished"}
+    log = (runs / "dummy" / "logs" / "rank-00001.log").read_text()
+    assert log == "rank 1 of 4 on node 0\n" * 2, "logs append"
+    assert_nothing_left(runs)
+
+
+def test_a_fault_that_comes_again_and_again_ends_the_job(runs: Path) -> None:
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.max_restarts": 2}
+    fault = 'raise(rank=2, at_iteration=3, phase="forward")'
+    job = start_dummy_job(runs, "run_restarted", overrides={**overrides, "launch.failpoints": [fault]})
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == RankFailed.exit_code, output
+    assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase forward)" in output
+    assert "Its ranks had been started again 2 times:\n  generation 0: rank 2 raised" in output
+    assert sorted(started(runs)) == [0, 1, 2]
+    assert [record["rank"] for record in records(runs) if record["kind"] == "rank_failed"] == [2, 2, 2]
+    assert_nothing_left(runs)
+
+
+def test_an_error_of_the_project_is_not_tried_again(runs: Path) -> None:
+    job = start_dummy_job(runs, "run_stopped_by_policy", overrides={**TWO_NODES, "launch.max_restarts": 5})
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == TrainingStopped.exit_code, output
+    assert not [record for record in records(runs) if record["kind"] == "ranks_restarted"]
+
+
+def start_with_service(runs: Path, manner: str = "", **overrides: Any) -> "subprocess.Popen[str]":
+    """A job on two nodes whose ranks ask the service of their node."""
+    settings = {**TWO_NODES, "training.train_iterations": 8, **overrides}
+    services = {"dummy": "tests.helpers.dummy_service"}
+    environment = {"DUMMY_SERVICE": manner}
+    return start_dummy_job(runs, "run_with_service", overrides=settings, services=services, environment=environment)
+
+
+def test_services_of_nodes_outlive_their_ranks_and_end_with_the_job(runs: Path) -> None:
+    kill = 'kill(rank=3, at_iteration=4, phase="forward", generation=0)'
+    job = start_with_service(runs, **{"launch.failpoints": [kill], "launch.max_restarts": 1})
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == EXIT_OK, output
+    answers = [record for record in records(runs) if record["kind"] == "service"]
+    assert len(answers) == 8, "four ranks, twice"
+    processes = {node: {answer["process_id"] for answer in answers if answer["node"] == node} for node in (0, 1)}
+    assert [len(found) for found in processes.values()] == [1, 1], "the same before and after the restart"
+    assert processes[0] != processes[1]
+    assert all(answer["trusted"] for answer in answers)
+    addresses = answers[0]["addresses"]
+    assert sorted(addresses) == ["0", "1"]
+    assert len(set(addresses.values())) == 2
+    assert all(answer["addresses"] == addresses for answer in answers)
+    assert (runs / "dummy" / "logs" / "node-001-dummy.log").read_text() == "serving node 1\n"
+    assert not [found for node in processes.values() for found in node if psutil.pid_exists(found)]
+    assert_nothing_left(runs)
+
+
+@pytest.mark.parametrize(
+    ("manner", "words"),
+    [
+        ("fails", ["service dummy exited with code 3", "no memory"]),
+        ("garbage", ["bytes that are no JSON|JSON list: must be an object"]),
+        ("brittle", ["service dummy was killed by SIGKILL while the job ran"]),
+    ],
+)
+def test_a_service_that_ends_or_lies_ends_its_node(runs: Path, manner: str, words: list[str]) -> None:
+    job = start_with_service(runs, manner, **{"launch.max_restarts": 3, "training.train_iterations": 100000})
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == ControlError.exit_code, output
+    assert "was lost: its process exited with code 8" in output
+    for word in words:
+        assert re.search(word, output), output
+    assert_nothing_left(runs)
+
+
+@pytest.mark.parametrize("killed", ["console", "node"])
+def test_no_service_outlives_what_started_it(runs: Path, killed: str) -> None:
+    job = start_with_service(runs, "stubborn", **{"training.train_iterations": 100000})
+
+    def service_of_node_1() -> list[int]:
+        return [record["process_id"] for record in records(runs) if record["kind"] == "service" and record["node"]]
+
+    (process_id, *_) = eventually(service_of_node_1, "a rank of node 1 has asked")
+    if killed == "console":
+        os.kill(job.pid, signal.SIGKILL)
+    else:
+        psutil.Process(psutil.Process(process_id).ppid()).kill()
+        eventually(lambda: not psutil.pid_exists(process_id), "it dies with its node", seconds=5)
+    wait(job, LIMIT_SECONDS)
+    eventually(lambda: not processes_of(runs), "a stubborn service is killed by its node", seconds=20)
+
+
 def test_a_lost_node_process_ends_the_job(runs: Path) -> None:
     job = start_dummy_job(runs, "run_stubborn", overrides=TWO_NODES)
     rank_process(runs, 3)
@@ -271,7 +387,7 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
     from tests.helpers.jobs import REPOSITORY
 
     policy = MembershipPolicy(num_nodes=1, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=1)
-    controller = Controller(policy, interface="127.0.0.1", token="a" * 64, start_order={})
+    controller = Controller(policy, interface="127.0.0.1", token="a" * 64, start_order=lambda _generation: {})
     server = threading.Thread(target=controller.run, args=(lambda _: None, lambda _: None), daemon=True)
     server.start()
     (tmp_path / "sockets").mkdir(mode=0o700)

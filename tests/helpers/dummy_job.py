@@ -1,6 +1,6 @@
 """``python -m tests.helpers.dummy_job SPEC.json``: a job of dummy ranks whose sink is a file of JSON lines.
 
-``SPEC.json`` holds ``config`` (JSON of ``JobConfig``) ``entry`` and ``preload``.
+``SPEC.json`` holds ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``services``.
 """
 
 import json
@@ -39,7 +39,15 @@ def main() -> int:
     command = ["python", "pretrain_moe.py"]
     entry = f"tests.helpers.dummy_rank:{spec['entry']}"
     try:
-        return launch(config, "a: 1\n", open_sinks=FileSinks, entry=entry, preload=spec["preload"], command=command)
+        return launch(
+            config,
+            "a: 1\n",
+            open_sinks=FileSinks,
+            entry=entry,
+            preload=spec["preload"],
+            command=command,
+            services=spec["services"],
+        )
     except MegatronFtError as error:
         print(error, file=sys.stderr)
         return error.exit_code

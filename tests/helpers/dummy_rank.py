@@ -1,5 +1,6 @@
 """Ranks without a model: what tests of ``launch`` run instead of the training loop."""
 
+import socket
 import time
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import TrainingStopped
+from megatron_ft.framing import FrameReader, send
 
 ITERATION_SECONDS = 0.02
 
@@ -14,7 +16,9 @@ ITERATION_SECONDS = 0.02
 def run(config: JobConfig, context: RankContext) -> None:
     """Count iterations, report them from rank 0, obey failpoints and stop requests."""
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
-    failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, record=record)
+    failpoints.arm(
+        config.launch.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
+    )
     failpoints.watch(context.worker.progress)
     print(f"rank {context.rank} of {context.world_size} on node {context.node}", flush=True)
     (context.run_dir / "logs" / f"started-{context.rank}").write_text(str(time.time()))
@@ -27,6 +31,27 @@ def run(config: JobConfig, context: RankContext) -> None:
         if context.worker.stop_requested():
             (context.run_dir / "checkpoints" / f"iteration-{iteration}-rank-{context.rank}").touch()
             return
+
+
+def run_restarted(config: JobConfig, context: RankContext) -> None:
+    """As ``run``, and each rank reports what it was started with."""
+    names = ("rank", "generation", "master_port")
+    resume_from = None if context.resume_from is None else str(context.resume_from)
+    started = {name: getattr(context, name) for name in names} | {"resume_from": resume_from}
+    context.worker.report({"kind": "started", **started})
+    run(config, context)
+
+
+def run_with_service(config: JobConfig, context: RankContext) -> None:
+    """As ``run``, and each rank reports what the service of its node says."""
+    service = context.services["dummy"]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(service["socket"])
+        send(connection, {"token": service["token"]})
+        (answer,), _ = FrameReader(connection).pump()
+    where = {"rank": context.rank, "node": context.node, "generation": context.generation}
+    context.worker.report({"kind": "service", **where, **answer, "addresses": service["addresses"]})
+    run(config, context)
 
 
 def run_stubborn(config: JobConfig, context: RankContext) -> None:

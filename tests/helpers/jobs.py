@@ -111,12 +111,15 @@ def start_dummy_job(
     *,
     overrides: Mapping[str, Any] | None = None,
     preload: Sequence[str] = ("tests.helpers.dummy_rank",),
+    services: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[str]":
     """Start a job of dummy ranks.
 
     Args:
         entry: function of ``tests/helpers/dummy_rank.py``.
         overrides: dotted key to value, e.g. ``{"launch.num_nodes": 2}``.
+        services: name to module of services of the nodes.
     """
     config = JobConfig()
     for key, value in {"run.dir": str(runs), "run.name": "dummy", **(overrides or {})}.items():
@@ -124,8 +127,9 @@ def start_dummy_job(
         setattr(getattr(config, group), name, value)
     runs.mkdir(exist_ok=True)
     spec = runs / "spec.json"
-    spec.write_text(json.dumps({"config": to_dict(config), "entry": entry, "preload": list(preload)}))
-    return start([sys.executable, "-m", "tests.helpers.dummy_job", str(spec)])
+    content = {"entry": entry, "preload": list(preload), "services": dict(services or {})}
+    spec.write_text(json.dumps({"config": to_dict(config), **content}))
+    return start([sys.executable, "-m", "tests.helpers.dummy_job", str(spec)], environment=environment)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,13 @@ def check_launch(launch: LaunchConfig) -> None:
     require(0 <= launch.master_port <= 65535, "launch.master_port", launch.master_port, "must be in 0..65535")
     above(0, "launch.start_timeout_seconds", launch.start_timeout_seconds)
     above(0, "launch.stop_timeout_seconds", launch.stop_timeout_seconds)
+    at_least(0, "launch.max_restarts", launch.max_restarts)
+    require(
+        launch.max_restarts == 0 or launch.mode == "local",
+        "launch.max_restarts",
+        launch.max_restarts,
+        f"must be 0 with launch.mode={launch.mode}: who started the ranks starts them again (torchrun --max-restarts)",
+    )
     at_least(1, "launch.gpu_memory_bytes", launch.gpu_memory_bytes)
     at_least(1, "launch.host_memory_bytes", launch.host_memory_bytes)
     _check_interface(launch.interface)

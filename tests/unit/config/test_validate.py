@@ -100,6 +100,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"launch.failpoints": ['kill(rank=7, at_iteration=1, phase="forward")']}, "launch.failpoints"),
     ({"launch.failpoints": ['kill(at_iteration=100000, phase="forward")']}, "launch.failpoints"),
     ({"launch.failpoints": ['kill(at_iteration=-1, phase="forward")']}, "launch.failpoints"),
+    ({"launch.failpoints": ['kill(generation=1, phase="forward")']}, "launch.failpoints"),
+    ({"launch.failpoints": ['kill(generation=-1, phase="forward")']}, "launch.failpoints"),
+    ({"launch.max_restarts": -1}, "launch.max_restarts"),
+    ({"launch.max_restarts": 1, "launch.mode": "torchrun"}, "launch.max_restarts"),
     ({"launch.failure_domains": ["a", "b"]}, "launch.failure_domains"),
     ({"run.name": "../up"}, "run.name"),
     ({"run.resume": "must"}, "run.name"),
@@ -134,6 +138,7 @@ WORKING: list[dict[str, Any]] = [
     {"model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2},
     {"model.multi_latent_attention": True},
     {"launch.failpoints": ['kill(rank=0, at_iteration=1, phase="forward")']},
+    {"launch.failpoints": ['kill(generation=1, phase="forward")'], "launch.max_restarts": 1},
     {"optimizer.lr_decay_style": "WSD", "optimizer.lr_wsd_decay_iterations": 10},
 ]
 

@@ -6,27 +6,51 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control.controller import Controller, JobEnd
-from megatron_ft.control.membership import KillRequested, MembershipPolicy, Outcome, Phase
+from megatron_ft.control.controller import FINAL_ERRORS, Controller, JobEnd
+from megatron_ft.control.membership import Decision, KillRequested, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
+from megatron_ft.errors import MegatronFtError
 
 TOKEN = new_token()
-POLICY = MembershipPolicy(num_nodes=2, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=5)
+POLICY = MembershipPolicy(
+    num_nodes=2, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=5, max_restarts=1
+)
+
+
+def start_order(generation: int) -> dict[str, Any]:
+    return {"config": 1, "master_port": 20000 + generation}
 
 
 class Running:
     """A controller in a thread, and a client that plays agents."""
 
     def __init__(self) -> None:
-        self.controller = Controller(POLICY, interface="127.0.0.1", token=TOKEN, start_order={"config": 1})
+        self.controller = Controller(POLICY, interface="127.0.0.1", token=TOKEN, start_order=start_order)
         self.records: list[Any] = []
         self.end: JobEnd | None = None
+        self.details_at_restart: dict[int, Any] = {}
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         self.client = RpcClient(self.controller.address, "Controller", token=TOKEN)
 
     def _run(self) -> None:
-        self.end = self.controller.run(self.records.append, lambda _: None)
+        self.end = self.controller.run(self.records.append, self._decided)
+
+    def _decided(self, step: Step) -> None:
+        if step.decision is Decision.RESTART:
+            self.details_at_restart = dict(self.controller.details)
+
+    def start(self) -> dict[str, Any]:
+        """Let both nodes join; the order they get."""
+        for node in (0, 1):
+            service = {"socket": f"node-{node}.sock", "address": f"127.0.0.1:{9000 + node}"}
+            self.call("join", node=node, services={"keeper": service})
+        return self.order(0)
+
+    def order(self, number: int) -> dict[str, Any]:
+        """The order of that number, as soon as it is given."""
+        order: dict[str, Any] = self.call("poll", node=0, after=number, wait_seconds=10)["orders"][0]
+        return order
 
     def call(self, method: str, **body: Any) -> dict[str, Any]:
         return self.client.call(method, body, timeout_seconds=10)
@@ -73,6 +97,40 @@ def test_a_job_from_start_to_end(job: Running) -> None:
     assert job.records == [{"n": 7}, {"n": 7}]
 
 
+def test_ranks_start_again_after_a_failure_with_an_order_of_their_own(job: Running) -> None:
+    job.start()
+    for rank in (0, 1):
+        job.deliver(rank, 0, {"op": "reported", "rank": rank})
+    job.deliver(1, 1, {**exited(1, -9), "iteration": 4, "phase": "backward"})
+    assert job.order(1)["op"] == "stop"
+    job.deliver(0, 1, {"op": "raised", "rank": 0, "at_seconds": 1.5, "exit_code": None}, exited(0, 1))
+    start = job.order(2)
+    assert (start["op"], start["generation"], start["master_port"]) == ("start", 1, 20001)
+    assert start["ranks"] == {"0": [0], "1": [1]}
+    assert {rank: about["returncode"] for rank, about in job.details_at_restart.items()} == {0: 1, 1: -9}
+    assert job.controller.state.iteration_at_restart == 4
+    for rank, number in ((0, 3), (1, 2)):
+        job.deliver(rank, number, {"op": "reported", "rank": rank}, exited(rank))
+    job.thread.join(timeout=10)
+    assert job.end is not None and job.end.outcome is Outcome.FINISHED
+    assert job.end.survived == ("rank 1 was killed by SIGKILL",)
+
+
+@pytest.mark.parametrize("error", FINAL_ERRORS)
+def test_an_error_that_another_try_cannot_mend_ends_the_job(job: Running, error: type[MegatronFtError]) -> None:
+    job.start()
+    for rank in (0, 1):
+        job.deliver(rank, 0, {"op": "raised", "rank": rank, "at_seconds": 1.0, "exit_code": error.exit_code})
+        job.deliver(rank, 1, exited(rank, error.exit_code))
+    job.thread.join(timeout=10)
+    assert job.end is not None and job.end.outcome is Outcome.FAILED
+    assert job.end.survived == ()
+
+
+def test_every_node_learns_where_the_services_of_all_listen(job: Running) -> None:
+    assert job.start()["services"] == {"keeper": {"0": "127.0.0.1:9000", "1": "127.0.0.1:9001"}}
+
+
 def test_what_is_delivered_twice_counts_once(job: Running) -> None:
     assert job.deliver(0, 0, record(0, 0), record(0, 1)) == 2
     assert job.deliver(0, 0, record(0, 0), record(0, 1), record(0, 2)) == 3
@@ -88,11 +146,14 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ("join", {"node": 2}, "nodes 0 to 1"),
         ("join", {}, "malformed"),
         ("join", {"node": "x"}, "malformed"),
+        ("join", {"node": 0, "services": {"keeper": {"socket": "s"}}}, "malformed"),
+        ("join", {"node": 0, "services": 7}, "malformed"),
         ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "nodes 0 to 1"),
         ("poll", {"node": 0, "after": 0}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not of node 0"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0}]}, "unknown item"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "exited", "rank": 0}]}, "malformed"),
+        ("deliver", {"node": 0, "first": 0, "items": [{**exited(0), "iteration": "many"}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [7]}, "malformed"),
         ("deliver", {"node": 0, "first": 0}, "malformed"),
     ],

@@ -1,5 +1,7 @@
 """The membership state machine under a virtual clock."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from megatron_ft.control.membership import (
     NodeLost,
     Outcome,
     Phase,
+    Progressed,
     RankExited,
     RankRaised,
     RankReported,
@@ -35,22 +38,37 @@ POLICY = MembershipPolicy(
 )
 
 
+TWO_RESTARTS = replace(POLICY, max_restarts=2)
+
+
 class Job:
     """A job whose clock the test turns."""
 
-    def __init__(self) -> None:
-        self.state = initial(POLICY, 0.0)
+    def __init__(self, policy: MembershipPolicy = POLICY) -> None:
+        self.policy = policy
+        self.state = initial(policy, 0.0)
         self.now = 0.0
 
     def see(self, event: Event, *, after_seconds: float = 0.0) -> Step:
         self.now += after_seconds
-        step = advance(POLICY, self.state, event, self.now)
+        step = advance(self.policy, self.state, event, self.now)
         self.state = step.state
         return step
 
     def running(self) -> "Job":
         self.see(NodeJoined(0))
         assert self.see(NodeJoined(1)).decision is Decision.START
+        return self.report()
+
+    def fail(self, *, at_iteration: int) -> Step:
+        """Rank 1 is killed in ``at_iteration``, the others see it; the last step."""
+        self.see(Progressed(at_iteration))
+        self.exit(1, -9, at_seconds=1.0)
+        for rank in (0, 2):
+            self.exit(rank, 1, at_seconds=2.0)
+        return self.exit(3, 1, at_seconds=2.0)
+
+    def report(self) -> "Job":
         for rank in range(4):
             self.see(RankReported(rank))
         assert self.state.phase is Phase.RUNNING
@@ -174,6 +192,14 @@ def test_a_lost_node_is_a_failure_and_its_ranks_are_gone() -> None:
     assert (end.decision, end.reason) == (Decision.END, "node 1 was lost: cable")
 
 
+def test_a_lost_node_comes_before_ranks_that_complained_of_it() -> None:
+    job = Job().running()
+    job.see(RankRaised(0, 7.0))
+    job.see(NodeLost(1, 7.5, "cable"))
+    job.exit(0, 1, at_seconds=7.1)
+    assert job.exit(1, 1, at_seconds=7.1).reason == "node 1 was lost: cable"
+
+
 def test_ranks_that_have_not_started_have_nothing_to_save() -> None:
     job = Job()
     for event in (NodeJoined(0), NodeJoined(1), RankReported(0)):
@@ -208,6 +234,86 @@ def test_nodes_that_do_not_join_and_ranks_that_do_not_report_are_named() -> None
     assert (step.decision, step.state.outcome) == (Decision.END, Outcome.FAILED)
 
 
+def test_when_all_ranks_are_gone_they_start_again() -> None:
+    job = Job(TWO_RESTARTS).running()
+    step = job.fail(at_iteration=5)
+    assert (step.decision, step.reason) == (Decision.RESTART, "rank 1 was killed by SIGKILL")
+    state = job.state
+    assert (state.phase, state.generation, state.outcome) == (Phase.STARTING, 1, Outcome.FINISHED)
+    assert state.gone == state.reported == frozenset()
+    assert [failure.rank for failure in state.survived[0]] == [1, 0, 2, 3]
+    job.report()
+    for rank in range(4):
+        end = job.exit(rank)
+    assert (end.decision, end.state.outcome) == (Decision.END, Outcome.FINISHED)
+
+
+def test_survivors_are_killed_before_all_start_again() -> None:
+    job = Job(TWO_RESTARTS).running()
+    assert job.exit(1, -9).decision is Decision.STOP
+    assert job.see(Tick(), after_seconds=2.0).decision is Decision.KILL
+    decisions = [job.exit(rank, -9, at_seconds=9.0).decision for rank in (0, 2, 3)]
+    assert decisions == [Decision.WAIT, Decision.WAIT, Decision.RESTART]
+    assert [failure.rank for failure in job.state.survived[0]] == [1], "the killed ones did not fail"
+
+
+def test_restarts_without_progress_are_counted() -> None:
+    job = Job(TWO_RESTARTS).running()
+    for _ in range(2):
+        assert job.fail(at_iteration=5).decision is Decision.RESTART
+        job.report()
+    end = job.fail(at_iteration=5)
+    assert (end.decision, end.state.outcome) == (Decision.END, Outcome.FAILED)
+    assert end.reason == "rank 1 was killed by SIGKILL"
+    assert len(end.state.survived) == 2
+
+
+def test_progress_makes_restarts_count_anew() -> None:
+    job = Job(replace(POLICY, max_restarts=1)).running()
+    for generation, iteration in enumerate((3, 4, 9, 10), start=1):
+        assert job.fail(at_iteration=iteration).decision is Decision.RESTART
+        assert job.state.generation == generation
+        job.report()
+    assert job.fail(at_iteration=7).decision is Decision.END, "it had been further before"
+
+
+def test_ranks_that_die_before_they_report_start_again() -> None:
+    job = Job(TWO_RESTARTS)
+    for event in (NodeJoined(0), NodeJoined(1), RankReported(0)):
+        job.see(event)
+    assert job.fail(at_iteration=0).decision is Decision.RESTART
+    assert job.see(Tick(), after_seconds=99.0).decision is Decision.WAIT
+    assert job.see(Tick(), after_seconds=1.0).decision is Decision.KILL, "each start has its own time"
+    for rank in range(4):
+        end = job.exit(rank, -9)
+    assert (end.decision, end.state.outcome) == (Decision.END, Outcome.FAILED), "ranks that never speak are no rank's"
+
+
+def test_an_error_that_another_try_cannot_mend_ends_the_job() -> None:
+    job = Job(TWO_RESTARTS).running()
+    job.see(RankRaised(0, -0.5, final=True))
+    assert job.fail(at_iteration=5).decision is Decision.END
+    job = Job(TWO_RESTARTS).running()
+    job.see(RankRaised(0, 0.5, final=True))
+    assert job.fail(at_iteration=5).decision is Decision.RESTART, "a complaint about a killed peer decides nothing"
+
+
+@pytest.mark.parametrize("event", [StopRequested(), KillRequested(), NodeLost(0, 1.0)])
+def test_nothing_starts_again_after_a_request_or_without_a_node(event: Event) -> None:
+    job = Job(TWO_RESTARTS).running()
+    job.see(event)
+    assert job.fail(at_iteration=5).decision is Decision.END
+
+
+def test_a_stop_request_while_ranks_start_again_is_no_failure() -> None:
+    job = Job(TWO_RESTARTS).running()
+    job.fail(at_iteration=5)
+    assert job.see(StopRequested()).decision is Decision.KILL
+    for rank in range(4):
+        step = job.exit(rank, -9)
+    assert (step.decision, step.state.outcome) == (Decision.END, Outcome.INTERRUPTED)
+
+
 def test_how_a_process_ended_in_words() -> None:
     assert describe_returncode(-9) == "was killed by SIGKILL"
     assert describe_returncode(-64) in ("was killed by SIGRTMAX", "was killed by signal 64")
@@ -220,14 +326,22 @@ EVENTS = st.one_of(
     st.builds(RankReported, st.integers(0, 3)),
     st.builds(RankRaised, st.integers(0, 3), st.floats(0, 100)),
     st.builds(RankExited, st.integers(0, 3), st.sampled_from([0, 1, -9]), st.floats(0, 100), st.booleans()),
+    st.builds(Progressed, st.integers(0, 5)),
     st.just(StopRequested()),
     st.just(KillRequested()),
     st.just(Tick()),
 )
+HISTORIES = st.lists(st.tuples(EVENTS, st.floats(0, 30)), max_size=30)
+MISHAPS = st.one_of(
+    st.builds(RankReported, st.integers(0, 3)),
+    st.builds(RankRaised, st.integers(0, 3), st.floats(0, 100), st.just(False)),
+    st.builds(RankExited, st.integers(0, 3), st.sampled_from([0, 1, -9]), st.floats(0, 100), st.booleans()),
+    st.builds(Progressed, st.integers(0, 3)),
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(EVENTS, st.floats(0, 30)), max_size=30))
+@given(HISTORIES)
 def test_whatever_happens_the_job_ends_in_bounded_time_and_decides_each_thing_once(
     history: list[tuple[Event, float]],
 ) -> None:
@@ -243,6 +357,32 @@ def test_whatever_happens_the_job_ends_in_bounded_time_and_decides_each_thing_on
         assert decisions.count(decision) <= 1
     order = [d for d in decisions if d is not Decision.WAIT]
     assert order == sorted(order, key=[Decision.START, Decision.STOP, Decision.KILL, Decision.END].index)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2), HISTORIES, st.lists(MISHAPS, max_size=80))
+def test_restarts_end_too_and_each_generation_is_whole(
+    max_restarts: int, history: list[tuple[Event, float]], mishaps: list[Event]
+) -> None:
+    job = Job(replace(POLICY, max_restarts=max_restarts))
+    fruitless, iteration = 0, 0
+    for event, seconds in [*history, *((NodeJoined(node), 0.0) for node in (0, 1)), *((m, 0.1) for m in mishaps)]:
+        before = job.state
+        step = job.see(event, after_seconds=seconds)
+        if step.decision is not Decision.RESTART:
+            assert job.state.generation == before.generation
+            continue
+        fruitless = 0 if before.iteration > iteration else fruitless
+        fruitless, iteration = fruitless + 1, before.iteration
+        assert fruitless <= max_restarts
+        assert not before.interrupted and len(before.gone) >= 3, "only the last rank was missing"
+        assert (job.state.generation, job.state.gone, job.state.failures) == (before.generation + 1, frozenset(), ())
+        assert len(job.state.survived) == job.state.generation
+        assert all(failure.rank is not None for failure in job.state.survived[-1])
+    job.see(KillRequested())
+    for _ in range(3):
+        job.see(Tick(), after_seconds=30.0)
+    assert job.state.phase is Phase.ENDED
 
 
 def test_the_state_of_nothing() -> None:

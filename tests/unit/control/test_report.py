@@ -5,11 +5,16 @@ from typing import Any
 
 from megatron_ft.control.controller import JobEnd
 from megatron_ft.control.launch import exit_code_of
-from megatron_ft.control.membership import Failure, Outcome
-from megatron_ft.control.report import failed_records, failure_screen, resume_advice
+from megatron_ft.control.membership import Decision, Failure, MembershipPolicy, Outcome, State, Step
+from megatron_ft.control.report import failed_records, failure_screen, restart_records, resume_advice
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
+from megatron_ft.events import RankFailed as RankFailedEvent
+from megatron_ft.events import RanksRestarted
 
 RUN = Path("/runs/x")
+POLICY = MembershipPolicy(
+    num_nodes=2, ranks_per_node=2, start_timeout_seconds=1.0, stop_timeout_seconds=1.0, max_restarts=3
+)
 
 
 def died(rank: int, at: float, returncode: int = 1, *, by_us: bool = False, **more: Any) -> dict[int, dict[str, Any]]:
@@ -78,11 +83,36 @@ def test_a_thousand_ranks_fit_on_a_screen() -> None:
 
 def test_events_name_the_first_and_leave_out_those_we_ended() -> None:
     end = ended(2, died(1, 2.0, error="E"), died(2, 1.0, -11), died(0, 3.0, -9, by_us=True))
-    records = failed_records(end, {0: 0, 1: 0, 2: 1})
+    records = failed_records(end, POLICY)
     assert [(record.rank, record.node, record.first, record.signal) for record in records] == [
         (2, 1, True, "SIGSEGV"),
         (1, 0, False, None),
     ]
+
+
+def test_a_restart_is_told_after_the_failures_it_answers() -> None:
+    died_first = Failure(rank=2, at_seconds=1.0, detail="rank 2 was killed by SIGSEGV")
+    state = State(generation=2, survived=((), (died_first,)), iteration=7, num_restarts=1)
+    details = died(1, 2.0, error="E") | died(2, 1.0, -11) | died(0, 3.0, -9, by_us=True)
+    first, second, restarted = restart_records(Step(state, Decision.RESTART, died_first.detail), details, POLICY)
+    assert isinstance(first, RankFailedEvent) and isinstance(second, RankFailedEvent)
+    assert [(event.rank, event.first) for event in (first, second)] == [(2, True), (1, False)]
+    assert restarted == RanksRestarted(
+        generation=2,
+        reason="rank 2 was killed by SIGSEGV",
+        failed_ranks=(2, 1),
+        iteration=7,
+        num_restarts_left=2,
+    )
+
+
+def test_a_failure_after_restarts_says_what_was_survived() -> None:
+    end = ended(0, died(0, 1.0, -9))
+    assert "started again" not in failure_screen(end, RUN, "")
+    end.survived = ("rank 1 raised", "rank 3 was killed by SIGKILL")
+    screen = failure_screen(end, RUN, "")
+    assert "Its ranks had been started again 2 times:" in screen
+    assert "generation 1: rank 3 was killed by SIGKILL" in screen
 
 
 def test_exit_codes() -> None:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from megatron_ft.framing import Message
 from megatron_ft.control.rpc import RpcClient, RpcError, RpcServer, check_interface, new_token
 from megatron_ft.errors import ConfigError, ControlError
+from megatron_ft.framing import Message
 
 TOKEN = new_token()
 

@@ -53,6 +53,7 @@ EXAMPLES: list[Record] = [
     events.FailpointUnfired(failpoint="kill(phase='gather')", rank=1),
     events.RankFailed(rank=1, node=0, signal="SIGKILL", first=True),
     events.RankFailed(rank=0, exit_code=1, error="ValueError: [bold]not markup[/bold]"),
+    events.RanksRestarted(generation=1, reason="rank 1 raised", failed_ranks=(1,), iteration=4, num_restarts_left=0),
     events.StopRequested(source="SIGTERM"),
     events.RanksReady(seconds=1.5),
     events.SinkFailed(sink="wandb", error="ImportError: no module"),

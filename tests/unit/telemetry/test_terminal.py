@@ -215,6 +215,13 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
             "good",
             "checkpoint of iteration 30 saved: 3.2 MB in 0.40 s",
         ),
+        (
+            events.RanksRestarted(
+                generation=2, reason="rank 3 raised", failed_ranks=(3,), iteration=7, num_restarts_left=1
+            ),
+            "warning",
+            "starting all ranks again (generation 2; 1 more without progress): rank 3 raised in iteration 7",
+        ),
         (events.RunStarted(run_name="r", model="m", world_size=1), "info", "r: m, 1 rank"),
         (
             events.RunStarted(
