@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_ft.operator_state import StateShard
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.snapshot.activations import Activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -28,6 +29,25 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBasis:
+    """What a plan was made from: what later values are compared with before another plan is made."""
+
+    budget_bytes: int
+    """Bytes that a rank can capture within one iteration."""
+    peak_bytes: int
+    """Bytes of the largest slice on any rank."""
+    activations: Activations | None = None
+    """What experts had received, as one record; None where the order does not depend on it."""
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "PlanBasis":
+        """Inverse of ``dataclasses.asdict``."""
+        activations = content["activations"]
+        given = None if activations is None else Activations.from_json(activations)
+        return cls(budget_bytes=content["budget_bytes"], peak_bytes=content["peak_bytes"], activations=given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
     """A window of the whole job. Slice i is taken from the state after iteration ``start + i``.
 
@@ -40,6 +60,8 @@ class WindowPlan:
     """From the start of a window to the start of the next; at least the number of slices."""
     reason: str = ""
     """Why the window has this size and order."""
+    basis: PlanBasis | None = None
+    """None for a plan that no policy made."""
 
     @property
     def num_iterations(self) -> int:
@@ -86,4 +108,10 @@ class WindowPlan:
             tuple(Unit(**{**unit, "operator": OperatorId(**unit["operator"])}) for unit in units)
             for units in content["slices"]
         )
-        return cls(slices=slices, interval_iterations=content["interval_iterations"], reason=content["reason"])
+        basis = content.get("basis")
+        return cls(
+            slices=slices,
+            interval_iterations=content["interval_iterations"],
+            reason=content["reason"],
+            basis=None if basis is None else PlanBasis.from_json(basis),
+        )

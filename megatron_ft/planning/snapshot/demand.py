@@ -1,0 +1,123 @@
+"""What a job has to capture: the shards of every rank, and their bytes as matrices of units by ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ft.operator_state import Component, StateShard
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+
+Matrix = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitBytes:
+    """Bytes of units on ranks, without alignment."""
+
+    full: Matrix
+    """[units, ranks]: captured in full."""
+    frozen: Matrix
+    """[units, ranks]: compute weights only."""
+
+    def take(self, rows: Sequence[int]) -> "UnitBytes":
+        """The units ``rows``, in that order."""
+        return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
+
+    def distinct_ranks(self) -> "UnitBytes":
+        """One column for all ranks that capture the same bytes of every unit."""
+        columns = np.concatenate([self.full, self.frozen]).T
+        first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
+        return UnitBytes(
+            full=np.ascontiguousarray(self.full[:, first]), frozen=np.ascontiguousarray(self.frozen[:, first])
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What every rank has to capture."""
+
+    shards_by_rank: tuple[tuple[StateShard, ...], ...]
+    """Index is the rank."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return len(self.shards_by_rank)
+
+    @cached_property
+    def operators(self) -> tuple[OperatorId, ...]:
+        """Operators of which any rank has a shard, sorted by layer, kind and expert."""
+        found = {shard.operator for shards in self.shards_by_rank for shard in shards}
+        return tuple(sorted(found, key=lambda operator: (operator.layer, operator.kind, operator.expert or 0)))
+
+    @cached_property
+    def operator_bytes(self) -> UnitBytes:
+        """Bytes of whole operators, in the order of ``operators``."""
+        return self.bytes_of([Unit(operator=operator) for operator in self.operators])
+
+    def bytes_of(self, units: Sequence[Unit]) -> UnitBytes:
+        """Bytes of ``units``, equal to ``unit_bytes`` of every rank's shards."""
+        rows_of: dict[OperatorId, list[int]] = {}
+        for row, unit in enumerate(units):
+            rows_of.setdefault(unit.operator, []).append(row)
+        part = np.array([unit.part for unit in units], dtype=np.int64)
+        num_parts = np.array([unit.num_parts for unit in units], dtype=np.int64)
+        pairs = [
+            (row, shard) for shard, operator in enumerate(self._table.operators) for row in rows_of.get(operator, ())
+        ]
+        rows, shards = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        table = self._table.values[shards]
+        sizes, ranks = table[:, 0], table[:, 1]
+        num_elements = sizes * (part[rows] + 1) // num_parts[rows] - sizes * part[rows] // num_parts[rows]
+        shape = (len(units), self.num_ranks)
+        full, frozen = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        np.add.at(full, (rows, ranks), num_elements * table[:, 2] + (num_elements > 0) * table[:, 3])
+        np.add.at(frozen, (rows, ranks), num_elements * table[:, 4] + (num_elements > 0) * table[:, 5])
+        return UnitBytes(full=full, frozen=frozen)
+
+    def slice_bytes(self, plan: WindowPlan) -> Matrix:
+        """[slices, ranks]: bytes that each rank captures in each slice of ``plan``."""
+        units = [unit for units in plan.slices for unit in units]
+        bounds = np.cumsum([0, *(len(units) for units in plan.slices)])
+        table = self.bytes_of(units)
+        full = np.add.reduceat(table.full, bounds[:-1], axis=0)
+        frozen = np.add.reduceat(table.frozen, bounds[:-1], axis=0)
+        later: Matrix = frozen.sum(axis=0) - np.cumsum(frozen, axis=0)
+        return full + later
+
+    @cached_property
+    def _table(self) -> "_ShardTable":
+        return _shard_table(self.shards_by_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShardTable:
+    operators: list[OperatorId]
+    values: Matrix
+    """[shards, 6]: elements, rank, bytes per element and per shard in full, the same frozen."""
+
+
+def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]]) -> _ShardTable:
+    sizes: dict[int, tuple[int, int]] = {}
+
+    def bytes_of(components: tuple[Component, ...]) -> tuple[int, int]:
+        if id(components) not in sizes:
+            sizes[id(components)] = component_bytes(components)
+        return sizes[id(components)]
+
+    operators, values = [], []
+    for rank, shards in enumerate(shards_by_rank):
+        for shard in shards:
+            operators.append(shard.operator)
+            values.append((shard.stop - shard.start, rank, *bytes_of(shard.full), *bytes_of(shard.frozen)))
+    return _ShardTable(operators=operators, values=np.array(values, dtype=np.int64).reshape(-1, 6))
+
+
+def component_bytes(components: Sequence[Component]) -> tuple[int, int]:
+    """Bytes (of each element, of a shard once)."""
+    per_element = sum(component.item_bytes for component in components if component.per_element)
+    return per_element, sum(component.item_bytes for component in components if not component.per_element)

@@ -1,0 +1,111 @@
+"""Dense snapshots: everything at once, every so many iterations. Baselines of sparse windows."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.snapshot.demand import Demand
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseInterval:
+    """A dense snapshot at a given interval."""
+
+    interval_iterations: int
+    """From one snapshot to the next."""
+    replan_drift: float = 0.2
+    """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
+    reorder: ClassVar[None] = None
+
+    def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
+        """See ``SnapshotPolicy``.
+
+        Raises:
+            ConfigError: an interval below 1, or measurements out of range.
+        """
+        if self.interval_iterations < 1:
+            raise ConfigError.of("snapshot.policy.interval_iterations", self.interval_iterations, "must be at least 1")
+        context.validate()
+        return _dense(demand, context, self.interval_iterations, "dense at a given interval")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadBounded:
+    """The smallest interval whose stalls stay within a share of the time (CheckFreq; MoEvement, section 5.2).
+
+    A snapshot is captured beside one iteration; what that does not hide is the stall. The interval is the smallest n
+    with ``stall / (n * iteration) <= max_overhead``.
+    """
+
+    max_overhead: float = 0.03
+    """Largest share of the time that stalls may add."""
+    replan_drift: float = 0.2
+    """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
+    reorder: ClassVar[None] = None
+
+    def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
+        """See ``SnapshotPolicy``.
+
+        Raises:
+            ConfigError: an overhead that is not above 0, or measurements out of range.
+        """
+        if not self.max_overhead > 0:
+            raise ConfigError.of("snapshot.policy.max_overhead", self.max_overhead, "must be above 0")
+        context.validate()
+        stall = context.stall_seconds(_peak_bytes(demand))
+        interval = max(1, math.ceil(stall / (self.max_overhead * context.iteration_seconds)))
+        return _dense(demand, context, interval, f"dense, stalls at most {self.max_overhead:.1%} of the time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeminiStyle:
+    """The interval with the largest share of useful time for a given time between failures.
+
+    MoEvement, section 2.4: ``ETTR = 1 / (1 + stall / (n * T)) * 1 / (1 + n * T / (2 * MTBF))`` for an interval of n
+    iterations of T seconds, half of which a failure costs on average. The product of the two denominators is convex in
+    n and smallest at ``n = sqrt(2 * stall * MTBF) / T``; the better whole number beside it is taken. In section 5.2
+    the paper gives Gemini the interval that is best in hindsight; this is the one that can be known before.
+    """
+
+    mtbf_seconds: float
+    """Mean time between failures of the whole job."""
+    replan_drift: float = 0.2
+    """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
+    reorder: ClassVar[None] = None
+
+    def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
+        """See ``SnapshotPolicy``.
+
+        Raises:
+            ConfigError: a time between failures that is not above 0, or measurements out of range.
+        """
+        if not 0 < self.mtbf_seconds < math.inf:
+            raise ConfigError.of("snapshot.policy.mtbf_seconds", self.mtbf_seconds, "must be above 0 and finite")
+        context.validate()
+        stall, iteration = context.stall_seconds(_peak_bytes(demand)), context.iteration_seconds
+        best = math.sqrt(2 * stall * self.mtbf_seconds) / iteration
+        around = (max(1, math.floor(best)), max(1, math.ceil(best)))
+        interval = max(around, key=lambda n: useful_time_ratio(n, stall, iteration, self.mtbf_seconds))
+        ratio = useful_time_ratio(interval, stall, iteration, self.mtbf_seconds)
+        reason = f"dense, useful time {ratio:.1%} at a failure every {self.mtbf_seconds:g} s"
+        return _dense(demand, context, interval, reason)
+
+
+def useful_time_ratio(
+    interval_iterations: int, stall_seconds: float, iteration_seconds: float, mtbf_seconds: float
+) -> float:
+    """Share of the time that trains, ETTR (MoEvement, section 2.4)."""
+    seconds = interval_iterations * iteration_seconds
+    return 1.0 / ((1.0 + stall_seconds / seconds) * (1.0 + seconds / (2.0 * mtbf_seconds)))
+
+
+def _peak_bytes(demand: Demand) -> int:
+    return int(demand.operator_bytes.full.sum(axis=0).max())
+
+
+def _dense(demand: Demand, context: SnapshotContext, interval: int, reason: str) -> WindowPlan:
+    units = [Unit(operator=operator) for operator in demand.operators]
+    return make_plan(demand, context, [units], interval_iterations=interval, reason=reason)

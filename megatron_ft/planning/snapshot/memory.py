@@ -1,0 +1,58 @@
+"""Host memory that windows take on every node: its own, and the copies it keeps for others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ft.operator_state import StateShard
+from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.pieces import window_bytes
+from megatron_ft.planning.snapshot.plan import WindowPlan
+
+NUM_OWN_BUFFERS = 3
+"""Windows of a rank at once: committed, being replicated, being captured."""
+NUM_COPY_BUFFERS = 2
+"""Windows of a peer's rank at once: committed, incoming."""
+STATUS_BYTES = 4096
+"""The status page before a rank's buffers."""
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMemory:
+    """Bytes of one node."""
+
+    own_bytes: int
+    """Windows of its own ranks."""
+    copies_bytes: int
+    """Copies kept for other nodes."""
+    device_bytes: int = 0
+    """On the devices: slices are copied straight from the state."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Host memory."""
+        return self.own_bytes + self.copies_bytes
+
+
+def host_bytes(
+    plan: WindowPlan,
+    shards_by_rank: Sequence[Sequence[StateShard]],
+    ranks_per_node: int,
+    assignment: PeerAssignment,
+) -> tuple[NodeMemory, ...]:
+    """Memory of every node; ranks are numbered node by node."""
+    num_nodes = len(assignment.peers)
+    assert len(shards_by_rank) == num_nodes * ranks_per_node, f"{len(shards_by_rank)} ranks on {num_nodes} nodes"
+    window = [_whole_pages(window_bytes(plan, shards)) for shards in shards_by_rank]
+    by_node = [window[node * ranks_per_node : (node + 1) * ranks_per_node] for node in range(num_nodes)]
+    return tuple(
+        NodeMemory(
+            own_bytes=sum(NUM_OWN_BUFFERS * num_bytes + STATUS_BYTES for num_bytes in by_node[node]),
+            copies_bytes=sum(NUM_COPY_BUFFERS * sum(by_node[source]) for source in assignment.sources_of(node)),
+        )
+        for node in range(num_nodes)
+    )
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

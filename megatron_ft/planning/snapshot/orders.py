@@ -1,0 +1,127 @@
+"""In which order operators are captured within a window: popular ones last, so that replays keep them frozen longest.
+
+A frozen operator computes no weight gradients, so a replay is cheaper the longer busy operators stay frozen (MoEvement,
+section 3.5). Everything that is no routed expert sees every token and comes after the experts (its figure 6), from the
+last layer to the first: a backward pass ends at the first active operator (appendix E).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.snapshot.activations import Activations
+
+
+class OperatorOrder(Protocol):
+    """Orders the operators of a job, the same on every rank."""
+
+    @property
+    def uses_activations(self) -> bool:
+        """Whether the order can change with what experts received."""
+
+    def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
+        """All of ``operators``, first captured first. Without ``activations`` all experts are equally popular."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardCount:
+    """Tokens routed to the expert, over all records (MoEvement, section 3.5)."""
+
+    uses_activations: ClassVar[bool] = True
+
+    def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
+        """See ``OperatorOrder``."""
+        return _ascending(operators, activations, [] if activations is None else activations.totals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftCount:
+    """Sum of the expert's gate probabilities; its tokens where no probabilities were collected (appendix B)."""
+
+    uses_activations: ClassVar[bool] = True
+
+    def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
+        """See ``OperatorOrder``."""
+        scores: Sequence[Sequence[float]] = []
+        if activations is not None:
+            scores = activations.totals if activations.probabilities is None else activations.probabilities
+        return _ascending(operators, activations, scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeDecayed:
+    """Moving average over records: ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (appendix B)."""
+
+    decay: float = 0.9
+    """The paper's alpha: weight of the past, 0 (the newest record alone) to below 1."""
+    uses_activations: ClassVar[bool] = True
+
+    def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
+        """See ``OperatorOrder``."""
+        scores: list[list[float]] = []
+        for rows in () if activations is None else activations.tokens:
+            past = scores or [[0.0] * len(row) for row in rows]
+            scores = [
+                [self.decay * old + (1.0 - self.decay) * new for old, new in zip(*pair, strict=True)]
+                for pair in zip(past, rows, strict=True)
+            ]
+        return _ascending(operators, activations, scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityAware:
+    """Tokens relative to the capacity of the expert, for experts of different capacities (appendix B)."""
+
+    capacities: tuple[float, ...]
+    """Tokens each expert can process per batch (or any number in proportion), by expert id, above 0; the same in all
+    layers."""
+    uses_activations: ClassVar[bool] = True
+
+    def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
+        """See ``OperatorOrder``."""
+        rows = () if activations is None else activations.totals
+        scores = [[tokens / capacity for tokens, capacity in zip(row, self.capacities, strict=True)] for row in rows]
+        return _ascending(operators, activations, scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackToFront:
+    """From the head over the last layer to the embedding, whatever experts receive: for dense models (appendix E)."""
+
+    uses_activations: ClassVar[bool] = False
+
+    def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
+        """See ``OperatorOrder``."""
+        return tuple(sorted(operators, key=_back_to_front))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOrder:
+    """From the embedding to the head: no policy, to compare with."""
+
+    uses_activations: ClassVar[bool] = False
+
+    def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
+        """See ``OperatorOrder``."""
+        return tuple(sorted(operators, key=lambda operator: (operator.layer, operator.kind, operator.expert or 0)))
+
+
+def _ascending(
+    operators: Sequence[OperatorId], activations: Activations | None, scores: Sequence[Sequence[float]]
+) -> tuple[OperatorId, ...]:
+    """Experts by score [layer][expert], ties by layer and id; then the rest, back to front."""
+    experts = [operator for operator in operators if operator.expert is not None]
+    rest = [operator for operator in operators if operator.expert is None]
+    row_of = {} if activations is None else {layer: row for row, layer in enumerate(activations.layers)}
+
+    def key(operator: OperatorId) -> tuple[float, int, int]:
+        assert operator.expert is not None, f"{operator} is no expert"
+        score = scores[row_of[operator.layer]][operator.expert] if row_of else 0.0
+        return score, operator.layer, operator.expert
+
+    return (*sorted(experts, key=key), *sorted(rest, key=_back_to_front))
+
+
+def _back_to_front(operator: OperatorId) -> tuple[int, str, int]:
+    return -operator.layer, operator.kind, operator.expert or 0

@@ -1,0 +1,192 @@
+"""Which nodes keep copies of which node's windows: other failure domains, every node as many as the others."""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+from megatron_ft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAssignment:
+    """Where copies of every node's windows lie."""
+
+    peers: tuple[tuple[int, ...], ...]
+    """Of each node the nodes that keep a copy, nearest on the ring first."""
+    failure_domains: tuple[str, ...]
+    """Of each node."""
+    num_copies: int
+    """Failure domains besides its own in which what a node captured must lie."""
+    already_held: tuple[tuple[int, ...], ...] = ()
+    """Of each node the nodes that capture the same bytes themselves; empty where there are none at all."""
+
+    def sources_of(self, node: int) -> tuple[int, ...]:
+        """Nodes whose copies ``node`` keeps."""
+        return tuple(source for source, peers in enumerate(self.peers) if node in peers)
+
+    def held_by(self, node: int) -> tuple[int, ...]:
+        """Nodes that capture the same bytes as ``node``."""
+        return self.already_held[node] if self.already_held else ()
+
+    def validate(self) -> None:
+        """Assert that what every node captured lies in ``num_copies`` other domains, one copy in each."""
+        assert len(self.peers) == len(self.failure_domains), "every node has peers and a failure domain"
+        domains = self.failure_domains
+        for node, peers in enumerate(self.peers):
+            chosen = [domains[peer] for peer in peers]
+            held = {domains[other] for other in self.held_by(node)} - {domains[node]}
+            assert len(set(chosen)) == len(chosen), f"node {node} has two copies in one domain: {chosen}"
+            assert domains[node] not in chosen, f"node {node} has a copy in its own domain"
+            assert not held & set(chosen), f"node {node} has a copy in a domain that holds its bytes already"
+            assert len(chosen) == max(0, self.num_copies - len(held)), f"node {node} has {len(chosen)} copies"
+
+    def summary(self) -> str:
+        """One log line."""
+        kept = Counter(chain.from_iterable(self.peers))
+        counts = [kept[node] for node in range(len(self.peers))]
+        return (
+            f"{self.num_copies} copies in other failure domains: {len(self.peers)} nodes in "
+            f"{len(set(self.failure_domains))} domains keep {min(counts)} to {max(counts)} copies each"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "PeerAssignment":
+        """Inverse of ``to_json``."""
+        return cls(
+            peers=tuple(tuple(peers) for peers in content["peers"]),
+            failure_domains=tuple(content["failure_domains"]),
+            num_copies=content["num_copies"],
+            already_held=tuple(tuple(nodes) for nodes in content["already_held"]),
+        )
+
+
+def assign_peers(
+    failure_domains: Sequence[str], num_copies: int, already_held: Mapping[int, frozenset[int]] | None = None
+) -> PeerAssignment:
+    """Peers of every node.
+
+    Nodes stand on a ring on which domains alternate, and a node's copies go to the next nodes of other domains. With
+    domains of one size every node then keeps ``num_copies`` copies. Otherwise (uneven domains, bytes already held)
+    copies are moved from nodes that keep many to nodes that keep fewer, over chains of moves, until no chain helps:
+    the sum of squares of the copies per node is then the smallest there is. What stays uneven is so because domains
+    are: with domains of 3, 1 and 1 nodes and two copies, the two single nodes keep four copies each.
+
+    Args:
+        failure_domains: of each node of the job.
+        num_copies: r, domains besides its own in which every node's windows must lie.
+        already_held: node to the nodes that capture the same bytes themselves: their domains count as copies.
+
+    Raises:
+        ConfigError: fewer other domains than copies.
+    """
+    num_domains = len(set(failure_domains))
+    if not 0 <= num_copies < num_domains:
+        raise ConfigError.of(
+            "snapshot.num_peer_copies",
+            num_copies,
+            f"must be at least 0 and below the number of failure domains, {num_domains}",
+        )
+    nodes = range(len(failure_domains))
+    held = [frozenset((already_held or {}).get(node, ())) for node in nodes]
+    ring = _Ring(failure_domains, num_copies, held)
+    ring.even_out()
+    return PeerAssignment(
+        peers=tuple(tuple(ring.sorted_peers(node)) for node in nodes),
+        failure_domains=tuple(failure_domains),
+        num_copies=num_copies,
+        already_held=tuple(tuple(sorted(others)) for others in held) if any(held) else (),
+    )
+
+
+class _Ring:
+    """Copies while they are dealt out."""
+
+    def __init__(self, domains: Sequence[str], num_copies: int, held: Sequence[frozenset[int]]) -> None:
+        self._domains = domains
+        self._order = _alternating(domains)
+        self._place = {node: place for place, node in enumerate(self._order)}
+        self._taken = [{domains[other] for other in (node, *held[node])} for node in range(len(domains))]
+        self.peers = [self._next_peers(node, num_copies - len(self._taken[node]) + 1) for node in self._nodes]
+        self._kept = Counter(chain.from_iterable(self.peers))
+
+    @property
+    def _nodes(self) -> range:
+        return range(len(self._domains))
+
+    def sorted_peers(self, node: int) -> list[int]:
+        """The node's peers, nearest on the ring first."""
+        return sorted(self.peers[node], key=lambda peer: self._distance(node, peer))
+
+    def even_out(self) -> None:
+        """Moves copies until the sum of squares of what nodes keep is smallest."""
+        while any(self._shift_one(node) for node in sorted(self._nodes, key=lambda node: -self._kept[node])):
+            pass
+
+    def _distance(self, node: int, other: int) -> int:
+        return (self._place[other] - self._place[node]) % len(self._order)
+
+    def _next_peers(self, node: int, num_peers: int) -> list[int]:
+        peers: list[int] = []
+        used = set(self._taken[node])
+        for offset in range(1, len(self._order)):
+            other = self._order[(self._place[node] + offset) % len(self._order)]
+            if len(peers) < num_peers and self._domains[other] not in used:
+                peers.append(other)
+                used.add(self._domains[other])
+        return peers
+
+    def _shift_one(self, start: int) -> bool:
+        """Takes one copy from ``start`` over the shortest chain to a node that keeps at least two fewer."""
+        limit = self._kept[start] - 2
+        if limit < min(self._kept[node] for node in self._nodes):
+            return False
+        sources: dict[int, list[int]] = {node: [] for node in self._nodes}
+        for source, peers in enumerate(self.peers):
+            for peer in peers:
+                sources[peer].append(source)
+        came: dict[int, tuple[int, int] | None] = {start: None}
+        queue = deque([start])
+        while queue:
+            node = queue.popleft()
+            if self._kept[node] <= limit:
+                self._move(node, came)
+                return True
+            for source in sources[node]:
+                for other in self._alternatives(source, node):
+                    if other not in came:
+                        came[other] = (node, source)
+                        queue.append(other)
+        return False
+
+    def _alternatives(self, source: int, peer: int) -> list[int]:
+        """Where the copy that ``peer`` keeps for ``source`` could lie instead, in ring order."""
+        used = self._taken[source] | {self._domains[other] for other in self.peers[source] if other != peer}
+        return [other for other in self._order if other != peer and self._domains[other] not in used]
+
+    def _move(self, end: int, came: Mapping[int, tuple[int, int] | None]) -> None:
+        node = end
+        while (step := came[node]) is not None:
+            previous, source = step
+            self.peers[source][self.peers[source].index(previous)] = node
+            self._kept[previous] -= 1
+            self._kept[node] += 1
+            node = previous
+
+
+def _alternating(domains: Sequence[str]) -> list[int]:
+    """Nodes in an order in which the members of every domain are spread evenly."""
+    members: dict[str, list[int]] = {}
+    for node, domain in enumerate(domains):
+        members.setdefault(domain, []).append(node)
+    places = [
+        ((2 * position + 1) / (2 * len(nodes)), first, node)
+        for first, nodes in enumerate(members.values())
+        for position, node in enumerate(nodes)
+    ]
+    return [node for _, _, node in sorted(places)]

@@ -1,0 +1,139 @@
+"""What a snapshot policy is: demand and measurements in, a ``WindowPlan`` out, the same on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.snapshot.activations import Activations, ReorderTrigger
+from megatron_ft.planning.snapshot.demand import Demand
+from megatron_ft.planning.snapshot.plan import PlanBasis, Unit, WindowPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotContext:
+    """What the job is like. Every rank must pass the same values: reduce measurements over the job first."""
+
+    bandwidth_bytes_per_second: float
+    """Bytes that one rank can capture per second: the slowest rank's."""
+    iteration_seconds: float
+    """Time of an iteration, which a slice is captured beside."""
+    activations: Activations | None = None
+    """What experts received; None where nothing was counted yet."""
+    previous: WindowPlan | None = None
+    """The plan in force; None at the first."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that a rank can capture within one iteration."""
+        return int(self.bandwidth_bytes_per_second * self.iteration_seconds)
+
+    def stall_seconds(self, num_bytes: int) -> float:
+        """How long training waits for a slice of so many bytes."""
+        return max(0.0, num_bytes / self.bandwidth_bytes_per_second - self.iteration_seconds)
+
+    def validate(self) -> None:
+        """Measurements that plans can be made from.
+
+        Raises:
+            ConfigError: a bandwidth or a time that is not above 0, or room for less than a byte.
+        """
+        for name in ("bandwidth_bytes_per_second", "iteration_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError.of(f"snapshot.{name}", getattr(self, name), "must be above 0 and finite")
+        if self.budget_bytes < 1:
+            raise ConfigError.of(
+                "snapshot.bandwidth_bytes_per_second",
+                self.bandwidth_bytes_per_second,
+                f"must leave room for a byte in an iteration of {self.iteration_seconds} s",
+            )
+
+
+class SnapshotPolicy(Protocol):
+    """Decides what is captured at which iteration. A frozen dataclass, built from ``snapshot.policy``."""
+
+    @property
+    def replan_drift(self) -> float:
+        """Relative change of the budget, or of the largest slice, above which ``replan`` makes another plan."""
+
+    @property
+    def reorder(self) -> ReorderTrigger | None:
+        """When changed activations make ``replan`` order anew; None where order does not depend on them."""
+
+    def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
+        """A plan that covers every operator of ``demand`` once.
+
+        Raises:
+            ConfigError: the context or the policy's own fields cannot be planned with.
+        """
+
+
+def replan(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> WindowPlan:
+    """``previous`` itself, unless it is out of date; then a plan whose reason starts with why.
+
+    Out of date is a plan for other operators, one whose budget or largest slice has drifted by more than the policy's
+    ``replan_drift``, and one whose order the policy's ``reorder`` calls outdated.
+    """
+    why = _outdated(policy, demand, context, previous)
+    if why is None:
+        return previous
+    made = policy.plan(demand, context)
+    return WindowPlan(
+        slices=made.slices,
+        interval_iterations=made.interval_iterations,
+        reason=f"{why}; {made.reason}",
+        basis=made.basis,
+    )
+
+
+def make_plan(
+    demand: Demand,
+    context: SnapshotContext,
+    slices: Sequence[Sequence[Unit]],
+    *,
+    interval_iterations: int,
+    reason: str,
+    activations: Activations | None = None,
+) -> WindowPlan:
+    """A valid plan of ``slices``, with its basis and what its largest slice costs."""
+    bare = WindowPlan(slices=tuple(tuple(units) for units in slices), interval_iterations=interval_iterations)
+    bare.validate(demand.operators)
+    by_slice = demand.slice_bytes(bare).max(axis=1)
+    peak = int(by_slice.max())
+    stall = sum(context.stall_seconds(int(num_bytes)) for num_bytes in by_slice)
+    fits = (
+        f"stalls {stall:.3g} s every {interval_iterations} iterations of {context.iteration_seconds:.3g} s"
+        if stall
+        else "no stall"
+    )
+    largest = f"largest slice {peak:,} of {context.budget_bytes:,} bytes"
+    return WindowPlan(
+        slices=bare.slices,
+        interval_iterations=interval_iterations,
+        reason=f"{reason}; {largest}, {fits}",
+        basis=PlanBasis(
+            budget_bytes=context.budget_bytes,
+            peak_bytes=peak,
+            activations=None if activations is None else activations.collapsed(),
+        ),
+    )
+
+
+def _outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> str | None:
+    if {unit.operator for units in previous.slices for unit in units} != set(demand.operators):
+        return "operators are others"
+    basis = previous.basis
+    if basis is None:
+        return "the plan in force tells no basis"
+    if _drift(context.budget_bytes, basis.budget_bytes) > policy.replan_drift:
+        return f"bytes per iteration went from {basis.budget_bytes:,} to {context.budget_bytes:,}"
+    peak = int(demand.slice_bytes(previous).max())
+    if _drift(peak, basis.peak_bytes) > policy.replan_drift:
+        return f"the largest slice went from {basis.peak_bytes:,} to {peak:,} bytes"
+    if policy.reorder is not None and policy.reorder.fires(basis.activations, context.activations):
+        return "activation frequencies moved"
+    return None
+
+
+def _drift(now: int, before: int) -> float:
+    return abs(now - before) / max(before, 1)

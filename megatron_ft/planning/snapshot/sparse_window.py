@@ -1,0 +1,121 @@
+"""Sparse windows: a slice of the operators every iteration, all of them in the fewest iterations without a stall."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.snapshot.activations import ReorderTrigger
+from megatron_ft.planning.snapshot.demand import Demand, UnitBytes
+from megatron_ft.planning.snapshot.orders import HardCount, OperatorOrder
+from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts, pack, smallest_packing
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseWindow:
+    """Windows back to back, each capturing every operator once (MoEvement, sections 3.2 and 3.5).
+
+    Algorithm 1 of the paper counts operators of one size on one rank. Here slices are packed by bytes over all ranks
+    together, so there is one number of slices for the job; operators that do not fit are cut into equal parts. Where
+    even compute weights do not fit beside an iteration, training stalls: the plan is then the one with the smallest
+    largest slice, and its reason says for how long.
+    """
+
+    order: OperatorOrder = field(default_factory=HardCount)
+    """What is captured first."""
+    balance: bool = True
+    """Whether slices are made as even as the same number of them allows; otherwise early ones are filled up."""
+    min_window_iterations: int = 1
+    """Fewest slices, as far as there are units for them."""
+    max_window_iterations: int = 32
+    """Most slices. Where the budget asks for more, slices are larger and training stalls."""
+    max_parts: int = 64
+    """Most parts that one operator is cut into."""
+    replan_drift: float = 0.2
+    """Relative change of bytes per iteration, or of the largest slice, that makes another plan."""
+    reorder: ReorderTrigger | None = field(default_factory=ReorderTrigger)
+    """When changed activations make another plan; null keeps the order of the first."""
+
+    def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
+        """See ``SnapshotPolicy``.
+
+        Raises:
+            ConfigError: fields or measurements out of range.
+        """
+        self._check()
+        context.validate()
+        budget = context.budget_bytes
+        ordered = self.order.order(demand.operators, context.activations)
+        units = _cut(demand, ordered, budget, self.max_parts)
+        packing = self._pack(demand.bytes_of(units).distinct_ranks(), budget)
+        num_cut = len({unit.operator for unit in units if unit.num_parts > 1})
+        return make_plan(
+            demand,
+            context,
+            [[units[row] for row in rows] for rows in packing.slices],
+            interval_iterations=len(packing.slices),
+            reason=f"{type(self.order).__name__} order, {num_cut} operators cut into parts",
+            activations=context.activations if self.order.uses_activations else None,
+        )
+
+    def _pack(self, table: UnitBytes, budget: int) -> Packing:
+        found = pack(table, budget, self.max_window_iterations)
+        if found is None:
+            low = max(budget, least_peak_bytes(table, self.max_window_iterations) - 1)
+            return smallest_packing(table, low, _dense(table), self.max_window_iterations)
+        num_slices = max(len(found.slices), self.min_window_iterations)
+        if self.balance or num_slices > len(found.slices):
+            return smallest_packing(table, least_peak_bytes(table, num_slices) - 1, found, num_slices)
+        return found
+
+    def _check(self) -> None:
+        for name in ("min_window_iterations", "max_window_iterations", "max_parts"):
+            if getattr(self, name) < 1:
+                raise ConfigError.of(f"snapshot.policy.{name}", getattr(self, name), "must be at least 1")
+        if self.min_window_iterations > self.max_window_iterations:
+            raise ConfigError.of(
+                "snapshot.policy.min_window_iterations",
+                self.min_window_iterations,
+                f"must be at most max_window_iterations={self.max_window_iterations}",
+            )
+        if self.replan_drift < 0:
+            raise ConfigError.of("snapshot.policy.replan_drift", self.replan_drift, "must be at least 0")
+
+
+def find_window_size(
+    num_operators: int, master_optim_bytes: int, compute_bytes: int, budget_bytes: int
+) -> tuple[int, int]:
+    """(window, active operators per slice) for operators of one size on one rank (MoEvement, algorithm 1).
+
+    Args:
+        master_optim_bytes: of one operator in full: master weights and optimizer state.
+        compute_bytes: of one frozen operator.
+        budget_bytes: bytes captured within an iteration.
+
+    The algorithm stops at two active operators whether they fit or not: a window whose slices do not fit stalls.
+    """
+    assert num_operators >= 1, "a window captures something"
+    most = num_operators
+    if num_operators > 2:
+        extra = master_optim_bytes - compute_bytes
+        room = budget_bytes - compute_bytes * num_operators
+        fitting = num_operators if extra <= 0 <= room else room // max(extra, 1)
+        most = max(2, min(num_operators, fitting))
+    return -(-num_operators // most), most
+
+
+def _cut(demand: Demand, ordered: Iterable[OperatorId], budget: int, max_parts: int) -> list[Unit]:
+    row_of = {operator: row for row, operator in enumerate(demand.operators)}
+    parts = num_parts(demand.operator_bytes, budget, max_parts)
+    return [
+        Unit(operator=operator, part=part, num_parts=parts[row_of[operator]])
+        for operator in ordered
+        for part in range(parts[row_of[operator]])
+    ]
+
+
+def _dense(table: UnitBytes) -> Packing:
+    whole = int(table.full.sum(axis=0).max())
+    return Packing(slices=(tuple(range(len(table.full))),), budget_bytes=whole)
