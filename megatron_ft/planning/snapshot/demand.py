@@ -12,6 +12,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
 Matrix = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +62,9 @@ class Demand:
 
     def bytes_of(self, units: Sequence[Unit]) -> UnitBytes:
         """Bytes of ``units``, equal to ``unit_bytes`` of every rank's shards."""
-        rows_of: dict[OperatorId, list[int]] = {}
-        for row, unit in enumerate(units):
-            rows_of.setdefault(unit.operator, []).append(row)
         part = np.array([unit.part for unit in units], dtype=np.int64)
         num_parts = np.array([unit.num_parts for unit in units], dtype=np.int64)
-        pairs = [
-            (row, shard) for shard, operator in enumerate(self._table.operators) for row in rows_of.get(operator, ())
-        ]
-        rows, shards = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        rows, shards = self._pairs(units)
         table = self._table.values[shards]
         sizes, ranks = table[:, 0], table[:, 1]
         num_elements = sizes * (part[rows] + 1) // num_parts[rows] - sizes * part[rows] // num_parts[rows]
@@ -78,6 +73,17 @@ class Demand:
         np.add.at(full, (rows, ranks), num_elements * table[:, 2] + (num_elements > 0) * table[:, 3])
         np.add.at(frozen, (rows, ranks), num_elements * table[:, 4] + (num_elements > 0) * table[:, 5])
         return UnitBytes(full=full, frozen=frozen)
+
+    def _pairs(self, units: Sequence[Unit]) -> tuple[Indices, Indices]:
+        """(row of the unit, shard) of all shards of each unit's operator."""
+        row_of = {operator: row for row, operator in enumerate(self.operators)}
+        of_unit = np.array([row_of[unit.operator] for unit in units], dtype=np.intp)
+        by_operator = np.argsort(self._table.operators, kind="stable")
+        bounds = np.searchsorted(self._table.operators[by_operator], np.arange(len(row_of) + 1))
+        counts = np.diff(bounds)[of_unit]
+        rows = np.repeat(np.arange(len(units)), counts)
+        inside = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return rows, by_operator[np.repeat(bounds[of_unit], counts) + inside]
 
     def slice_bytes(self, plan: WindowPlan) -> Matrix:
         """[slices, ranks]: bytes that each rank captures in each slice of ``plan``."""
@@ -91,17 +97,18 @@ class Demand:
 
     @cached_property
     def _table(self) -> "_ShardTable":
-        return _shard_table(self.shards_by_rank)
+        return _shard_table(self.shards_by_rank, self.operators)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardTable:
-    operators: list[OperatorId]
+    operators: Indices
+    """[shards]: row of the operator."""
     values: Matrix
     """[shards, 6]: elements, rank, bytes per element and per shard in full, the same frozen."""
 
 
-def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]]) -> _ShardTable:
+def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:
     sizes: dict[int, tuple[int, int]] = {}
 
     def bytes_of(components: tuple[Component, ...]) -> tuple[int, int]:
@@ -109,12 +116,15 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]]) -> _ShardTable:
             sizes[id(components)] = component_bytes(components)
         return sizes[id(components)]
 
+    row_of = {operator: row for row, operator in enumerate(known)}
     operators, values = [], []
     for rank, shards in enumerate(shards_by_rank):
         for shard in shards:
-            operators.append(shard.operator)
+            operators.append(row_of[shard.operator])
             values.append((shard.stop - shard.start, rank, *bytes_of(shard.full), *bytes_of(shard.frozen)))
-    return _ShardTable(operators=operators, values=np.array(values, dtype=np.int64).reshape(-1, 6))
+    return _ShardTable(
+        operators=np.array(operators, dtype=np.intp), values=np.array(values, dtype=np.int64).reshape(-1, 6)
+    )
 
 
 def component_bytes(components: Sequence[Component]) -> tuple[int, int]:
