@@ -1,0 +1,223 @@
+"""What a rank says to its node's keeper. No torch: memory is handed out as buffers."""
+
+import mmap
+import os
+import socket
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import FrameReader, Message, send
+
+CONNECT_SECONDS = 10.0
+REPLICATED_START, REPLICATED_BYTES, WAITING_BYTES, NUM_PROBLEMS, PERSISTED_START, HASHED_BYTES, CPU_NANOSECONDS = range(
+    7
+)
+"""Words of the status page."""
+
+
+class KeeperRefused(ControlError):
+    """The keeper said no."""
+
+
+class Arena:
+    """A rank's memory: a status page and the buffers of its windows, mapped. The keeper owns it."""
+
+    def __init__(self, descriptor: int, window_bytes: int, num_buffers: int, status_bytes: int) -> None:
+        """Map the file of ``descriptor``, which is closed."""
+        self.window_bytes = window_bytes
+        self.num_buffers = num_buffers
+        self._status_bytes = status_bytes
+        try:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._map = mmap.mmap(descriptor, status_bytes + num_buffers * window_bytes, flags=flags)
+        finally:
+            os.close(descriptor)
+        self._view = memoryview(self._map)
+        self._status = self._view[:status_bytes].cast("q")
+
+    def buffer(self, index: int) -> memoryview:
+        """The ``window_bytes`` bytes of a buffer."""
+        assert 0 <= index < self.num_buffers, f"buffer {index} of {self.num_buffers}"
+        start = self._status_bytes + index * self.window_bytes
+        return self._view[start : start + self.window_bytes]
+
+    def status(self, word: int) -> int:
+        """A word of the status page, as the keeper wrote it last."""
+        return int(self._status[word])
+
+    def close(self) -> None:
+        """Unmap.
+
+        Raises:
+            BufferError: somebody still uses a buffer.
+        """
+        self._status.release()
+        self._view.release()
+        self._map.close()
+
+
+class FetchedWindow:
+    """A window from a keeper: its manifest, and its bytes, private to this process if it writes to them."""
+
+    def __init__(self, descriptor: int, manifest: dict[str, Any], offset: int, num_bytes: int) -> None:
+        """Map the file of ``descriptor``, which is closed."""
+        self.manifest = manifest
+        page = offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            length = max(1, page + num_bytes)
+            self._map = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=offset - page)
+        finally:
+            os.close(descriptor)
+        self._view = memoryview(self._map)
+        self.payload = self._view[page : page + num_bytes]
+
+    def verify(self) -> None:
+        """Compare every piece with its hash.
+
+        Raises:
+            ControlError: a piece is damaged, or lies outside the window.
+        """
+        for part in self.manifest["slices"]:
+            for piece in part["pieces"]:
+                start = part["offset"] + piece[6]
+                payload = self.payload[start : start + piece[7]]
+                if len(payload) != piece[7] or xxhash.xxh3_128_hexdigest(payload) != piece[8]:
+                    window = f"window {self.manifest['start_iteration']} of rank {self.manifest['rank']}"
+                    raise ControlError(f"{window}: {piece[0]} {piece[2]} of iteration {part['iteration']} is damaged")
+
+    def close(self) -> None:
+        """Unmap. Raises BufferError while somebody uses the payload."""
+        self.payload.release()
+        self._view.release()
+        self._map.close()
+
+
+class KeeperClient:
+    """One connection for one rank. For one thread."""
+
+    def __init__(self, socket_path: str, *, hello: Mapping[str, Any]) -> None:
+        """Connect and greet; ``hello`` has the fields of the protocol, ``op`` excepted.
+
+        Raises:
+            ControlError: nobody listens, or the keeper refuses.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(CONNECT_SECONDS)
+            sock.connect(socket_path)
+            sock.settimeout(None)
+        except OSError as error:
+            sock.close()
+            raise ControlError(f"keeper at {socket_path}: {error}") from error
+        self._reader = FrameReader(sock)
+        self._answers: deque[Message] = deque()
+        self._num_unread = 0
+        try:
+            self._call({**hello, "op": "hello"})
+        except BaseException:
+            self.close()
+            raise
+
+    def allocate(self, window_bytes: int) -> Arena:
+        """This rank's memory, for windows of up to ``window_bytes`` bytes. Fetch what an earlier size held before.
+
+        Raises:
+            KeeperRefused: there is not so much.
+        """
+        answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes})
+        return Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
+
+    def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
+        """Give a buffer to a new window; waits while the buffer is being written to storage.
+
+        Raises:
+            KeeperRefused: the buffer holds the newest committed window.
+        """
+        about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
+        self._call({"op": "begin", **about})
+
+    def captured(
+        self,
+        buffer: int,
+        *,
+        index: int,
+        iteration: int,
+        offset: int,
+        num_bytes: int,
+        header: Mapping[str, Any],
+        pieces: Sequence[Sequence[str | int]],
+    ) -> None:
+        """Slice ``index`` of a buffer's window is there, ``offset`` bytes into the buffer, and will not change.
+
+        Costs one send; a refusal is raised by the next request.
+        """
+        about = {"slice": index, "iteration": iteration, "offset": offset, "num_bytes": num_bytes}
+        message = {"op": "captured", "buffer": buffer, **about, "header": header, "pieces": pieces}
+        self._send(message)
+        self._num_unread += 1
+
+    def committed(self, start_iteration: int) -> None:
+        """The whole job has replicated this window. Raises KeeperRefused when it is not here, or incomplete."""
+        self._call({"op": "committed", "start_iteration": start_iteration})
+
+    def persist(self, start_iteration: int) -> None:
+        """Write this window to storage soon. Raises KeeperRefused when it is not here, or there is no place."""
+        self._call({"op": "persist", "start_iteration": start_iteration})
+
+    def problems(self) -> list[dict[str, Any]]:
+        """``what``, ``error`` and ``start_iteration`` of each problem since the last call."""
+        return list(self._call({"op": "problems"})["problems"])
+
+    def inventory(self, rank: int, *, ask_peers: bool = False) -> list[dict[str, Any]]:
+        """Windows of ``rank`` that this node, or also those of the peers that answer, hold."""
+        return list(self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers})["windows"])
+
+    def fetch(self, rank: int, *, start_iteration: int, node: int, generation: int | None = None) -> FetchedWindow:
+        """A complete window that a node holds. Verify it before use.
+
+        Raises:
+            KeeperRefused: it is not there, or does not arrive.
+        """
+        about = {"rank": rank, "start_iteration": start_iteration, "node": node, "generation": generation}
+        answer, descriptor = self._call_for_memory({"op": "fetch", **about})
+        return FetchedWindow(descriptor, answer["manifest"], answer["offset"], answer["num_bytes"])
+
+    def close(self) -> None:
+        """Close the connection; the keeper keeps everything."""
+        self._reader.close()
+
+    def _call_for_memory(self, message: Message) -> tuple[Message, int]:
+        answer = self._call(message)
+        if not self._reader.descriptors:
+            raise ControlError(f"keeper: its answer to {message['op']} has no memory")
+        return answer, self._reader.descriptors.popleft()
+
+    def _call(self, message: Message) -> Message:
+        self._send(message)
+        refused = [answer for answer in (self._receive() for _ in range(self._num_unread)) if answer["op"] == "error"]
+        self._num_unread = 0
+        answer = self._receive()
+        for one in [*refused, answer]:
+            if one["op"] == "error":
+                while self._reader.descriptors:
+                    os.close(self._reader.descriptors.popleft())
+                raise KeeperRefused(f"keeper: {one['reason']}")
+        return answer
+
+    def _send(self, message: Message) -> None:
+        try:
+            send(self._reader.sock, message)
+        except OSError as error:
+            raise ControlError(f"keeper: the connection is lost: {error}") from error
+
+    def _receive(self) -> Message:
+        while not self._answers:
+            messages, closed = self._reader.pump()
+            self._answers.extend(messages)
+            if closed and not self._answers:
+                raise ControlError("keeper: the connection is lost")
+        return self._answers.popleft()

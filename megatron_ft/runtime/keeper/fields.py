@@ -1,0 +1,103 @@
+"""Fields of messages, checked before anything is done with them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ft.errors import ControlError
+
+MAX_RANK = 1 << 20
+MAX_SLICES = 1 << 16
+MAX_ITERATION = 1 << 53
+MAX_BYTES = 1 << 46
+MAX_TEXT = 4096
+NUM_PIECE_FIELDS = 8
+"""``[parameter, tensor_part, component, dtype, start, stop, offset, num_bytes]``."""
+
+
+def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_ITERATION) -> int:
+    """A whole number within bounds.
+
+    Raises:
+        ControlError: missing, no whole number, or out of bounds.
+    """
+    value = message.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise ControlError(f"{name}={value!r}: must be a whole number from {least} to {most}")
+    return value
+
+
+def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
+    """A string that is not empty, has no control characters and is not too long.
+
+    Raises:
+        ControlError: it is none.
+    """
+    value = message.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
+        raise ControlError(f"{name}={value!r:.100}: must be text of 1 to {most} printable characters")
+    return value
+
+
+def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ControlError: it is none.
+    """
+    value = message.get(name)
+    if not isinstance(value, dict):
+        raise ControlError(f"{name}={value!r:.100}: must be an object")
+    return value
+
+
+def items(message: Mapping[str, Any], name: str) -> list[Any]:
+    """A JSON list.
+
+    Raises:
+        ControlError: it is none.
+    """
+    value = message.get(name)
+    if not isinstance(value, list):
+        raise ControlError(f"{name}={value!r:.100}: must be a list")
+    return value
+
+
+def host_and_port(address: object) -> tuple[str, int]:
+    """``host:port``, the host of IPv6 in brackets.
+
+    Raises:
+        ControlError: it is none.
+    """
+    host, colon, port = str(address).rpartition(":")
+    if (
+        not colon
+        or not host.strip("[]")
+        or not port.isascii()
+        or not port.isdigit()
+        or len(port) > 5
+        or not 0 < int(port) < 65536
+    ):
+        raise ControlError(f"address {address!r:.100}: must be host:port")
+    return host.strip("[]"), int(port)
+
+
+def pieces(message: Mapping[str, Any], slice_bytes: int, *, hashed: bool = False) -> list[list[Any]]:
+    """The pieces of a slice, each within its bytes; with ``hashed`` each ends with its xxh3_128.
+
+    Raises:
+        ControlError: a piece is malformed or leaves the slice.
+    """
+    found = items(message, "pieces")
+    for piece in found:
+        if not isinstance(piece, list) or len(piece) != NUM_PIECE_FIELDS + hashed:
+            raise ControlError(f"piece {piece!r:.100}: must be a list of {NUM_PIECE_FIELDS + hashed} values")
+        parameter, part, component, dtype, start, stop, offset, num_bytes = piece[:NUM_PIECE_FIELDS]
+        names_fit = all(isinstance(name, str) and 0 < len(name) <= MAX_TEXT for name in (parameter, component, dtype))
+        numbers = (part, start, stop, offset, num_bytes)
+        if not names_fit or not all(type(number) is int and number >= 0 for number in numbers) or stop < start:
+            raise ControlError(f"piece {piece!r:.200}: must be names and a range")
+        if offset + num_bytes > slice_bytes:
+            raise ControlError(f"piece {piece!r:.200}: must lie within the {slice_bytes} bytes of its slice")
+        if hashed and not (isinstance(piece[-1], str) and len(piece[-1]) == 32):
+            raise ControlError(f"piece {piece!r:.200}: must end with its xxh3_128")
+    return found

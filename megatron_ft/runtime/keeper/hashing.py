@@ -1,0 +1,43 @@
+"""Hashes what ranks have captured: a thread; each piece in one call, which lets other threads run."""
+
+import threading
+
+import xxhash
+
+from megatron_ft.runtime.keeper.store import OwnRank, Store
+from megatron_ft.runtime.keeper.windows import Slice, Window, hash_pieces
+
+
+class Hasher(threading.Thread):
+    """Gives slices their hashes, oldest first."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(name="hasher", daemon=True)
+        self._store = store
+
+    def run(self) -> None:
+        """Hash until the process ends."""
+        while True:
+            self._hash_one()
+
+    def _hash_one(self) -> None:
+        """A function of its own, so that no memory is referred to while the thread waits."""
+        with self._store.lock:
+            self._store.lock.wait_for(lambda: self._next() is not None)
+            found = self._next()
+            assert found is not None, "woken without work"
+            own, window, part = found
+            payload = own.view(window, part)
+        hashes = hash_pieces(part, payload, xxhash.xxh3_128_hexdigest)
+        with self._store.lock:
+            part.hashes = hashes
+            own.hashed_bytes += part.num_bytes
+            own.publish()
+            self._store.changed()
+
+    def _next(self) -> tuple[OwnRank, Window, Slice] | None:
+        for own in self._store.ranks.values():
+            found = None if own.windows is None else own.windows.next_unhashed()
+            if found is not None:
+                return own, *found
+        return None

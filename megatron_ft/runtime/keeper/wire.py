@@ -1,0 +1,141 @@
+"""Connections between keepers: JSON frames, and raw bytes between them that never pass through Python objects."""
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+from typing import Any
+
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import MAX_FRAME_BYTES, Message, decode, send
+from megatron_ft.runtime.keeper.fields import host_and_port
+
+CONNECT_SECONDS = 5.0
+STALL_SECONDS = 30
+"""A connection on which nothing moves for so long, within a frame or while an answer is due, is broken."""
+GREETING_BYTES = 16 * 1024
+"""The longest first frame that is read from somebody who has not shown the token."""
+
+_HEADER_BYTES = 4
+
+
+class Refused(ControlError):
+    """The other side is there and said no; ``kind`` is ``stale``, ``hash`` or ``refused``."""
+
+    def __init__(self, reason: str, kind: str = "refused") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+    def to_json(self) -> Message:
+        """As an answer."""
+        return {"op": "error", "kind": self.kind, "reason": str(self)}
+
+
+class Wire:
+    """One blocking TCP connection. Only ``close`` may be called from another thread."""
+
+    def __init__(self, sock: socket.socket, *, stall_seconds: int = STALL_SECONDS) -> None:
+        timeout = struct.pack("ll", stall_seconds, 0)
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+
+    def send(self, message: Message) -> None:
+        """Send one frame. Raises OSError when the peer is gone or stands still."""
+        send(self._sock, message)
+
+    def receive(self, *, most_bytes: int = MAX_FRAME_BYTES, patient: bool = False) -> Message:
+        """The next frame; ``patient`` waits for its beginning without a limit.
+
+        Raises:
+            ControlError: too long, or no JSON object.
+            OSError: the peer is gone, or stands still.
+        """
+        header = bytearray(_HEADER_BYTES)
+        while patient:
+            try:
+                if not self._sock.recv(1, socket.MSG_PEEK):
+                    raise ConnectionResetError("the peer has closed the connection")
+                break
+            except BlockingIOError:
+                continue
+        self.receive_into(memoryview(header))
+        size = int.from_bytes(header, "big")
+        if size > most_bytes:
+            raise ControlError(f"a peer announced a message of {size} bytes: at most {most_bytes} are read")
+        payload = bytearray(size)
+        self.receive_into(memoryview(payload))
+        return decode(bytes(payload))
+
+    def call(self, message: Message) -> Message:
+        """Send a frame and wait for the answer.
+
+        Raises:
+            Refused: the peer said no.
+            ControlError, OSError: as ``send`` and ``receive``.
+        """
+        self.send(message)
+        return self.answer()
+
+    def answer(self) -> Message:
+        """Wait for an answer. Raises as ``call``."""
+        answer = self.receive()
+        if answer.get("op") == "error":
+            raise Refused(str(answer.get("reason")), str(answer.get("kind", "refused")))
+        return answer
+
+    def send_file(self, descriptor: int, offset: int, num_bytes: int) -> None:
+        """Send bytes of a memory file without copying them. Raises OSError when the peer is gone or stands still."""
+        stop = offset + num_bytes
+        while offset < stop:
+            sent = os.sendfile(self._sock.fileno(), descriptor, offset, stop - offset)
+            if sent == 0:
+                raise ConnectionResetError(f"memory file ends at byte {offset}, {stop - offset} bytes early")
+            offset += sent
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill ``view``. Raises OSError when the peer is gone or stands still."""
+        while view.nbytes:
+            received = self._sock.recv_into(view)
+            if received == 0:
+                raise ConnectionResetError("the peer has closed the connection")
+            view = view[received:]
+
+    def shut_down(self) -> None:
+        """Make every call on the connection fail, in whichever thread it waits."""
+        hang_up(self._sock)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+
+def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
+    """Connect to a keeper and greet it: the connection and its answer.
+
+    Raises:
+        Refused: wrong token, other run, or a generation that is over.
+        ControlError, OSError: nobody there, or no keeper.
+    """
+    sock = socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS)
+    try:
+        wire = Wire(sock)
+        return wire, wire.call({"op": "hello", **greeting})
+    except BaseException:
+        sock.close()
+        raise
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Shut a connection down, from any thread; one that has ended stays ended."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def is_token(given: Any, token: str) -> bool:
+    """Whether ``given`` is the token, in a time that says nothing about where it differs."""
+    return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())
