@@ -1,0 +1,76 @@
+"""Jobs that train a real model and whose ranks are started again after a fault."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.jobs import JobResult, run_job
+
+pytestmark = pytest.mark.slow
+
+NUM_ITERATIONS = 5
+MODEL = (
+    "model=moe_micro",
+    "launch.ranks_per_node=2",
+    "parallel.expert_model_parallel_size=2",
+    f"training.train_iterations={NUM_ITERATIONS}",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=4",
+    "training.eval_interval_iterations=0",
+    "training.digest_interval_iterations=1",
+    "optimizer.lr_warmup_iterations=1",
+    "checkpoint.save_interval_iterations=1",
+    "checkpoint.async_save=false",
+    "telemetry.log_interval_iterations=1",
+    "telemetry.wandb=disabled",
+)
+
+
+def train(runs: Path, forkserver: str, faults: Sequence[str] = (), *overrides: str) -> JobResult:
+    """A job to its end; both ranks suffer ``faults``."""
+    quoted = ", ".join(f"'{fault}'" for fault in faults)
+    words = [*MODEL, f"launch.failpoints=[{quoted}]", *overrides]
+    return run_job(words, forkserver=forkserver, runs=runs)
+
+
+def digests(job: JobResult) -> set[tuple[int, tuple[str, ...]]]:
+    """Iterations and digests of all ranks' states after them, whichever generation reported them."""
+    events = [event for event in job.records() if event["kind"] == "state_digest"]
+    return {(event["iteration"], tuple(event["digests"])) for event in events}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> JobResult:
+    job = train(tmp_path_factory.mktemp("undisturbed"), warm_forkserver)
+    assert job.exit_code == 0, job.output
+    assert sorted(iteration for iteration, _ in digests(job)) == list(range(1, NUM_ITERATIONS + 1))
+    return job
+
+
+@pytest.mark.parametrize("phase", ["backward", "vote_after"])
+def test_a_job_whose_ranks_all_die_goes_on_and_ends_with_the_same_bits(
+    tmp_path: Path, warm_forkserver: str, undisturbed: JobResult, phase: str
+) -> None:
+    fault = f'kill(at_iteration=3, phase="{phase}", generation=0)'
+    job = train(tmp_path, warm_forkserver, [fault], "launch.max_restarts=1")
+    assert job.exit_code == 0, job.output
+    hits = job.records("failpoints.jsonl")
+    assert {(hit["action"], hit["iteration"], hit["phase"]) for hit in hits} == {("kill", 3, phase)}
+    kinds = [event["kind"] for event in job.records()]
+    assert kinds.count("ranks_restarted") == 1
+    assert kinds.count("run_started") == 2
+    restarted = [event for event in job.records() if event["kind"] == "run_started"][1]
+    assert restarted["resumed_from_iteration"] == 2
+    assert digests(job) == digests(undisturbed)
+    assert "starting all ranks again (generation 1; 0 more without progress): rank" in job.output
+
+
+def test_without_a_checkpoint_a_job_starts_over(tmp_path: Path, warm_forkserver: str, undisturbed: JobResult) -> None:
+    faults = ['raise(rank=1, at_iteration=2, phase="forward", generation=0)']
+    overrides = ["launch.max_restarts=1", "checkpoint.save_interval_iterations=0"]
+    job = train(tmp_path, warm_forkserver, faults, *overrides)
+    assert job.exit_code == 0, job.output
+    restarted = [event for event in job.records() if event["kind"] == "run_started"][1]
+    assert "resumed_from_iteration" not in restarted
+    assert digests(job) == digests(undisturbed)
