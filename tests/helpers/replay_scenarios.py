@@ -1,5 +1,6 @@
-"""What ranks do in ``tests/distributed/test_replay.py``: capture a window while training, lose everything, replay it."""
+"""What ranks do in ``tests/distributed/test_replay.py``: capture a window, lose everything, replay it."""
 
+import itertools
 import json
 import random
 import time
@@ -42,7 +43,7 @@ def random_window(view: OperatorView, num_slices: int, num_parts: Mapping[str, i
         units += [Unit(operator=operator, part=part, num_parts=parts) for part in range(parts)]
     random.Random(seed).shuffle(units)
     cuts = [len(units) * place // num_slices for place in range(num_slices + 1)]
-    slices = tuple(tuple(units[first:last]) for first, last in zip(cuts, cuts[1:], strict=False))
+    slices = tuple(tuple(units[first:last]) for first, last in itertools.pairwise(cuts))
     plan = WindowPlan(slices=slices, interval_iterations=num_slices, reason="random order")
     plan.validate(operators)
     return plan
@@ -85,7 +86,7 @@ def replay(
     skip_frozen: bool = True,
     poisoned: int = 0,
 ) -> dict[str, Any]:
-    """Names of tensors that differ after a replay and after each iteration that follows, and the losses of both runs."""
+    """Names of tensors that differ after a replay and after each iteration that follows; losses of both runs."""
     config = config_of(overrides, world_size, replicas=replicas)
     if not replicas:
         config = engines.micro_config(overrides, world_size=world_size)

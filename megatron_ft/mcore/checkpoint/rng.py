@@ -6,6 +6,21 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+
+def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
+    """Start torch's and Megatron's generators where a run does, by this rank's coordinates."""
+    pg = pg_collection
+    torch.manual_seed(seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
+    model_parallel_cuda_manual_seed(
+        seed + 100 * pg.pp.rank(),
+        force_reset_rng=True,
+        tp_rank=pg.tp.rank(),
+        ep_rank=pg.ep.rank(),
+        etp_rank=pg.expt_tp.rank(),
+    )
 
 
 def capture_rng() -> dict[str, Any]:

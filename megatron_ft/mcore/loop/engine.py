@@ -18,10 +18,10 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.checkpoint.rng import seed_rng
 from megatron_ft.mcore.data.batches import BatchReader, Samples
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.forward import forward_step
@@ -97,6 +97,14 @@ class TrainingEngine:
         self.stop_requested = stop_requested
         self.iteration = 0
         self.history = History()
+        self.before_update: Callable[[], None] | None = None
+        """Called before master weights, moments and compute weights change."""
+        self.replicated_window: Callable[[], int] | None = None
+        """First iteration of the newest window of this rank that is replicated, for the vote."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before an update changes what a capture under way still copies."""
+        self.replicated_window: Callable[[], int] = lambda: -1
+        """First iteration of the newest window of this rank that is replicated; carried by the vote."""
         self._router = router_builder(config)
         training = config.training
         self.policy = CommitPolicy(
@@ -117,15 +125,8 @@ class TrainingEngine:
         """
         failpoints.hit("build", self.iteration)
         self.groups = groups
-        self.pg = pg = groups.pg_collection
-        torch.manual_seed(self.config.training.seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
-        model_parallel_cuda_manual_seed(
-            self.config.training.seed + 100 * pg.pp.rank(),
-            force_reset_rng=True,
-            tp_rank=pg.tp.rank(),
-            ep_rank=pg.ep.rank(),
-            etp_rank=pg.expt_tp.rank(),
-        )
+        self.pg = groups.pg_collection
+        seed_rng(self.config.training.seed, self.pg)
         self._assemble(replicas)
 
     def rebuild(self, replicas: Replicas) -> None:
@@ -282,6 +283,7 @@ class TrainingEngine:
             aux_loss_sum=aux_loss_sum,
             z_loss_sum=z_loss_sum,
             stop_requested=int(self.stop_requested()),
+            replicated_window=self.replicated_window(),
         )
 
     def vote(self, prepared: Prepared) -> Vote:
@@ -303,7 +305,10 @@ class TrainingEngine:
 
     def commit(self, vote: Vote) -> None:
         """Update master weights, moments and this rank's compute weights with the voted values."""
+        self.before_update()
         failpoints.hit("update", vote.iteration)
+        if self.before_update is not None:
+            self.before_update()
         commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
     def gather(self) -> None:

@@ -18,7 +18,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Ballot, Vote
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
-_OF_THE_JOB = ("generation", "stop_requested")
+_OF_THE_JOB = ("generation", "stop_requested", "committed_window")
 """What a vote says of the job and its time, and not of the iteration."""
 
 
