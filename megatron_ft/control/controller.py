@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ft.control import membership
+from megatron_ft.control.facts import Fact, NodeJoined, Progressed, RankExited, RankRaised, RankReported, Tick
 from megatron_ft.control.membership import Decision, Failure, MembershipPolicy, Outcome, Phase, State
 from megatron_ft.control.rpc import RpcServer
 from megatron_ft.errors import (
@@ -73,7 +74,7 @@ class Controller:
         self._clock = clock
         self._start_order = start_order
         self._state = membership.initial(policy, clock())
-        self._inbox: queue.SimpleQueue[Message | membership.Event] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | Fact] = queue.SimpleQueue()
         self._room = threading.BoundedSemaphore(MAX_WAITING_ITEMS)
         self._orders: list[Message] = []
         self._changed = threading.Condition()
@@ -96,9 +97,9 @@ class Controller:
         """What is known of the ends of this generation's ranks, see ``JobEnd``."""
         return self._details
 
-    def post(self, event: membership.Event) -> None:
+    def post(self, fact: Fact) -> None:
         """Tell a fact; safe in any thread and in signal handlers."""
-        self._inbox.put(event)
+        self._inbox.put(fact)
 
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobEnd:
         """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread.
@@ -107,8 +108,8 @@ class Controller:
         """
         self._server.start()
         while True:
-            for event in self._facts_of(self._take(), on_record):
-                step = membership.advance(self._policy, self._state, event, self._clock())
+            for fact in self._facts_of(self._take(), on_record):
+                step = membership.advance(self._policy, self._state, fact, self._clock())
                 self._state = step.state
                 if step.decision is not Decision.WAIT:
                     on_step(step)
@@ -124,33 +125,33 @@ class Controller:
         """Stop serving."""
         self._server.stop()
 
-    def _take(self) -> Message | membership.Event:
+    def _take(self) -> Message | Fact:
         deadline = self._state.deadline_seconds
         try:
             if deadline is None:
                 return self._inbox.get()
             return self._inbox.get(timeout=max(0.0, deadline - self._clock()))
         except queue.Empty:
-            return membership.Tick()
+            return Tick()
 
-    def _facts_of(self, item: Message | membership.Event, on_record: RecordSink) -> tuple[membership.Event, ...]:
+    def _facts_of(self, item: Message | Fact, on_record: RecordSink) -> tuple[Fact, ...]:
         if not isinstance(item, dict):
             return (item,)
         self._room.release()
         match item["op"]:
             case "record":
                 on_record(item["record"])
-                return (membership.Tick(),)
+                return (Tick(),)
             case "reported":
-                return (membership.RankReported(item["rank"]),)
+                return (RankReported(item["rank"]),)
             case "raised":
                 self._note(item)
                 final = item.get("exit_code") in _FINAL_EXIT_CODES
-                return (membership.RankRaised(item["rank"], item["at_seconds"], final),)
+                return (RankRaised(item["rank"], item["at_seconds"], final),)
             case "exited":
                 self._note(item)
-                exited = membership.RankExited(item["rank"], item["returncode"], item["at_seconds"], item["done"])
-                return (membership.Progressed(item.get("iteration", 0)), exited)
+                exited = RankExited(item["rank"], item["returncode"], item["at_seconds"], item["done"])
+                return (Progressed(item.get("iteration", 0)), exited)
         raise ControlError(f"unknown item {item['op']!r}")
 
     def _note(self, item: Message) -> None:
@@ -196,7 +197,7 @@ class Controller:
         node = self._known(request)
         services = request.get("services", {})
         self._services[node] = {name: str(about["address"]) for name, about in dict(services).items()}
-        self.post(membership.NodeJoined(node))
+        self.post(NodeJoined(node))
         return {}
 
     def _poll(self, request: Message) -> Message:

@@ -26,7 +26,7 @@ import megatron_ft
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control import membership, report
+from megatron_ft.control import facts, membership, report
 from megatron_ft.control.agent import AgentSpec, tail_of
 from megatron_ft.control.controller import Controller, JobEnd
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
@@ -230,7 +230,7 @@ class _Job:
         """Thread: a node's process ends."""
         returncode = process.wait()
         detail = f"its process {describe_returncode(returncode)}" if returncode else "its process ended"
-        self._controller.post(membership.NodeLost(node, time.time(), detail))
+        self._controller.post(facts.NodeLost(node, time.time(), detail))
 
     def _on_record(self, record: Message) -> None:
         self._run_finished = self._run_finished or record.get("kind") == "run_finished"
@@ -258,7 +258,7 @@ class _Job:
         self._num_interrupts += 1
         self._interrupted_by = signal.Signals(number).name
         first = self._num_interrupts == 1
-        self._controller.post(membership.StopRequested() if first else membership.KillRequested())
+        self._controller.post(facts.StopRequested() if first else facts.KillRequested())
 
     def _clean_up(self, processes: _Processes) -> None:
         """End every process: nodes first (they have been told), then the fork server and ranks with it."""

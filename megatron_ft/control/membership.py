@@ -1,6 +1,6 @@
 """Who belongs to the job, and what happens next: a pure state machine.
 
-Facts (``Event``) and a clock go in; a new state, a decision and its reason come out. Nothing here reads a clock, a
+Facts (``facts``) and a clock go in; a new state, a decision and its reason come out. Nothing here reads a clock, a
 file or a socket: the controller drives it with real ones, tests and simulations with virtual ones.
 """
 
@@ -8,6 +8,19 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+
+from megatron_ft.control.facts import (
+    Fact,
+    KillRequested,
+    NodeJoined,
+    NodeLost,
+    Progressed,
+    RankExited,
+    RankRaised,
+    RankReported,
+    StopRequested,
+    Tick,
+)
 
 
 class Phase(Enum):
@@ -67,75 +80,6 @@ class MembershipPolicy:
     def ranks_of(self, node: int) -> range:
         """Global ranks of ``node``."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeJoined:
-    """A node's agent registered."""
-
-    node: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLost:
-    """A node's agent is gone, and its ranks with it."""
-
-    node: int
-    at_seconds: float
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RankReported:
-    """A rank lives and speaks."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankRaised:
-    """A rank is about to end with an exception; ``final``: another try cannot mend it."""
-
-    rank: int
-    at_seconds: float
-    final: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RankExited:
-    """A rank's process ended; ``returncode`` is negative for a signal, ``done`` says that its work was."""
-
-    rank: int
-    returncode: int
-    at_seconds: float
-    done: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    """A rank has reached ``iteration``: those before it are committed."""
-
-    iteration: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """Somebody asked the job to stop after the iteration."""
-
-
-@dataclass(frozen=True, slots=True)
-class KillRequested:
-    """Somebody asked the job to end at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time went on."""
-
-
-Event = (
-    NodeJoined | NodeLost | RankReported | RankRaised | RankExited | Progressed | StopRequested | KillRequested | Tick
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,24 +166,24 @@ def initial(policy: MembershipPolicy, now_seconds: float) -> State:
     return State(deadline_seconds=now_seconds + policy.start_timeout_seconds)
 
 
-def advance(policy: MembershipPolicy, state: State, event: Event, now_seconds: float) -> Step:
-    """Take in one event and decide.
+def advance(policy: MembershipPolicy, state: State, fact: Fact, now_seconds: float) -> Step:
+    """Take in one fact and decide.
 
     Args:
         now_seconds: the controller's monotonic clock.
     """
     if state.phase is Phase.ENDED:
         return Step(state, Decision.WAIT, "the job has ended")
-    observed = _observe(policy, state, event)
+    observed = _observe(policy, state, fact)
     for rule in (_restart, _end, _killed_for_nothing, _kill, _stop, _time_out, _go_on):
-        step = rule(policy, observed, event, now_seconds)
+        step = rule(policy, observed, fact, now_seconds)
         if step is not None:
             return step
     return Step(observed, Decision.WAIT, f"{observed.phase.value}")
 
 
-def _observe(policy: MembershipPolicy, state: State, event: Event) -> State:
-    match event:
+def _observe(policy: MembershipPolicy, state: State, fact: Fact) -> State:
+    match fact:
         case NodeJoined(node):
             return replace(state, joined=state.joined | {node})
         case RankReported(rank):
@@ -273,7 +217,7 @@ def _fail(state: State, failure: Failure) -> State:
     return replace(state, failures=(*state.failures, failure))
 
 
-def _restart(policy: MembershipPolicy, state: State, event: Event, now: float) -> Step | None:
+def _restart(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     """Start all ranks again once the last one is gone, where ranks alone failed and another try may mend it."""
     first = state.first_failure
     if first is None or first.final or state.interrupted or len(state.gone) < policy.world_size:
@@ -295,7 +239,7 @@ def _restart(policy: MembershipPolicy, state: State, event: Event, now: float) -
     return Step(restarted, Decision.RESTART, first.detail)
 
 
-def _end(policy: MembershipPolicy, state: State, event: Event, _now: float) -> Step | None:
+def _end(policy: MembershipPolicy, state: State, fact: Fact, _now: float) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
     if len(state.gone) < policy.world_size and not nothing_runs:
         return None
@@ -304,7 +248,7 @@ def _end(policy: MembershipPolicy, state: State, event: Event, _now: float) -> S
     return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, reason)
 
 
-def _killed_for_nothing(policy: MembershipPolicy, state: State, event: Event, now: float) -> Step | None:
+def _killed_for_nothing(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     if state.phase is not Phase.KILLING or not _late(state, now):
         return None
     missing = sorted(set(range(policy.world_size)) - state.gone)
@@ -312,21 +256,21 @@ def _killed_for_nothing(policy: MembershipPolicy, state: State, event: Event, no
     return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, reason)
 
 
-def _kill(policy: MembershipPolicy, state: State, event: Event, now: float) -> Step | None:
+def _kill(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     if state.phase is Phase.KILLING:
         return None
     overdue = state.phase is Phase.STOPPING and _late(state, now)
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
-    if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
+    if not overdue and not nothing_to_save and not isinstance(fact, KillRequested):
         return None
     reason = "ranks did not stop in time" if overdue else "asked to end"
     state = replace(state, phase=Phase.KILLING, deadline_seconds=now + policy.kill_timeout_seconds)
     return Step(state, Decision.KILL, reason)
 
 
-def _stop(policy: MembershipPolicy, state: State, event: Event, now: float) -> Step | None:
+def _stop(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     if state.phase not in _BEFORE_STOP:
-        return _hurry(policy, state, event, now)
+        return _hurry(policy, state, fact, now)
     first = state.first_failure
     if first is not None:
         state = replace(state, phase=Phase.STOPPING, deadline_seconds=now + policy.failure_grace_seconds)
@@ -337,15 +281,15 @@ def _stop(policy: MembershipPolicy, state: State, event: Event, now: float) -> S
     return None
 
 
-def _hurry(policy: MembershipPolicy, state: State, event: Event, now: float) -> Step | None:
+def _hurry(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     """A death while stopping: the rest gets the shorter grace."""
-    if state.phase is not Phase.STOPPING or not state.failures or isinstance(event, Tick):
+    if state.phase is not Phase.STOPPING or not state.failures or isinstance(fact, Tick):
         return None
     deadline = min(state.deadline_seconds or now, now + policy.failure_grace_seconds)
     return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "stopping after a failure")
 
 
-def _time_out(policy: MembershipPolicy, state: State, event: Event, now: float) -> Step | None:
+def _time_out(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     if state.phase not in (Phase.FORMING, Phase.STARTING) or not _late(state, now):
         return None
     if state.phase is Phase.FORMING:
@@ -360,7 +304,7 @@ def _time_out(policy: MembershipPolicy, state: State, event: Event, now: float) 
     return Step(state, Decision.KILL, detail)
 
 
-def _go_on(policy: MembershipPolicy, state: State, event: Event, now: float) -> Step | None:
+def _go_on(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     if state.phase is Phase.FORMING and len(state.joined) == policy.num_nodes:
         state = replace(state, phase=Phase.STARTING, deadline_seconds=now + policy.start_timeout_seconds)
         return Step(state, Decision.START, f"all {policy.num_nodes} nodes joined")

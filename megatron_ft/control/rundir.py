@@ -116,8 +116,9 @@ def _resume(run: RunConfig, path: Path) -> Path | None:
         constraint = f"exists in {path.parent}; continue it with run.resume=must (or auto), or choose another name"
         raise ConfigError.of("run.name", run.name, constraint)
     checkpoints = path / "checkpoints"
-    if checkpoints.is_dir() and any(not entry.name.startswith(".") for entry in checkpoints.iterdir()):
-        return checkpoints
+    for folder in (checkpoints, path / "windows"):
+        if folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+            return checkpoints
     if run.resume == "must":
         raise ConfigError.of("run.resume", "must", f"finds no checkpoint in {checkpoints}")
     return None

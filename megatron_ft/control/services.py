@@ -79,15 +79,25 @@ class Services:
     """All services of a node, started together; used by the node's main thread only."""
 
     def __init__(
-        self, modules: Mapping[str, str], *, node: int, runtime_dir: Path, log_dir: Path, interface: str, token: str
+        self,
+        modules: Mapping[str, str],
+        *,
+        node: int,
+        runtime_dir: Path,
+        log_dir: Path,
+        interface: str,
+        token: str,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         """Start them: fork before this process has threads.
 
         Args:
             modules: name to module.
+            start_seconds: longest wait for their addresses.
         """
         self._token = token
-        self._deadline = time.monotonic() + START_SECONDS
+        self._start_seconds = start_seconds
+        self._deadline = time.monotonic() + start_seconds
         self._all: list[Service] = []
         for name, module in modules.items():
             socket_path = runtime_dir / f"node-{node:03d}-{name}.sock"
@@ -112,7 +122,7 @@ class Services:
         """
         if self.seconds_left() == 0.0:
             silent = ", ".join(f"{service.name} (log: {service.log})" for service in self._all if not service.address)
-            raise ControlError(f"no address of service {silent} within {START_SECONDS:g} s")
+            raise ControlError(f"no address of service {silent} within {self._start_seconds:g} s")
 
     def watch(self, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
         """Have ``selector`` call back when one speaks or ends; ``on_ready`` is called once, when all are ready.

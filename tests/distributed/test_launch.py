@@ -410,7 +410,7 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
             assert "wrong or missing token" in agent.stderr.read().decode()
     assert controller.state.phase is Phase.FORMING
     assert controller.state.joined == frozenset()
-    from megatron_ft.control.membership import KillRequested
+    from megatron_ft.control.facts import KillRequested
 
     controller.post(KillRequested())
     server.join(timeout=10)

@@ -1,7 +1,8 @@
 """A service of a node without a purpose: tells ranks its process id over its unix socket.
 
-``DUMMY_SERVICE`` in the environment makes it misbehave: ``mute`` says no address, ``garbage`` says something else,
-``fails`` ends before it does, ``brittle`` ends at the first rank's call, ``stubborn`` outlives its standard input.
+``DUMMY_SERVICE`` in the environment makes it misbehave: ``mute`` says no address, the keys of ``FIRST_LINES`` say
+something else, ``fails`` ends before it does, ``brittle`` ends at the first rank's call, ``stubborn`` outlives its
+standard input.
 """
 
 import json
@@ -14,6 +15,7 @@ import sys
 from megatron_ft.control.forkserver import listen
 from megatron_ft.framing import FrameReader, send
 
+FIRST_LINES = {"garbage": "[1]", "homeless": "{}", "wordy": 5000 * "x"}
 MANNER = os.environ.get("DUMMY_SERVICE", "")
 
 
@@ -27,7 +29,7 @@ def main() -> int:
     with socket.create_server((about["interface"], 0)) as for_peers:
         host, port = for_peers.getsockname()[:2]
         if MANNER != "mute":
-            print(json.dumps({"address": f"{host}:{port}"} if MANNER != "garbage" else [1]), flush=True)
+            print(FIRST_LINES.get(MANNER, json.dumps({"address": f"{host}:{port}"})), flush=True)
         print(f"serving node {about['node']}", file=sys.stderr, flush=True)
         serve(listener, about["token"])
     while MANNER == "stubborn":

@@ -6,23 +6,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.control.membership import (
-    Decision,
-    Event,
+from megatron_ft.control.facts import (
+    Fact,
     KillRequested,
-    MembershipPolicy,
     NodeJoined,
     NodeLost,
-    Outcome,
-    Phase,
     Progressed,
     RankExited,
     RankRaised,
     RankReported,
-    State,
-    Step,
     StopRequested,
     Tick,
+)
+from megatron_ft.control.membership import (
+    Decision,
+    MembershipPolicy,
+    Outcome,
+    Phase,
+    State,
+    Step,
     advance,
     describe_returncode,
     initial,
@@ -49,7 +51,7 @@ class Job:
         self.state = initial(policy, 0.0)
         self.now = 0.0
 
-    def see(self, event: Event, *, after_seconds: float = 0.0) -> Step:
+    def see(self, event: Fact, *, after_seconds: float = 0.0) -> Step:
         self.now += after_seconds
         step = advance(self.policy, self.state, event, self.now)
         self.state = step.state
@@ -211,7 +213,7 @@ def test_ranks_that_have_not_started_have_nothing_to_save() -> None:
 
 
 @pytest.mark.parametrize("event", [StopRequested(), KillRequested(), NodeLost(0, 1.0)])
-def test_before_ranks_exist_the_job_just_ends(event: Event) -> None:
+def test_before_ranks_exist_the_job_just_ends(event: Fact) -> None:
     job = Job()
     job.see(NodeJoined(0))
     assert job.see(event).decision is Decision.END
@@ -299,7 +301,7 @@ def test_an_error_that_another_try_cannot_mend_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize("event", [StopRequested(), KillRequested(), NodeLost(0, 1.0)])
-def test_nothing_starts_again_after_a_request_or_without_a_node(event: Event) -> None:
+def test_nothing_starts_again_after_a_request_or_without_a_node(event: Fact) -> None:
     job = Job(TWO_RESTARTS).running()
     job.see(event)
     assert job.fail(at_iteration=5).decision is Decision.END
@@ -343,7 +345,7 @@ MISHAPS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(HISTORIES)
 def test_whatever_happens_the_job_ends_in_bounded_time_and_decides_each_thing_once(
-    history: list[tuple[Event, float]],
+    history: list[tuple[Fact, float]],
 ) -> None:
     job = Job()
     decisions = [job.see(event, after_seconds=seconds).decision for event, seconds in history]
@@ -362,7 +364,7 @@ def test_whatever_happens_the_job_ends_in_bounded_time_and_decides_each_thing_on
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2), HISTORIES, st.lists(MISHAPS, max_size=80))
 def test_restarts_end_too_and_each_generation_is_whole(
-    max_restarts: int, history: list[tuple[Event, float]], mishaps: list[Event]
+    max_restarts: int, history: list[tuple[Fact, float]], mishaps: list[Fact]
 ) -> None:
     job = Job(replace(POLICY, max_restarts=max_restarts))
     fruitless, iteration = 0, 0

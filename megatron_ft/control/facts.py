@@ -1,0 +1,72 @@
+"""What can happen to a job: the facts that the state machine of ``membership`` takes in."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    """A node's agent registered."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node's agent is gone, and its ranks with it."""
+
+    node: int
+    at_seconds: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReported:
+    """A rank lives and speaks."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankRaised:
+    """A rank is about to end with an exception; ``final``: another try cannot mend it."""
+
+    rank: int
+    at_seconds: float
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    """A rank's process ended; ``returncode`` is negative for a signal, ``done`` says that its work was."""
+
+    rank: int
+    returncode: int
+    at_seconds: float
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """A rank has reached ``iteration``: those before it are committed."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Somebody asked the job to stop after the iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillRequested:
+    """Somebody asked the job to end at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time went on."""
+
+
+Fact = (
+    NodeJoined | NodeLost | RankReported | RankRaised | RankExited | Progressed | StopRequested | KillRequested | Tick
+)
