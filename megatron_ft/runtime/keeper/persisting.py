@@ -1,28 +1,43 @@
 """Writes windows to storage: a thread, one window at a time, from the memory they were captured into."""
 
 import threading
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.runtime.keeper.store import OwnRank, Store
-from megatron_ft.runtime.keeper.windows import Window
+from megatron_ft.runtime.keeper.windows import OwnWindows, Window
+from megatron_ft.runtime.storage.window_folder import WindowFolder
 from megatron_ft.runtime.storage.windows import WindowManifest, write_window
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Due:
+    own: OwnRank
+    windows: OwnWindows
+    window: Window
+    payload: list[memoryview]
+    url: str
+
+
 class Persister(threading.Thread):
-    """Of each rank the newest window that was asked for is written next."""
+    """Every window that was asked for is written, in order; its buffer is pinned from the request on."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="persister", daemon=True)
         self._store = store
-        self._due: dict[int, tuple[OwnRank, Window]] = {}
+        self._due: deque[_Due] = deque()
 
     def request(self, own: OwnRank, window: Window) -> None:
-        """Write a window soon. The store's lock must be held."""
-        earlier = self._due.get(window.origin.rank)
-        if earlier is not None and earlier[1] is not window:
-            own.note_problem("persist", "overtaken by a newer window before it was begun", earlier[1].start_iteration)
-        self._due[window.origin.rank] = own, window
+        """Write a window soon, unless it is about to be. The store's lock must be held."""
+        assert own.windows is not None and own.settings.persist_url is not None, "no window, or no place to write it to"
+        if any(due.window is window for due in self._due):
+            return
+        payload = [own.view(window, part) for part in window.slices]
+        own.windows.pinned.add(window.buffer)
+        url = own.settings.persist_url
+        self._due.append(_Due(own=own, windows=own.windows, window=window, payload=payload, url=url))
 
     def run(self) -> None:
         """Write until the process ends."""
@@ -33,24 +48,19 @@ class Persister(threading.Thread):
         """A function of its own, so that no memory is referred to while the thread waits."""
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._due)
-            own, window = self._due.pop(next(iter(self._due)))
-            windows, url = own.windows, own.settings.persist_url
-            if windows is None or window not in windows:
-                own.note_problem("persist", "forgotten before it was written", window.start_iteration)
-                own.publish()
-                return
-            payload = [own.view(window, part) for part in window.slices]
-            windows.pinned.add(window.buffer)
-        assert url is not None, "a request to persist without a place"
-        error = self._write(url, window.manifest(), payload)
+            due = self._due[0]
+        error = self._write(due.url, due.window.manifest(), due.payload)
         with self._store.lock:
-            windows.pinned.discard(window.buffer)
+            self._due.popleft()
+            due.windows.pinned.discard(due.window.buffer)
             if error is None:
-                own.persisted_start = window.start_iteration
+                due.own.persisted_start = due.window.start_iteration
             else:
-                own.note_problem("persist", error, window.start_iteration)
-            own.publish()
+                due.own.note_problem("persist", error, due.window.start_iteration)
+            due.own.publish()
             self._store.changed()
+        if error is None:
+            self._retain(due)
 
     def _write(self, url: str, manifest: dict[str, Any], payload: list[memoryview]) -> Exception | None:
         try:
@@ -59,3 +69,15 @@ class Persister(threading.Thread):
             self._store.report(f"window {manifest['start_iteration']} of rank {manifest['rank']}: {error}")
             return error
         return None
+
+    def _retain(self, due: _Due) -> None:
+        """Delete what is too old: rank 0 for all, and nothing where all are to be kept."""
+        origin, num_persisted = due.window.origin, due.own.settings.num_persisted
+        if origin.rank != 0 or num_persisted == 0:
+            return
+        try:
+            WindowFolder(due.url).retain(num_persisted, origin.world_size)
+        except (CheckpointError, OSError) as error:
+            with self._store.lock:
+                due.own.note_problem("retain", error, due.window.start_iteration)
+                due.own.publish()

@@ -141,6 +141,7 @@ class Window:
             "world_size": self.origin.world_size,
             "committed": self.committed,
             "complete": self.complete,
+            "buffer": self.buffer,
         }
 
 

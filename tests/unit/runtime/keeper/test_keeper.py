@@ -1,8 +1,7 @@
 """Keepers as processes: memory that outlives ranks, copies on other nodes, and what is refused."""
 
-from tests.unit.runtime.keeper.nodes import begin, capture, cluster, content, find, wait_until, window
-
 from megatron_ft.runtime.keeper import client as words
+from tests.unit.runtime.keeper.nodes import begin, capture, cluster, content, find, wait_until, window
 
 
 def test_a_window_reaches_its_peers_and_comes_back_from_them() -> None:
