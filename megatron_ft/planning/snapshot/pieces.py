@@ -95,5 +95,19 @@ def _align(num_bytes: int, alignment: int) -> int:
 
 
 def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
-    """Bytes of all slices of one window on the rank with ``shards``."""
-    return sum(slice_bytes(slice_pieces(plan, index, shards)) for index in range(plan.num_iterations))
+    """Bytes of all slices of one window on the rank with ``shards``: the sum of ``slice_bytes``, in one pass."""
+    by_operator: dict[OperatorId, list[StateShard]] = {}
+    for shard in shards:
+        by_operator.setdefault(shard.operator, []).append(shard)
+    total = later_frozen = 0
+    for units in reversed(plan.slices):
+        found = [(unit, shard) for unit in units for shard in by_operator.get(unit.operator, ())]
+        full = sum(_aligned_bytes(unit, shard, shard.full) for unit, shard in found)
+        total += _align(full + later_frozen, SLICE_ALIGNMENT_BYTES)
+        later_frozen += sum(_aligned_bytes(unit, shard, shard.frozen) for unit, shard in found)
+    return total
+
+
+def _aligned_bytes(unit: Unit, shard: StateShard, components: Sequence[Component]) -> int:
+    pieces = _pieces_of(unit, shard, components, 0)
+    return sum(_align(piece.num_bytes, PIECE_ALIGNMENT_BYTES) for piece in pieces)

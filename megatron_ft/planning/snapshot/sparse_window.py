@@ -98,11 +98,10 @@ def find_window_size(
     """
     assert num_operators >= 1, "a window captures something"
     most = num_operators
-    if num_operators > 2:
-        extra = master_optim_bytes - compute_bytes
+    if num_operators > 2 and master_optim_bytes * num_operators > budget_bytes:
         room = budget_bytes - compute_bytes * num_operators
-        fitting = num_operators if extra <= 0 <= room else room // max(extra, 1)
-        most = max(2, min(num_operators, fitting))
+        extra = master_optim_bytes - compute_bytes
+        most = 2 if extra <= 0 else max(2, room // extra)
     return -(-num_operators // most), most
 
 
