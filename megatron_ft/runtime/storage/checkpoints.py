@@ -91,7 +91,8 @@ def start_directory(folder: Path, iteration: int) -> Path:
     taken = [stored.attempt for stored in same if stored.complete]
     path = folder / directory_name(iteration, max(taken) + 1 if taken else 0)
     path.mkdir()
-    fsync_directory(folder)
+    for parent in (folder.parent, folder):
+        fsync_directory(parent)
     return path
 
 

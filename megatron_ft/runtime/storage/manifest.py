@@ -94,9 +94,9 @@ class Manifest:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """A manifest's JSON object. Raises CheckpointError for other JSON, a key given twice, NaN and infinity."""
+    """A manifest's JSON object. Raises CheckpointError unless it is UTF-8, has no key twice, no NaN and no infinity."""
     try:
-        body = json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        body = json.loads(content.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"manifest is not valid JSON: {error}") from None
     if not isinstance(body, dict):

@@ -184,9 +184,20 @@ class RemotePlace:
             for chunk in chunks:
                 file.write(chunk)
         except BaseException:
-            _abandon(file)
+            self._abandon(file, path)
             raise
         file.close()
+
+    def _abandon(self, file: Any, path: str) -> None:
+        """Drop what is half written. Closing an upload would put the half: it is marked closed instead."""
+        from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
+
+        if isinstance(file, AbstractBufferedFile):
+            file.discard()
+            file.closed = True
+        else:
+            file.close()
+            self._files.rm(path)
 
     def exists(self, directory: str, name: str) -> bool:
         """Whether there is such an object."""
@@ -239,9 +250,3 @@ class RemoteSource:
     def close(self) -> None:
         """Close the object."""
         self._file.close()
-
-
-def _abandon(file: Any) -> None:
-    """Drop an object that is half written: closing it would put the half."""
-    file.discard()
-    file.closed = True

@@ -1,0 +1,85 @@
+"""Writes ``tests/fixtures/windows/version_<n>.window``, a file that every later version must read.
+
+``python -m tests.helpers.window_fixture`` after the format changed, once; older files are never written again.
+"""
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+
+import xxhash
+
+from megatron_ft.runtime.storage.window_manifest import ITEM_BYTES, WINDOW_FORMAT_VERSION, align
+from megatron_ft.runtime.storage.windows import PieceRecord, SliceRecord, WindowManifest, write_window
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "windows"
+PIECES = (
+    [("weight", "bfloat16", 50), ("master", "float32", 50), ("exp_avg", "float32", 50), ("step", "int64", 1)],
+    [("weight", "bfloat16", 50), ("scale", "float32", 1)],
+)
+
+
+def content_of(iteration: int, component: str, num_bytes: int) -> bytes:
+    """The bytes of a piece, from nothing but what it is called."""
+    return hashlib.shake_256(f"{iteration} {component}".encode()).digest(num_bytes)
+
+
+def window() -> tuple[WindowManifest, list[bytes]]:
+    """Manifest and slices of the window in the file."""
+    slices: list[SliceRecord] = []
+    payload = []
+    for index, components in enumerate(PIECES):
+        record, content = _slice(12 + index, align(slices[-1].end) if slices else 0, components)
+        slices.append(record)
+        payload.append(content)
+    manifest = WindowManifest(
+        run_id="2026-01-31_12-00-00",
+        generation=1,
+        topology={"tensor_parallel": 1, "expert_parallel": 2},
+        rank=1,
+        world_size=2,
+        start_iteration=12,
+        num_slices=2,
+        plan={"slices": [["gate"], ["expert"]]},
+        slices=tuple(slices),
+    )
+    return manifest, payload
+
+
+def _slice(iteration: int, offset: int, components: list[tuple[str, str, int]]) -> tuple[SliceRecord, bytes]:
+    content = bytearray(4096)
+    pieces = []
+    for number, (component, dtype, num_items) in enumerate(components):
+        data = content_of(iteration, component, num_items * ITEM_BYTES[dtype])
+        start = number * 512
+        content[start : start + len(data)] = data
+        pieces.append(
+            PieceRecord(
+                parameter="decoder.layers.1.mlp.router.weight",
+                tensor_part=0,
+                component=component,
+                dtype=dtype,
+                start=100,
+                stop=150,
+                offset=start,
+                num_bytes=len(data),
+                xxh3_128=xxhash.xxh3_128_hexdigest(data),
+            )
+        )
+    header = {"vote": {"loss": 2.25, "is_applied": True}, "consumed_samples": 192}
+    record = SliceRecord(iteration=iteration, offset=offset, num_bytes=4096, header=header, pieces=tuple(pieces))
+    return record, bytes(content)
+
+
+def main() -> None:
+    """Write the file of the present version."""
+    manifest, payload = window()
+    with tempfile.TemporaryDirectory() as folder:
+        write_window(folder, manifest, [memoryview(content) for content in payload])
+        (written,) = Path(folder).rglob("*.window")
+        shutil.copyfile(written, FOLDER / f"version_{WINDOW_FORMAT_VERSION}.window")
+
+
+if __name__ == "__main__":
+    main()
