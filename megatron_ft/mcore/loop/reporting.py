@@ -1,13 +1,45 @@
-"""Records of an iteration, made from what the vote told every rank."""
+"""Records of a run's start and of its iterations, made from what every rank knows."""
+
+import hashlib
+import importlib.metadata
+import json
 
 import torch
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce
+from megatron_ft.config.serialize import to_dict
+from megatron_ft.control.worker import RankContext
+from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce, RunStarted
 from megatron_ft.mcore.loop.engine import IterationResult
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.planning.batch import BatchPlan
+
+_PACKAGES = ("torch", "megatron-core", "numpy")
+
+
+def config_digest(config: JobConfig) -> str:
+    """Checksum of the job's configuration."""
+    content = json.dumps(to_dict(config), sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def run_started(
+    config: JobConfig, context: RankContext, device: torch.device, resumed: tuple[str, int] | None
+) -> RunStarted:
+    """A run begins; ``resumed`` is what it continues from, and the last iteration of that."""
+    return RunStarted(
+        run_name=context.run_dir.name,
+        model=config.model.name,
+        world_size=context.world_size,
+        num_nodes=context.num_nodes,
+        train_iterations=config.training.train_iterations,
+        device=f"cuda: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu",
+        versions={name: importlib.metadata.version(name) for name in _PACKAGES},
+        config_digest=config_digest(config),
+        resumed_from=None if resumed is None else resumed[0],
+        resumed_from_iteration=None if resumed is None else resumed[1],
+    )
 
 
 def metrics_record(config: JobConfig, result: IterationResult, batch: BatchPlan, seconds: float) -> Metrics:

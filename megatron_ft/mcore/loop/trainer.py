@@ -1,10 +1,9 @@
 """The training loop of one rank: iterations, reports, evaluations, checkpoints, and when to stop."""
 
-import hashlib
-import importlib.metadata
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,40 @@ import torch
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.worker import RankContext
 from megatron_ft.corpus.check import resolve_vocab_size
 from megatron_ft.errors import CheckpointError, DataError, TrainingStopped
-from megatron_ft.events import Evaluation, IterationSkipped, LossSpike, RanksReady, Record, RunStarted, StateDigest
+from megatron_ft.events import (
+    Evaluation,
+    IterationSkipped,
+    LossSpike,
+    RanksReady,
+    Record,
+    SnapshotProblem,
+    StateDigest,
+)
 from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.checkpoint.digest import state_digest
 from megatron_ft.mcore.data.samples import Samples, open_samples
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.engine import IterationResult, TrainingEngine
+from megatron_ft.mcore.loop.extras import capture_extras
+from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, window_folder
 from megatron_ft.mcore.loop.migration import migrate
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
-from megatron_ft.mcore.loop.reporting import expert_load_record, metrics_record, placement_record
+from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, HeldWindow, Recovery, replay_config
+from megatron_ft.mcore.loop.reporting import (
+    config_digest,
+    expert_load_record,
+    metrics_record,
+    placement_record,
+    run_started,
+)
+from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.planning.commit import History
+from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.topology import Topology
-
-_PACKAGES = ("torch", "megatron-core", "numpy")
 
 
 class Trainer:
@@ -52,7 +67,9 @@ class Trainer:
             stop_requested=context.worker.stop_requested,
         )
         failpoints.watch(self._tell_phase)
+        self.topology_record = asdict(Topology.of(config.parallel, context.world_size))
         self.placement = self._placement_keeper()
+        self.snapshots: Snapshotter | None = None
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -67,16 +84,23 @@ class Trainer:
         self.agreement = Agreement(groups.vote)
         self._check_same_data()
         self.checkpoints = self._checkpoint_manager(groups)
-        source = self._checkpoint_to_load()
-        if source is not None and self.placement is not None:
-            self.placement.restore(self.checkpoints.read_extra(source).get("placement"))
+        client = connect_keeper(self.config, self.context, self.topology_record)
+        source, window = self._find_source(client)
+        if self.placement is not None and (source is not None or window is not None):
+            self.placement.restore(self._recorded_placement(source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
         if source is not None:
             self._load(source)
+        if window is not None:
+            self.recovery.replay(self.engine, window)
         self._keep_copies()
-        self._report(self._run_started(source))
+        origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
+        resumed = None if origin is None else (str(origin), self.engine.iteration)
+        self._report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
-            self._report_placement("first" if source is None else "resumed")
+            self._report_placement("resumed" if source is not None or window is not None else "first")
+        if client is not None:
+            self._take_snapshots(client, window)
         self._report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
 
     def run(self) -> None:
@@ -97,9 +121,12 @@ class Trainer:
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups."""
+        if self.snapshots is not None:
+            self.snapshots.close()
+            self.snapshots = None
         self.engine.teardown()
         failpoints.watch(None)
-        del self.agreement, self.checkpoints
+        del self.agreement, self.checkpoints, self.recovery
 
     def _tell_phase(self, iteration: int, phase: str) -> None:
         if iteration > 0 or phase == "build":  # an evaluation passes the model as iteration 0
@@ -112,12 +139,17 @@ class Trainer:
         self._rebalance(iteration)
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
-        self._account(iteration, result, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        if self.snapshots is not None and result.decision.action != "stop":
+            self.snapshots.after_iteration(iteration, result.vote, seconds)
+        self._account(iteration, result, seconds)
         self._evaluate(iteration)
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
             self._save()
         self._digest(due=_due(iteration, self.config.training.digest_interval_iterations))
+        if self.snapshots is not None and result.vote.stop_requested:
+            self.snapshots.persist_newest()
         return result.vote.stop_requested
 
     def _account(self, iteration: int, result: IterationResult, seconds: float) -> None:
@@ -139,12 +171,12 @@ class Trainer:
 
     def _account_load(self, iteration: int) -> None:
         report = _due(iteration, self.config.telemetry.expert_load_interval_iterations)
-        wanted = self.placement is not None and self.placement.wants_loads
-        if not self.config.model.num_moe_experts or not (report or wanted):
+        observers = [o for o in (self.placement, self.snapshots) if o is not None and o.wants_loads]
+        if not self.config.model.num_moe_experts or not (report or observers):
             return
         load = self.engine.expert_load()
-        if self.placement is not None and wanted:
-            self.placement.observe(load)
+        for observer in observers:
+            observer.observe(load)
         if report:
             self._report(expert_load_record(self.config, iteration, load))
 
@@ -155,6 +187,8 @@ class Trainer:
             return
         self.context.worker.progress(iteration, "migrate")
         began = time.perf_counter()
+        if self.snapshots is not None:
+            self.snapshots.pause()
         migration = self.placement.adopt(change)
         migrate(self.engine, self.placement.replicas(), migration)
         self._keep_copies()
@@ -198,24 +232,15 @@ class Trainer:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def _checkpoint_manager(self, groups: Groups) -> CheckpointManager:
-        parallel = self.config.parallel
         return CheckpointManager(
             self.config.checkpoint,
             run_dir=self.context.run_dir,
             run_id=self.context.run_dir.name,
-            topology_record={
-                "world_size": self.context.world_size,
-                "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-                "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-                "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size or 1,
-                "context_parallel_size": parallel.context_parallel_size,
-                "expert_model_parallel_size": parallel.expert_model_parallel_size,
-                "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-            },
+            topology_record=self.topology_record,
             group=groups.vote,
             dp_cp_group=groups.pg_collection.dp_cp,
             report=self._report_record,
-            config_digest=self._config_digest(),
+            config_digest=config_digest(self.config),
             generation=groups.generation,
         )
 
@@ -249,16 +274,64 @@ class Trainer:
             num_consecutive_skips=state.extra.get("num_consecutive_skips", 0),
         )
 
-    def _checkpoint_to_load(self) -> Path | None:
+    def _find_source(self, client: KeeperClient | None) -> tuple[Path | None, HeldWindow | None]:
+        """The checkpoint or the window that the run continues from; neither for a fresh start."""
+        self.recovery = Recovery(
+            self.config,
+            rank=self.context.rank,
+            node=self.context.node,
+            run_id=self.context.run_dir.name,
+            topology=self.topology_record,
+            fingerprint=self.samples["train"].fingerprint(),
+            agreement=self.agreement,
+            client=client,
+            folder=window_folder(self.config, self.context.run_dir),
+            report=self._report_own,
+        )
+        found = None
         if self.context.resume_from is not None:
             found = self.checkpoints.newest(self.context.resume_from)
-            if found is not None:
-                return found
-            if self.config.run.resume == "must":
+            window = self.recovery.find(found)
+            if window is not None:
+                return None, window
+            if found is None and self.config.run.resume == "must" and self.context.generation == 0:
                 raise CheckpointError(
                     f"run.resume=must: {self.context.resume_from} must hold a checkpoint that verifies; it holds none"
                 )
-        return None if self.config.checkpoint.load is None else Path(self.config.checkpoint.load)
+        load = self.config.checkpoint.load
+        return (found if found is not None or load is None else Path(load)), None
+
+    def _recorded_placement(self, source: Path | None, window: HeldWindow | None) -> Any:
+        if window is not None:
+            return window.header(0, PLACEMENT)
+        assert source is not None, "a placement is restored from something"
+        return self.checkpoints.read_extra(source).get("placement")
+
+    # -- snapshots ----------------------------------------------------------------------------------------
+
+    def _take_snapshots(self, client: KeeperClient, window: HeldWindow | None) -> None:
+        self.snapshots = Snapshotter(
+            self.config,
+            self.engine,
+            client=client,
+            assignment=peer_assignment(self.config),
+            node=self.context.node,
+            header=self._slice_header,
+            report=self._report_own,
+        )
+        if window is not None:
+            self.snapshots.resume(window.plan, window.manifest.start_iteration, window.buffer)
+
+    def _slice_header(self, index: int) -> dict[str, str]:
+        """What a replay needs besides tensors; it begins with slice 0."""
+        if index > 0:
+            return {}
+        placement = None if self.placement is None else self.placement.to_json()
+        return {
+            EXTRAS: json.dumps(capture_extras(self.engine)),
+            PLACEMENT: json.dumps(placement),
+            CONFIG: json.dumps(replay_config(self.config, self.samples["train"].fingerprint())),
+        }
 
     def state(self, extra: dict[str, Any]) -> TrainingState:
         """What a checkpoint holds, as it is now; ``extra`` goes with it."""
@@ -299,27 +372,15 @@ class Trainer:
 
     # -- reports ------------------------------------------------------------------------------------------
 
-    def _run_started(self, source: Path | None) -> RunStarted:
-        on_gpu = self.device.type == "cuda"
-        return RunStarted(
-            run_name=self.context.run_dir.name,
-            model=self.config.model.name,
-            world_size=self.context.world_size,
-            num_nodes=self.context.num_nodes,
-            train_iterations=self.config.training.train_iterations,
-            device=f"cuda: {torch.cuda.get_device_name(self.device)}" if on_gpu else "cpu",
-            versions={name: importlib.metadata.version(name) for name in _PACKAGES},
-            config_digest=self._config_digest(),
-            resumed_from=None if source is None else str(source),
-            resumed_from_iteration=None if source is None else self.engine.iteration,
-        )
-
-    def _config_digest(self) -> str:
-        content = json.dumps(to_dict(self.config), sort_keys=True).encode()
-        return hashlib.blake2b(content, digest_size=8).hexdigest()
-
     def _report(self, record: Record) -> None:
         self._report_record(record.to_record())
+
+    def _report_own(self, record: Record) -> None:
+        """What every rank may say: problems of its node; all else is said once."""
+        if isinstance(record, SnapshotProblem):
+            self.context.worker.report(record.to_record())
+        else:
+            self._report(record)
 
     def _report_record(self, record: dict[str, Any]) -> None:
         if self.context.rank == 0:

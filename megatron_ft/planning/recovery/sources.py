@@ -25,6 +25,8 @@ class StoredWindow:
     """Node whose memory holds it; -1 for storage."""
     complete: bool = True
     """Whether all of its slices are there."""
+    buffer: int | None = None
+    """Buffer of the rank's own memory that holds it; None elsewhere."""
 
     @property
     def identity(self) -> tuple[int, int]:

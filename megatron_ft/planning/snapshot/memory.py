@@ -15,6 +15,8 @@ NUM_COPY_BUFFERS = 2
 STATUS_BYTES = 4096
 """The status page before a rank's buffers."""
 _PAGE_BYTES = 4096
+_ROOM_FOR_OTHER_PLANS = (5, 4)
+"""Buffers are so much larger than a window where later plans may order operators otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +41,13 @@ def host_bytes(
     shards_by_rank: Sequence[Sequence[StateShard]],
     ranks_per_node: int,
     assignment: PeerAssignment,
+    *,
+    plans_again: bool = False,
 ) -> tuple[NodeMemory, ...]:
     """Memory of every node; ranks are numbered node by node."""
     num_nodes = len(assignment.peers)
     assert len(shards_by_rank) == num_nodes * ranks_per_node, f"{len(shards_by_rank)} ranks on {num_nodes} nodes"
-    window = [_whole_pages(window_bytes(plan, shards)) for shards in shards_by_rank]
+    window = [buffer_bytes(plan, shards, plans_again=plans_again) for shards in shards_by_rank]
     by_node = [window[node * ranks_per_node : (node + 1) * ranks_per_node] for node in range(num_nodes)]
     return tuple(
         NodeMemory(
@@ -52,6 +56,12 @@ def host_bytes(
         )
         for node in range(num_nodes)
     )
+
+
+def buffer_bytes(plan: WindowPlan, shards: Sequence[StateShard], *, plans_again: bool) -> int:
+    """Bytes of one buffer of the rank with ``shards``: a window, and room for those of later plans."""
+    more, than = _ROOM_FOR_OTHER_PLANS if plans_again else (1, 1)
+    return _whole_pages(max(1, -(-window_bytes(plan, shards) * more // than)))
 
 
 def _whole_pages(num_bytes: int) -> int:

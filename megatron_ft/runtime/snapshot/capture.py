@@ -19,14 +19,14 @@ Source = Callable[[Piece], torch.Tensor]
 class Keeper(Protocol):
     """What capture asks of the node's keeper; ``KeeperClient`` offers it."""
 
-    def begin(self, buffer: int, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
+    def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
         """A window begins in ``buffer``."""
 
     def captured(
         self,
         buffer: int,
-        index: int,
         *,
+        index: int,
         iteration: int,
         offset: int,
         num_bytes: int,
@@ -84,6 +84,7 @@ class WindowCapture:
     ) -> None:
         self.plan = plan
         self.figures = CaptureFigures()
+        self._plan_json = plan.to_json()
         self._keeper = keeper
         self._copier = copier
         self._slices = _lay_out(plan, shards)
@@ -92,7 +93,8 @@ class WindowCapture:
 
     def begin_window(self, buffer: int, start_iteration: int) -> None:
         """The next slice is the first of a window in ``buffer``."""
-        self._keeper.begin(buffer, start_iteration, self.plan.num_iterations, self.plan.to_json())
+        num_slices, plan = self.plan.num_iterations, self._plan_json
+        self._keeper.begin(buffer, start_iteration=start_iteration, num_slices=num_slices, plan=plan)
 
     def begin_slice(self, buffer: int, index: int, *, iteration: int, header: Mapping[str, Any]) -> None:
         """Start to copy slice ``index`` of the state after ``iteration``; ``header`` goes with it."""
@@ -112,7 +114,7 @@ class WindowCapture:
         part = self._slices[done.index]
         self._keeper.captured(
             done.buffer,
-            done.index,
+            index=done.index,
             iteration=done.iteration,
             offset=part.offset,
             num_bytes=part.num_bytes,

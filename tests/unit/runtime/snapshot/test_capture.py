@@ -22,10 +22,10 @@ class RecordingKeeper:
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
 
-    def begin(self, buffer: int, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
+    def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
         self.said.append(("begin", buffer, start_iteration, num_slices))
 
-    def captured(self, buffer: int, index: int, *, pieces: Sequence[Sequence[str | int]], **figures: Any) -> None:
+    def captured(self, buffer: int, *, index: int, pieces: Sequence[Sequence[str | int]], **figures: Any) -> None:
         self.said.append(("captured", buffer, index, figures["offset"], len(pieces)))
 
 

@@ -1,0 +1,289 @@
+"""What a started rank continues from: found together with all others, verified, and turned into a dense state."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import to_dict
+from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
+from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
+from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.loop.engine import TrainingEngine
+from megatron_ft.mcore.loop.replaying import CapturedSlice, Replayer
+from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.recovery.replay import plan_replay
+from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
+from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.runtime.execute.replay import carry_out
+from megatron_ft.runtime.keeper.client import KeeperClient
+from megatron_ft.runtime.storage.checkpoints import iteration_of
+from megatron_ft.runtime.storage.window_folder import StoredWindow as FolderEntry
+from megatron_ft.runtime.storage.window_folder import WindowFolder
+from megatron_ft.runtime.storage.window_manifest import WindowManifest
+from megatron_ft.runtime.storage.windows import OpenedWindow, check_pieces
+
+_INVENTORY = ("start_iteration", "num_slices", "generation", "where", "node", "complete", "buffer")
+
+EXTRAS, PLACEMENT, CONFIG, VOTE = "extras", "placement", "config", "vote"
+"""What the header of a slice holds, as JSON text: NaN and the like are no JSON of the manifest's kind."""
+_REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
+_OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
+"""Keys of ``training`` that change no iteration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWindow:
+    """This rank's part of the window the job continues from: every byte verified."""
+
+    manifest: WindowManifest
+    slices: tuple[memoryview, ...]
+    buffer: int | None
+    """Buffer of this rank's arena that holds it; None where it came from elsewhere."""
+
+    @property
+    def plan(self) -> WindowPlan:
+        """The plan it was captured by."""
+        return WindowPlan.from_json(self.manifest.plan)
+
+    def header(self, index: int, name: str) -> Any:
+        """What the header of slice ``index`` says under ``name``; None if nothing."""
+        text = self.manifest.slices[index].header.get(name)
+        return None if text is None else json.loads(text)
+
+
+class Recovery:
+    """Finds what the job continues from. All methods are collective over the job.
+
+    Args:
+        client: connection to the node's keeper; None where the job takes no snapshots.
+        folder: persisted windows; None where the run has none.
+        topology: parallel sizes, as manifests record them.
+        fingerprint: of the training data.
+        report: takes records; called on every rank.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        rank: int,
+        node: int,
+        run_id: str,
+        topology: dict[str, int],
+        fingerprint: str,
+        agreement: Agreement,
+        client: KeeperClient | None,
+        folder: WindowFolder | None,
+        report: Callable[[Record], None],
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._node = node
+        self._run_id = run_id
+        self._topology = topology
+        self._fingerprint = fingerprint
+        self._agreement = agreement
+        self._client = client
+        self._folder = folder
+        self._report = report
+
+    def find(self, checkpoint: Path | None) -> HeldWindow | None:
+        """The newest window that every rank can have, verified on all of them; None where the checkpoint is as new.
+
+        Damage is named and passed over.
+
+        Args:
+            checkpoint: the newest dense checkpoint that verifies.
+        """
+        if self._client is None and self._folder is None:
+            return None
+        mine = self._held_windows()
+        by_rank = [[StoredWindow(**window) for window in windows] for windows in self._agreement.gather(mine)]
+        at = None if checkpoint is None else iteration_of(checkpoint)
+        excluded: list[tuple[tuple[int, int], str]] = []
+        reasons: list[str] = []
+        while True:
+            source = choose_source(by_rank, at, excluded=excluded, reasons=reasons)
+            if not source.places:
+                self._say(source)
+                return None
+            window, error = self._open(source)
+            everywhere = self._agreement.errors(error)
+            if everywhere is None:
+                self._say(source)
+                return window
+            place = source.places[0]
+            if error is not None:
+                self._problem(f"load {source.kind}", error)
+            excluded.append((place.identity, source.kind))
+            reasons.append(f"{source.kind} window of iteration {place.start_iteration}: {everywhere}")
+
+    def replay(self, engine: TrainingEngine, window: HeldWindow) -> None:
+        """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
+
+        Raises:
+            RecoveryError: the window was captured from other ranges, or a replayed iteration differs.
+        """
+        began = time.monotonic()
+        start, plan = window.manifest.start_iteration, window.plan
+        votes = {
+            vote.iteration: vote
+            for index in range(1, plan.num_iterations)
+            if (vote := Vote.from_record(window.header(index, VOTE)))
+        }
+        replay = plan_replay(plan, start, votes)
+        view = OperatorView(
+            engine.model_chunks, engine.optimizer, groups=engine.groups, num_layers=self._config.model.num_layers
+        )
+        error = self._agreement.errors(_other_pieces(view, window))
+        if error is not None:
+            raise RecoveryError(error)
+        slices = [
+            CapturedSlice(payload=content, extras=window.header(index, EXTRAS))
+            for index, content in enumerate(window.slices)
+        ]
+        replayer = Replayer(
+            engine, view, window=plan, slices=slices, skip_frozen=self._config.snapshot.skip_frozen_gradients
+        )
+        result = carry_out(replay, replayer)
+        self._report(
+            WindowReplayed(
+                iteration=result.final_iteration,
+                start_iteration=start,
+                num_iterations=result.num_iterations,
+                seconds=time.monotonic() - began,
+            )
+        )
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    def _say(self, source: RecoverySource) -> None:
+        source.validate()
+        self._report(RecoveryChosen(source=source.kind, iteration=source.iteration, declined=source.declined))
+
+    def _problem(self, what: str, error: str) -> None:
+        self._report(SnapshotProblem(iteration=0, node=self._node, what=what, error=error))
+
+    def _held_windows(self) -> list[dict[str, Any]]:
+        """What is held for this rank: on this node, on its peers, on storage."""
+        found = [] if self._client is None else self._client.inventory(self._rank, ask_peers=True)
+        in_memory = [{name: window[name] for name in _INVENTORY} for window in found]
+        return in_memory + [asdict(window) for window in self._persisted_windows()]
+
+    def _persisted_windows(self) -> list[StoredWindow]:
+        """This rank's files in the folder that open and are of this job's layout; others are named."""
+        found = []
+        for stored in [] if self._folder is None else self._folder.list_windows():
+            try:
+                with self._open_stored(stored) as opened:
+                    manifest = opened.manifest
+            except CheckpointError as error:
+                self._problem("load persisted", str(error))
+                continue
+            found.append(
+                StoredWindow(
+                    start_iteration=manifest.start_iteration,
+                    num_slices=manifest.num_slices,
+                    generation=manifest.generation,
+                    where="persisted",
+                )
+            )
+        return found
+
+    def _open(self, source: RecoverySource) -> tuple[HeldWindow | None, str | None]:
+        """This rank's part, verified; or what is wrong with it."""
+        place = source.places[self._rank]
+        try:
+            return (self._read(place) if place.where == "persisted" else self._fetch(place)), None
+        except (CheckpointError, ControlError) as error:
+            return None, str(error)
+
+    def _read(self, place: StoredWindow) -> HeldWindow:
+        assert self._folder is not None, "the window was found there"
+        stored = next(found for found in self._folder.list_windows() if _identity(found) == place.identity)
+        with self._open_stored(stored) as opened:
+            self._check_config(opened.manifest, opened.path)
+            opened.verify()
+            slices = tuple(opened.read_slice(index) for index in range(opened.manifest.num_slices))
+            return HeldWindow(manifest=opened.manifest, slices=slices, buffer=None)
+
+    def _open_stored(self, stored: FolderEntry) -> OpenedWindow:
+        assert self._folder is not None, "the window was found there"
+        opened = self._folder.open(stored, self._rank)
+        try:
+            self._check(opened.manifest, opened.path)
+        except CheckpointError:
+            opened.close()
+            raise
+        return opened
+
+    def _fetch(self, place: StoredWindow) -> HeldWindow:
+        assert self._client is not None, "a keeper holds the window"
+        fetched = self._client.fetch(
+            self._rank, start_iteration=place.start_iteration, node=place.node, generation=place.generation
+        )
+        manifest = WindowManifest.from_json(fetched.manifest)
+        where = f"window of iteration {place.start_iteration} on node {place.node}"
+        self._check(manifest, where)
+        self._check_config(manifest, where)
+        slices = tuple(fetched.payload[part.offset : part.offset + part.num_bytes] for part in manifest.slices)
+        for part, content in zip(manifest.slices, slices, strict=True):
+            check_pieces(part, content, where)
+        return HeldWindow(manifest=manifest, slices=slices, buffer=place.buffer if place.where == "own" else None)
+
+    def _check(self, manifest: WindowManifest, where: str) -> None:
+        """Refuse another run's window, and one of another layout.
+
+        Raises:
+            CheckpointError: naming what differs.
+        """
+        if manifest.run_id != self._run_id or manifest.rank != self._rank:
+            raise CheckpointError(f"{where}: is of run {manifest.run_id}, rank {manifest.rank}")
+        if manifest.topology != self._topology:
+            raise CheckpointError(
+                f"{where}: captured at another layout, {manifest.topology}, than {self._topology}; replay it at its "
+                "own, on as few nodes as you like, and go on from the dense checkpoint this leaves"
+            )
+
+    def _check_config(self, manifest: WindowManifest, where: str) -> None:
+        """Refuse a window whose iterations were trained with other keys: replaying them would give another state.
+
+        Raises:
+            CheckpointError: naming a key that differs.
+        """
+        before, now = json.loads(manifest.slices[0].header.get(CONFIG, "{}")), replay_config(self._config, self._fingerprint)
+        changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        if changed:
+            key = changed[0]
+            raise CheckpointError(f"{where}: was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}")
+
+
+def replay_config(config: JobConfig, fingerprint: str) -> dict[str, Any]:
+    """The keys that decide what an iteration computes, dotted, with their values; of the data its fingerprint."""
+    groups = to_dict(config)
+    return {"data": fingerprint} | {
+        f"{group}.{name}": value
+        for group in _REPLAYED_GROUPS
+        for name, value in groups[group].items()
+        if not (group == "training" and name in _OF_THE_RUN)
+    }
+
+
+def _other_pieces(view: OperatorView, window: HeldWindow) -> str | None:
+    """What is wrong where the window's pieces are not those of this model and optimizer."""
+    for index, record in enumerate(window.manifest.slices):
+        captured = [piece.to_json()[:-1] for piece in record.pieces]
+        if captured != [piece.to_row() for piece in view.pieces(window.plan, index)]:
+            return (
+                f"slice {index} of window {window.manifest.start_iteration} was captured from other ranges of the state"
+            )
+    return None
+
+
+def _identity(stored: FolderEntry) -> tuple[int, int]:
+    return stored.start_iteration, stored.generation

@@ -1,0 +1,357 @@
+"""Captures windows of state on one rank, in step with all others, while training goes on.
+
+The policy decides, ``WindowCapture`` copies, the node's keeper owns and replicates. All that ranks must agree on comes
+from the commit vote or from the same inputs on every rank.
+"""
+
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_ft import failpoints
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.policy import build_policy
+from megatron_ft.errors import ConfigError
+from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowCommitted, WindowDelayed
+from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.loop.engine import TrainingEngine
+from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.operator_state import StateShard
+from megatron_ft.operators import is_moe_layer
+from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.snapshot.activations import Activations
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, WindowBuffers
+from megatron_ft.planning.snapshot.demand import Demand
+from megatron_ft.planning.snapshot.memory import buffer_bytes, host_bytes
+from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.pieces import window_bytes
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
+from megatron_ft.runtime.keeper.client import NUM_PROBLEMS, REPLICATED_START, WAITING_BYTES, Arena, KeeperClient
+from megatron_ft.runtime.snapshot.capture import CaptureFigures, WindowCapture
+from megatron_ft.runtime.snapshot.copier import open_copier, pin
+
+Rows = tuple[tuple[int, ...], ...]
+"""Tokens [layer][expert]."""
+
+Header = Callable[[int], dict[str, str]]
+"""What goes with slice ``index``, besides the vote: names to JSON text."""
+
+_MEASURED_ITERATIONS = 3
+_MAX_LOAD_RECORDS = 32
+_PROBE_BYTES = 32 << 20
+_NUM_PROBES = 3
+
+
+class Snapshotter:
+    """One rank's part in capturing windows; all methods but ``settle`` are called by every rank alike.
+
+    Args:
+        client: the connection to this node's keeper.
+        assignment: which nodes hold copies for which.
+        header: what goes with a slice, besides the vote.
+        report: takes records; called on every rank.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        engine: TrainingEngine,
+        *,
+        client: KeeperClient,
+        assignment: PeerAssignment,
+        node: int,
+        header: Header,
+        report: Callable[[Record], None],
+    ) -> None:
+        assert config.snapshot.policy is not None, "there is a policy to follow"
+        self._config = config
+        self._engine = engine
+        self._client = client
+        self._agreement = Agreement(engine.groups.vote)
+        self._assignment = assignment
+        self._node = node
+        self._header = header
+        self._report = report
+        self._policy: SnapshotPolicy = build_policy("snapshot.policy", config.snapshot.policy)
+        self._copier = open_copier(engine.device)
+        self._buffers = WindowBuffers()
+        self._start: int | None = None
+        self._last_start: int | None = None
+        self._lengths: dict[int, int] = {}
+        self._num_windows = 0
+        self._stalled_before = 0.0
+        self._num_problems = 0
+        self._is_delayed = False
+        self._iteration_seconds: deque[float] = deque(maxlen=10)
+        self._loads: deque[Rows] = deque(maxlen=_MAX_LOAD_RECORDS)
+        self._plan: WindowPlan | None = None
+        self._arena: Arena | None = None
+        self._capture: WindowCapture | None = None
+        self._view: OperatorView | None = None
+        engine.before_update = self.settle
+        engine.replicated_window = self._replicated_window
+
+    @property
+    def figures(self) -> CaptureFigures:
+        """What capturing has cost this rank since the plan in force."""
+        return CaptureFigures() if self._capture is None else self._capture.figures
+
+    @property
+    def wants_loads(self) -> bool:
+        """Whether every iteration's loads are needed, for the order of operators."""
+        return self._policy.reorder is not None
+
+    def observe(self, load: torch.Tensor) -> None:
+        """Take in the tokens per expert of one iteration: int64 [num_layers, num_moe_experts] over the job."""
+        self._loads.append(tuple(tuple(row) for row in load.tolist()))
+
+    # -- in step with the loop ----------------------------------------------------------------------------
+
+    def resume(self, plan: WindowPlan, start_iteration: int, buffer: int | None) -> None:
+        """The job has continued from this window: keep it until a newer one is committed, and go on with its plan.
+
+        Args:
+            buffer: of this rank's arena that holds it; None where it came from elsewhere.
+        """
+        self._plan = plan
+        self._buffers = WindowBuffers(held={start_iteration: buffer or 0}, committed=start_iteration)
+        if buffer is not None:
+            self._client.committed(start_iteration)
+        self._open(self._engine.iteration)
+
+    def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
+        """The state after ``iteration`` is complete: let windows go that are no longer needed, start a slice."""
+        self._iteration_seconds.append(seconds)
+        self._take_in(iteration, vote)
+        if self._capture is None and not self._can_open(iteration):
+            return
+        if self._start is None and not self._begin_window(iteration):
+            return
+        assert self._start is not None and self._capture is not None, "a window is under way"
+        failpoints.hit("capture", iteration)
+        index = iteration - self._start
+        header = {"vote": json.dumps(vote.to_record()), **self._header(index)}
+        self._capture.begin_slice(self._buffers.held[self._start], index, iteration=iteration, header=header)
+        if index == self._capture.plan.num_iterations - 1:
+            self._start = None
+
+    def settle(self) -> None:
+        """Wait for the slice under way: what it copies may change from here on."""
+        if self._capture is not None:
+            self._capture.settle()
+
+    def pause(self) -> None:
+        """Before tensors move: give up the window under way. The next one begins with where they are then."""
+        self.settle()
+        if self._start is not None:
+            self._buffers = self._buffers.abandon(self._start)
+        self._start = self._last_start = self._capture = self._view = None
+
+    def persist_newest(self) -> None:
+        """Ask for the newest committed window on storage."""
+        if self._buffers.committed in self._lengths:
+            self._client.persist(self._buffers.committed)
+
+    def close(self) -> None:
+        """Finish the slice under way and let go of tensors and of the keeper, which keeps what it has."""
+        self.settle()
+        self._copier.close()
+        self._engine.before_update = self._engine.replicated_window = None
+        self._capture, self._view = None, None
+        self._client.close()
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    @property
+    def _plans_again(self) -> bool:
+        return self._config.snapshot.replan_interval_windows > 0
+
+    def _replicated_window(self) -> int:
+        return -1 if self._arena is None else self._arena.status(REPLICATED_START)
+
+    def _take_in(self, iteration: int, vote: Vote) -> None:
+        before = self._buffers.committed
+        self._buffers = self._buffers.after_commit(vote.committed_window)
+        if self._buffers.committed > before:
+            failpoints.hit("replicate", iteration)
+            self._client.committed(self._buffers.committed)
+            self._say_committed(iteration)
+        self._say_problems(iteration)
+
+    def _can_open(self, iteration: int) -> bool:
+        """Plan and take memory, once what a plan needs is known."""
+        known = self._plan is not None or self._config.snapshot.iteration_seconds is not None
+        if not known and len(self._iteration_seconds) < _MEASURED_ITERATIONS:
+            return False
+        self._open(iteration)
+        return True
+
+    def _begin_window(self, iteration: int) -> bool:
+        assert self._capture is not None, "opened"
+        if self._last_start is not None and iteration < self._last_start + self._capture.plan.interval_iterations:
+            return False
+        buffer = self._buffers.free()
+        if buffer is None:
+            self._say_delayed(iteration)
+            return False
+        self._plan_again(iteration)
+        self._is_delayed = False
+        self._buffers = self._buffers.begin(iteration)
+        self._start = self._last_start = iteration
+        self._lengths = {start: length for start, length in self._lengths.items() if start in self._buffers.held}
+        self._lengths[iteration] = self._capture.plan.num_iterations
+        self._num_windows += 1
+        self._capture.begin_window(buffer, iteration)
+        return True
+
+    def _open(self, iteration: int) -> None:
+        self._view = OperatorView(
+            self._engine.model_chunks,
+            self._engine.optimizer,
+            groups=self._engine.groups,
+            num_layers=self._config.model.num_layers,
+        )
+        plan = self._plan
+        if plan is None:
+            plan = self._policy.plan(Demand(shards_by_rank=self._view.shards_by_rank), self._context())
+        self._take_memory(iteration, plan)
+        self._lay_out(plan)
+        self._say_planned(iteration, plan)
+
+    def _take_memory(self, iteration: int, plan: WindowPlan) -> None:
+        """An arena that windows of ``plan`` fit into; one that is there and large enough stays."""
+        assert self._view is not None, "opened"
+        needed = buffer_bytes(plan, self._view.shards, plans_again=self._plans_again)
+        if self._arena is not None and window_bytes(plan, self._view.shards) <= self._arena.window_bytes:
+            return
+        if self._arena is not None:
+            self._problem(iteration, "plan", "windows have outgrown their memory: those in it are given up")
+            self._buffers = WindowBuffers(committed=self._buffers.committed)
+        self._arena = self._client.allocate(needed)
+
+    def _lay_out(self, plan: WindowPlan) -> None:
+        assert self._view is not None and self._arena is not None, "opened"
+        self._plan = plan
+        buffers = [torch.frombuffer(self._arena.buffer(number), dtype=torch.uint8) for number in range(NUM_BUFFERS)]
+        if self._engine.device.type == "cuda":
+            for buffer in buffers:
+                pin(buffer)
+        self._capture = WindowCapture(
+            plan,
+            self._view.shards,
+            keeper=self._client,
+            copier=self._copier,
+            buffers=buffers,
+            source=self._view.source,
+        )
+        self._stalled_before = 0.0
+
+    def _context(self) -> SnapshotContext:
+        snapshot = self._config.snapshot
+        bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
+        if bandwidth is None:
+            bandwidth = min(self._agreement.gather(_memory_bandwidth()))
+        if seconds is None:
+            seconds = min(self._agreement.gather(statistics.median(self._iteration_seconds)))
+        return SnapshotContext(
+            bandwidth_bytes_per_second=bandwidth,
+            iteration_seconds=seconds,
+            activations=self._activations(),
+        )
+
+    def _activations(self) -> Activations | None:
+        if not self._loads:
+            return None
+        layers = tuple(n for n in range(1, self._config.model.num_layers + 1) if is_moe_layer(self._config.model, n))
+        records = tuple(tuple(rows[layer - 1] for layer in layers) for rows in self._loads)
+        return Activations(layers=layers, tokens=records)
+
+    def _plan_again(self, iteration: int) -> None:
+        """Before a window, where it is due: look at what was measured, and whether the order still fits."""
+        interval = self._config.snapshot.replan_interval_windows
+        if interval == 0 or self._num_windows == 0 or self._num_windows % interval:
+            return
+        assert self._view is not None and self._plan is not None and self._arena is not None, "opened"
+        demand = Demand(shards_by_rank=self._view.shards_by_rank)
+        plan = replan(self._policy, demand, self._context(), self._plan)
+        if plan == self._plan:
+            return
+        if self._agreement.any(window_bytes(plan, self._view.shards) > self._arena.window_bytes):
+            self._problem(iteration, "plan", f"does not fit the buffers and is not used: {plan.summary()}")
+            return
+        self._lay_out(plan)
+        self._say_planned(iteration, plan)
+
+    # -- what is said -------------------------------------------------------------------------------------
+
+    def _say_planned(self, iteration: int, plan: WindowPlan) -> None:
+        assert self._view is not None, "opened"
+        sizes = [window_bytes(plan, shards) for shards in self._view.shards_by_rank]
+        per_node, shards = self._config.launch.ranks_per_node, self._view.shards_by_rank
+        nodes = host_bytes(plan, shards, per_node, self._assignment, plans_again=self._plans_again)
+        needed = max(node.total_bytes for node in nodes)
+        limit = self._config.snapshot.host_memory_limit_bytes
+        if limit is not None and needed > limit:
+            constraint = f"must be at least {needed}, what windows and peers' copies take on the largest node"
+            raise ConfigError.of("snapshot.host_memory_limit_bytes", limit, constraint)
+        self._report(
+            SnapshotPlanned(
+                iteration=iteration,
+                window_iterations=plan.num_iterations,
+                interval_iterations=plan.interval_iterations,
+                window_bytes=max(sizes),
+                dense_bytes=max(dense_bytes(shards) for shards in self._view.shards_by_rank),
+                host_bytes=needed,
+                reason=plan.reason,
+            )
+        )
+
+    def _say_committed(self, iteration: int) -> None:
+        stalled = self.figures.stalled_seconds
+        self._report(
+            WindowCommitted(
+                iteration=iteration,
+                start_iteration=self._buffers.committed,
+                num_iterations=self._lengths.get(self._buffers.committed, 0),
+                stalled_seconds=stalled - self._stalled_before,
+            )
+        )
+        self._stalled_before = stalled
+
+    def _say_delayed(self, iteration: int) -> None:
+        if not self._is_delayed:
+            waiting = 0 if self._arena is None else self._arena.status(WAITING_BYTES)
+            self._report(WindowDelayed(iteration=iteration, replicating_bytes=waiting))
+        self._is_delayed = True
+
+    def _say_problems(self, iteration: int) -> None:
+        number = 0 if self._arena is None else self._arena.status(NUM_PROBLEMS)
+        if number > self._num_problems:
+            self._num_problems = number
+            for problem in self._client.problems():
+                self._problem(iteration, problem["what"], problem["error"])
+
+    def _problem(self, iteration: int, what: str, error: str) -> None:
+        self._report(SnapshotProblem(iteration=iteration, node=self._node, what=what, error=error))
+
+
+def dense_bytes(shards: Sequence[StateShard]) -> int:
+    """Bytes of the whole state that the rank with ``shards`` would capture at once."""
+    units = tuple(Unit(operator=operator) for operator in sorted({shard.operator for shard in shards}, key=str))
+    return window_bytes(WindowPlan(slices=(units,), interval_iterations=1), shards) if units else 0
+
+
+def _memory_bandwidth() -> float:
+    """Bytes per second of one copying thread between warm buffers: the best of a few."""
+    source, target = torch.ones(_PROBE_BYTES, dtype=torch.uint8), torch.ones(_PROBE_BYTES, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(_NUM_PROBES):
+        began = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - began)
+    return _PROBE_BYTES / best
