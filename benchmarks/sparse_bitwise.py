@@ -1,0 +1,312 @@
+"""Claim ``sparse-bitwise``: what sparse snapshots give back equals, in every bit, what was lost.
+
+One job per row of a covering array, and in each job one fault per generation: every rank is killed at a drawn
+iteration and phase, all ranks are started again, find their windows in the memory of the nodes, replay them and go on.
+All losses and the digests of every rank's whole state after every iteration, of all generations, are compared with
+runs that were left alone: one without snapshots, one that captures the whole state all the time. A few jobs lose their
+nodes as well and continue from windows on disk. A trial is a fault; it counts when the run's own record shows that it
+happened, that windows had three slices or more, and what the job continued from. ``atol=0``.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.campaign import Outcome, Trial, run_campaign
+from benchmarks.covering import Row
+from benchmarks.generations import Generation, generations_of, missing
+from benchmarks.report import finish, parse_arguments
+from benchmarks.sparse_faults import (
+    FACTORS,
+    MEMORY,
+    MIN_WINDOW_ITERATIONS,
+    NUM_ITERATIONS,
+    PERSISTED,
+    QUICK_ROWS,
+    REPLAY,
+    configuration,
+    dense_snapshots,
+    failpoints,
+    faults_of,
+    num_ranks,
+    rows,
+    sparse_snapshots,
+)
+from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job, start, wait
+
+ID = "sparse-bitwise"
+NUM_FAULTS, QUICK_FAULTS = 5, 2
+MIN_TRIALS = 60
+DISK_ROWS = (0, 2, 6, 9, 12)
+"""Rows whose job also loses all nodes."""
+DISK_ITERATIONS = (12, 17, 23, 14, 20)
+"""The iteration each of these is lost in."""
+TIMEOUT_SECONDS = 300.0
+HELD_SECONDS = 60.0
+"""How long the iteration in which a job loses its nodes is held open for that."""
+WARM = "megatron_ft.mcore.loop.main"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The undisturbed runs of a configuration: what they recorded, and what differs between them."""
+
+    recorded: Generation
+    dense_bytes: int
+    """Of the whole state on the rank that has most."""
+    problems: Sequence[str]
+
+
+@dataclass(slots=True)
+class Bench:
+    """Runs jobs from one warm fork server and remembers undisturbed runs."""
+
+    folder: Path
+    socket: str
+    faults: dict[str, list[Row]]
+    """Of each row, by its text."""
+    references: dict[str, Reference] = field(default_factory=dict)
+    num_jobs: int = 0
+
+    def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        """The campaign's executor: the faults of a row share one job, whichever of them are waiting."""
+        waiting: dict[str, list[Trial]] = {}
+        for trial in trials:
+            waiting.setdefault(text_of(trial.parameters), []).append(trial)
+        for text, mine in waiting.items():
+            row = {name: mine[0].parameters[name] for name in FACTORS}
+            reference = self.reference(row)
+            in_memory = [trial for trial in mine if trial.parameters["source"] != PERSISTED]
+            outcomes = self.killed_in_memory(row, self.faults[text], reference) if in_memory else []
+            for trial in mine:
+                if trial.parameters["source"] == PERSISTED:
+                    yield trial, self.killed_with_nodes(row, trial.parameters, reference)
+                else:
+                    yield trial, outcomes[int(str(trial.parameters["fault"]))]
+
+    def reference(self, row: Row) -> Reference:
+        """The undisturbed runs of a row's configuration, run when they are first asked for."""
+        overrides = configuration(row)
+        key = json.dumps([overrides, row["copies"]])
+        if key not in self.references:
+            runs = [self.run("reference", [*overrides, *more]) for more in ([], dense_snapshots(row))]
+            plain, captured = (generations_of(run)[0] for run in runs)
+            planned = captured.newest("snapshot_planned") or {}
+            problems = [*filter(None, map(ended, runs)), *missing([plain], NUM_ITERATIONS)]
+            problems += [*missing([captured], NUM_ITERATIONS), *captured.differences(plain)]
+            self.references[key] = Reference(plain, planned.get("dense_bytes", 0), problems)
+            self.forget(runs)
+        return self.references[key]
+
+    def killed_in_memory(self, row: Row, faults: Sequence[Row], reference: Reference) -> list[Outcome]:
+        """One job that all faults of a row are put into; an outcome for each."""
+        if reference.problems or not reference.dense_bytes:
+            return [undisturbed_problems(reference)] * len(faults)
+        snapshots = sparse_snapshots(row, reference.dense_bytes)
+        restarts = f"launch.max_restarts={len(faults) + 1}"
+        run = self.run("killed", [*configuration(row), *snapshots, restarts, failpoints(faults)])
+        generations = generations_of(run)
+        lasting = [*filter(None, [ended(run)]), *missing(generations, NUM_ITERATIONS)]
+        outcomes = [outcome_of(fault, number, generations, lasting, reference) for number, fault in enumerate(faults)]
+        self.forget([run])
+        return outcomes
+
+    def killed_with_nodes(self, row: Row, fault: Row, reference: Reference) -> Outcome:
+        """Kill a job with all its nodes once it has a window on disk, and start it again."""
+        if reference.problems or not reference.dense_bytes:
+            return undisturbed_problems(reference)
+        at, name = int(str(fault["iteration"])), self.next_name("lost")
+        words = [*configuration(row), *sparse_snapshots(row, reference.dense_bytes)]
+        words += ["snapshot.persist_interval_windows=1", "snapshot.keep_persisted=2"]
+        held = f"launch.failpoints=['delay(seconds={HELD_SECONDS},at_iteration={at},phase=\"{fault['phase']}\")']"
+        process = start(self.command(name, [*words, held]))
+        lost = self.wait_for_windows(process, self.folder / name, num_ranks(row))
+        if lost:
+            os.killpg(process.pid, signal.SIGKILL)
+        output = wait(process, TIMEOUT_SECONDS)
+        if not lost:
+            return Outcome(proven=False, passed=False, details={"output": output[-2000:]})
+        started_again = time.time()
+        run = self.run(name, [*words, "run.resume=auto"], name=name)
+        generations = generations_of(run, [started_again])
+        lasting = [*filter(None, [ended(run)]), *missing(generations, NUM_ITERATIONS)]
+        outcome = outcome_of(fault, 0, generations, lasting, reference)
+        self.forget([run])
+        return outcome
+
+    def wait_for_windows(self, process: Any, run_dir: Path, world_size: int) -> bool:
+        """Wait until the iteration to be lost is held and a window is on disk; False when the job ends before that."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            hits = JobResult(0, run_dir, "").records("failpoints.jsonl")
+            windows = [len(list(path.glob("*.window"))) for path in (run_dir / "windows").glob("window_*")]
+            if len(hits) >= 1 and world_size in windows:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def run(self, kind: str, overrides: Sequence[str], *, name: str | None = None) -> JobResult:
+        """One job, to its end."""
+        places = [f"run.name={name or self.next_name(kind)}", f"data.cache_dir={self.folder / 'cache'}"]
+        words = [*overrides, *places]
+        return run_job(words, forkserver=self.socket, runs=self.folder, timeout_seconds=TIMEOUT_SECONDS)
+
+    def command(self, name: str, overrides: Sequence[str]) -> list[str]:
+        """The same job as a command."""
+        places = [f"run.name={name}", f"run.dir={self.folder}", f"data.cache_dir={self.folder / 'cache'}"]
+        socket = f"launch.forkserver_socket={self.socket}"
+        return [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *overrides, *places, socket]
+
+    def next_name(self, kind: str) -> str:
+        """Name of the next run."""
+        self.num_jobs += 1
+        return f"{kind}-{self.num_jobs:03d}"
+
+    def forget(self, runs: Sequence[JobResult]) -> None:
+        """Remove the folders of runs whose records are taken."""
+        for run in runs:
+            shutil.rmtree(run.run_dir, ignore_errors=True)
+
+
+def outcome_of(
+    fault: Row, number: int, generations: Sequence[Generation], lasting: Sequence[str], reference: Reference
+) -> Outcome:
+    """What became of the fault in generation ``number``.
+
+    Args:
+        lasting: what is wrong with the job as a whole.
+    """
+    after = generations[number + 1 :]
+    chosen = after[0].newest("recovery_chosen") if after else None
+    unproven = why_unproven(fault, number, generations)
+    differences = [
+        text for generation in generations[: number + 2] for text in generation.differences(reference.recorded)
+    ]
+    problems = [*differences, *lasting]
+    details = {
+        "unproven": unproven,
+        "continued_from": None if chosen is None else chosen["iteration"],
+        "declined": [] if chosen is None else chosen["declined"],
+        "window_iterations": window_iterations(generations[: number + 2]),
+        "num_replayed": sum(e["num_iterations"] for e in (after[0].events if after else ()) if is_replay(e)),
+        "num_digests": sum(len(digests) for _, digests in after[0].digests) if after else 0,
+        "num_losses": len(after[0].losses) if after else 0,
+        "differences": problems[:5],
+    }
+    return Outcome(proven=not unproven, passed=not problems, details=details)
+
+
+def why_unproven(fault: Row, number: int, generations: Sequence[Generation]) -> list[str]:
+    """What the run's record lacks to show that a fault happened as drawn; empty when it shows it."""
+    if len(generations) <= number + 1:
+        return ["the ranks were not started again"]
+    own, after = generations[number], generations[number + 1]
+    found = []
+    hits = [hit for hit in own.hits if hit["phase"] == fault["phase"]]
+    if fault["iteration"] == REPLAY:
+        resumed = own.newest("recovery_chosen") or {"source": None, "iteration": 0}
+        if resumed["source"] != MEMORY or any(hit["iteration"] > resumed["iteration"] for hit in hits):
+            found.append(f"the fault came after the replay: {hits[:1]}")
+    else:
+        hits = [hit for hit in hits if hit["iteration"] == fault["iteration"]]
+    found += [] if hits else [f"no rank wrote down the fault in generation {number}"]
+    chosen = after.newest("recovery_chosen") or {"source": None}
+    if chosen["source"] != fault["source"]:
+        found.append(f"continued from {chosen['source']}, not from {fault['source']}")
+    least = min(window_iterations(generations[: number + 2]), default=0)
+    if least < MIN_WINDOW_ITERATIONS:
+        found.append(f"windows of {least} iterations")
+    return found
+
+
+def window_iterations(generations: Sequence[Generation]) -> list[int]:
+    """Slices of the windows planned in these generations."""
+    events = [event for generation in generations for event in generation.events]
+    return sorted({event["window_iterations"] for event in events if event["kind"] == "snapshot_planned"})
+
+
+def is_replay(event: Any) -> bool:
+    """Whether an event says that a window was replayed."""
+    return bool(event["kind"] == "window_replayed")
+
+
+def undisturbed_problems(reference: Reference) -> Outcome:
+    """The outcome where undisturbed runs already differ."""
+    problems = [*reference.problems[:5]] or ["no plan of the whole state was reported"]
+    return Outcome(proven=True, passed=False, details={"undisturbed runs": problems})
+
+
+def text_of(parameters: Row) -> str:
+    """A row's text."""
+    return json.dumps({name: parameters[name] for name in FACTORS})
+
+
+def ended(run: JobResult) -> str:
+    """Empty when the job ended as planned."""
+    return "" if run.exit_code == 0 else f"exit code {run.exit_code}: {run.output[-1500:]}"
+
+
+def planned_trials(*, quick: bool) -> tuple[dict[str, list[Row]], list[Row]]:
+    """Faults of each row, by its text; and all trials."""
+    chosen = list(QUICK_ROWS) if quick else rows()
+    num_faults = QUICK_FAULTS if quick else NUM_FAULTS
+    faults = {text_of(row): faults_of(row, number, num_faults) for number, row in enumerate(chosen, start=int(quick))}
+    trials = [{**row, **fault} for row in chosen for fault in faults[text_of(row)]]
+    lost = [] if quick else zip(DISK_ROWS, DISK_ITERATIONS, strict=True)
+    phases = ("data", "backward", "update", "vote_after", "gather")
+    for (number, at), phase in zip(lost, phases, strict=False):
+        trials.append({**chosen[number], "fault": 0, "phase": phase, "iteration": at, "source": PERSISTED})
+    return faults, trials
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign and judge it."""
+    arguments = parse_arguments(__doc__, argv)
+    faults, trials = planned_trials(quick=arguments.quick)
+    with tempfile.TemporaryDirectory(prefix="sparse-bitwise-") as folder, forkserver(WARM) as socket:
+        bench = Bench(Path(folder), socket, faults)
+        counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, bench.execute)
+    details = [outcome.details for _, outcome in outcomes if outcome.passed and outcome.proven]
+    totals = {name: sum(detail[name] for detail in details) for name in ("num_digests", "num_losses", "num_replayed")}
+    sources = [trial.parameters["source"] for trial, outcome in outcomes if outcome.passed and outcome.proven]
+    windows = sorted({size for detail in details for size in detail["window_iterations"]})
+    figure = (
+        f"{counts.passed} of {counts.planned} kills of all ranks ({sources.count(MEMORY)} continued from memory, "
+        f"{sources.count(PERSISTED)} from disk) in {len(faults)} configurations equal in every bit; windows of "
+        f"{', '.join(map(str, windows))} iterations, {totals['num_replayed']} iterations replayed"
+    )
+    enough = arguments.quick or counts.passed >= MIN_TRIALS
+    return finish(
+        arguments.out,
+        ID,
+        passed=counts.complete and enough,
+        figure=figure if counts.complete else counts.summary(),
+        threshold="all of at least 60 equal, atol=0, windows of 3 iterations or more",
+        counts={
+            "trials": counts.planned,
+            "passed": counts.passed,
+            "unproven": counts.unproven,
+            "configurations": len(faults),
+            "from_memory": sources.count(MEMORY),
+            "from_disk": sources.count(PERSISTED),
+            "iterations_replayed": totals["num_replayed"],
+            "rank_states_compared": totals["num_digests"],
+            "losses_compared": totals["num_losses"],
+        },
+        details={
+            "window_iterations": windows,
+            "failures": [{**t.parameters, **o.details} for t, o in outcomes if not (o.passed and o.proven)],
+        },
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

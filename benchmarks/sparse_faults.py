@@ -1,0 +1,182 @@
+"""Which jobs are killed when: the rows of a covering array, and the faults drawn for each of them."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.covering import Row, covering_array
+
+NUM_ITERATIONS = 40
+SEED = 20260413
+MEMORY, NOTHING, PERSISTED = "memory", "nothing", "persisted"
+REPLAY = -1
+"""Iteration of a fault that comes while its generation replays: the first that passes the phase."""
+MIN_WINDOW_ITERATIONS = 3
+
+_ORDERS = "megatron_ft.planning.snapshot.orders"
+_POLICY = "megatron_ft.planning.snapshot.sparse_window.SparseWindow"
+ORDERS = {
+    "hard_count": f"{{_target_:{_ORDERS}.HardCount}}",
+    "time_decayed": f"{{_target_:{_ORDERS}.TimeDecayed}}",
+    "capacity_aware": f"{{_target_:{_ORDERS}.CapacityAware,capacities:[1.0,2.0,1.0,4.0,1.0,2.0,1.0,4.0]}}",
+    "back_to_front": f"{{_target_:{_ORDERS}.BackToFront}}",
+    "layer_order": f"{{_target_:{_ORDERS}.LayerOrder}}",
+}
+FACTORS: dict[str, Sequence[Any]] = {
+    "pp": [1, 2],
+    "ep": [1, 2],
+    "tp": [1, 2],
+    "replicas": [False, True],
+    "router_bias": [True, False],
+    "clip_grad": [1.0, 0.0],
+    "precision": ["bf16", "fp32"],
+    "distributed_optimizer": [True, False],
+    "order": list(ORDERS),
+    "copies": [1, 2, 0],
+}
+PHASES = (
+    "data",
+    "forward",
+    "dispatch",
+    "backward",
+    "grad_sync",
+    "vote_before",
+    "vote_inside",
+    "vote_after",
+    "update",
+    "gather",
+    "capture",
+)
+_PHASES_OF_REPLAY = ("replay", "forward", "dispatch", "backward", "grad_sync", "update")
+_GAPS = (1, 2, 3, 7, 8)
+"""Iterations from a kill to the next one: before another window is committed, and after."""
+_BASE = (
+    "model=moe_micro",
+    f"training.train_iterations={NUM_ITERATIONS}",
+    "optimizer.lr_warmup_iterations=3",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=4",
+    "training.eval_interval_iterations=0",
+    "training.digest_interval_iterations=1",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+    "launch.ranks_per_node=1",
+)
+_QUICK_ROW: Row = {
+    "pp": 1,
+    "ep": 2,
+    "tp": 1,
+    "replicas": False,
+    "router_bias": True,
+    "clip_grad": 1.0,
+    "precision": "bf16",
+    "distributed_optimizer": True,
+    "order": "hard_count",
+    "copies": 1,
+}
+QUICK_ROWS: tuple[Row, ...] = (
+    _QUICK_ROW,
+    {**_QUICK_ROW, "ep": 1, "pp": 2, "precision": "fp32", "order": "back_to_front", "copies": 0},
+)
+
+
+def rows() -> list[Row]:
+    """Configurations that contain every allowed pair of values."""
+    return covering_array(FACTORS, allowed=allowed)
+
+
+def allowed(row: Row) -> bool:
+    """Replicas take the whole stage as expert group, here one of three ranks."""
+    return not row["replicas"] or (row["pp"], row["ep"], row["tp"]) == (1, 1, 1)
+
+
+def num_ranks(row: Row) -> int:
+    """Ranks of a row's job, each on a node of its own; two copies of a window need three nodes."""
+    if row["replicas"]:
+        return 3
+    pp, ep, tp = (int(str(row[name])) for name in ("pp", "ep", "tp"))
+    return 4 if row["copies"] == 2 else max(2, pp * max(ep, tp))
+
+
+def configuration(row: Row) -> list[str]:
+    """Overrides that decide which bits a run computes."""
+    words = [
+        *_BASE,
+        f"launch.num_nodes={num_ranks(row)}",
+        f"parallel.pipeline_model_parallel_size={row['pp']}",
+        f"parallel.tensor_model_parallel_size={row['tp']}",
+        f"parallel.expert_model_parallel_size={row['ep']}",
+        f"parallel.use_distributed_optimizer={_word(row['distributed_optimizer'])}",
+        f"precision.params_dtype={row['precision']}",
+        f"optimizer.clip_grad={row['clip_grad']}",
+    ]
+    if row["replicas"]:
+        words += ["placement=overlap_search"]
+    if row["router_bias"]:
+        words += ["model.moe_router_score_function=sigmoid", "model.moe_router_enable_expert_bias=true"]
+    return words
+
+
+def dense_snapshots(row: Row) -> list[str]:
+    """Overrides that capture the whole state after every iteration."""
+    return [
+        "snapshot=dense",
+        "snapshot.policy.interval_iterations=1",
+        f"snapshot.num_peer_copies={row['copies']}",
+        "snapshot.bandwidth_bytes_per_second=1e12",
+        "snapshot.iteration_seconds=1.0",
+    ]
+
+
+def sparse_snapshots(row: Row, dense_bytes: int) -> list[str]:
+    """Overrides that capture windows of several iterations: half of the whole state fits beside an iteration."""
+    share = 0.5 if row["precision"] == "fp32" else 0.4
+    return [
+        "snapshot=sparse_window",
+        f"snapshot.policy={{_target_:{_POLICY},order:{ORDERS[str(row['order'])]}}}",
+        f"snapshot.num_peer_copies={row['copies']}",
+        f"snapshot.bandwidth_bytes_per_second={share * dense_bytes:.0f}",
+        "snapshot.iteration_seconds=1.0",
+        "snapshot.replan_interval_windows=2",
+    ]
+
+
+def faults_of(row: Row, number: int, num_faults: int) -> list[Row]:
+    """A row's faults, one for each generation of its job: ``fault``, ``phase``, ``iteration``, ``source``.
+
+    Args:
+        number: of the row; every fourth job is also killed before a window is committed. ``source`` is what the
+            generation after the fault has to continue from.
+    """
+    generator = random.Random(f"{SEED} {number}")
+    early = number % 4 == 0
+    replayed = generator.randrange(1 + early, num_faults)
+    iteration = 0
+    faults: list[Row] = []
+    for index in range(num_faults):
+        source = NOTHING if early and index == 0 else MEMORY
+        phase = PHASES[(number * 7 + index * 3) % len(PHASES)]
+        at = REPLAY
+        if index == replayed:
+            phase = generator.choice(_PHASES_OF_REPLAY)
+        elif source == NOTHING:
+            at = generator.randint(2, 3)
+        else:
+            iteration = generator.randint(12, 14) if iteration == 0 else iteration + generator.choice(_GAPS)
+            at = iteration
+        faults.append({"fault": index, "phase": phase, "iteration": at, "source": source})
+    assert iteration < NUM_ITERATIONS, f"row {number}: iteration {iteration} is after the end"
+    return faults
+
+
+def failpoints(faults: Sequence[Row]) -> str:
+    """Faults as an override: each kills every rank that reaches it, in the generation of its number."""
+    texts = []
+    for fault in faults:
+        where = "" if fault["iteration"] == REPLAY else f"at_iteration={fault['iteration']},"
+        texts.append(f"'kill({where}phase=\"{fault['phase']}\",generation={fault['fault']})'")
+    return f"launch.failpoints=[{','.join(texts)}]"
+
+
+def _word(value: object) -> str:
+    return str(value).lower()
