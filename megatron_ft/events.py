@@ -282,7 +282,7 @@ class RanksRestarted(Record):
     failed_ranks: tuple[int, ...]
     """Ranks that failed, the first one first; without those that were ended because of them."""
     iteration: int
-    """Furthest iteration a rank had reached; 0 before the first."""
+    """Iteration in which the first of them failed; 0 before the first iteration."""
     num_restarts_left: int
     """Restarts left if the job gets no further; ``launch.max_restarts`` again as soon as it does."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ft.control import membership
-from megatron_ft.control.facts import Fact, NodeJoined, Progressed, RankExited, RankRaised, RankReported, Tick
+from megatron_ft.control.facts import Fact, NodeJoined, RankExited, RankRaised, RankReported, Tick
 from megatron_ft.control.membership import Decision, Failure, MembershipPolicy, Outcome, Phase, State
 from megatron_ft.control.rpc import RpcServer
 from megatron_ft.errors import (
@@ -108,13 +108,13 @@ class Controller:
         """
         self._server.start()
         while True:
-            for fact in self._facts_of(self._take(), on_record):
-                step = membership.advance(self._policy, self._state, fact, self._clock())
-                self._state = step.state
-                if step.decision is not Decision.WAIT:
-                    on_step(step)
-                if self._execute(step):
-                    return self._end_of(step)
+            fact = self._fact_of(self._take(), on_record)
+            step = membership.advance(self._policy, self._state, fact, self._clock())
+            self._state = step.state
+            if step.decision is not Decision.WAIT:
+                on_step(step)
+            if self._execute(step):
+                return self._end_of(step)
 
     def _end_of(self, step: membership.Step) -> JobEnd:
         firsts = [membership.first_of(failures) for failures in step.state.survived]
@@ -134,24 +134,24 @@ class Controller:
         except queue.Empty:
             return Tick()
 
-    def _facts_of(self, item: Message | Fact, on_record: RecordSink) -> tuple[Fact, ...]:
+    def _fact_of(self, item: Message | Fact, on_record: RecordSink) -> Fact:
         if not isinstance(item, dict):
-            return (item,)
+            return item
         self._room.release()
         match item["op"]:
             case "record":
                 on_record(item["record"])
-                return (Tick(),)
+                return Tick()
             case "reported":
-                return (RankReported(item["rank"]),)
+                return RankReported(item["rank"])
             case "raised":
                 self._note(item)
                 final = item.get("exit_code") in _FINAL_EXIT_CODES
-                return (RankRaised(item["rank"], item["at_seconds"], final),)
+                return RankRaised(item["rank"], item["at_seconds"], item.get("iteration", 0), final)
             case "exited":
                 self._note(item)
-                exited = RankExited(item["rank"], item["returncode"], item["at_seconds"], item["done"])
-                return (Progressed(item.get("iteration", 0)), exited)
+                how = (item["returncode"], item["at_seconds"], item["done"], item.get("iteration", 0))
+                return RankExited(item["rank"], *how)
         raise ControlError(f"unknown item {item['op']!r}")
 
     def _note(self, item: Message) -> None:
@@ -235,6 +235,6 @@ class Controller:
         if int(item["rank"]) not in self._policy.ranks_of(node):
             raise ControlError(f"rank {item['rank']} is not of node {node}")
         if item["op"] in ("raised", "exited"):
-            float(item["at_seconds"])
+            float(item["at_seconds"]), int(item.get("iteration", 0))
         if item["op"] == "exited":
-            int(item["returncode"]), bool(item["done"]), int(item.get("iteration", 0))
+            int(item["returncode"]), bool(item["done"])

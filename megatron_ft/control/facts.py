@@ -28,28 +28,26 @@ class RankReported:
 
 @dataclass(frozen=True, slots=True)
 class RankRaised:
-    """A rank is about to end with an exception; ``final``: another try cannot mend it."""
+    """A rank is about to end with an exception in ``iteration``; ``final``: another try cannot mend it."""
 
     rank: int
     at_seconds: float
+    iteration: int = 0
     final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """A rank's process ended; ``returncode`` is negative for a signal, ``done`` says that its work was."""
+    """A rank's process ended; ``returncode`` is negative for a signal, ``done`` says that its work was.
+
+    ``iteration`` is the last it has reached, 0 before the first.
+    """
 
     rank: int
     returncode: int
     at_seconds: float
     done: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    """A rank has reached ``iteration``: those before it are committed."""
-
-    iteration: int
+    iteration: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,4 @@ class Tick:
     """Time went on."""
 
 
-Fact = (
-    NodeJoined | NodeLost | RankReported | RankRaised | RankExited | Progressed | StopRequested | KillRequested | Tick
-)
+Fact = NodeJoined | NodeLost | RankReported | RankRaised | RankExited | StopRequested | KillRequested | Tick

@@ -14,7 +14,6 @@ from megatron_ft.control.facts import (
     KillRequested,
     NodeJoined,
     NodeLost,
-    Progressed,
     RankExited,
     RankRaised,
     RankReported,
@@ -89,6 +88,8 @@ class Failure:
     at_seconds: float
     rank: int | None = None
     node: int | None = None
+    iteration: int = 0
+    """Last iteration the rank reached, 0 before the first."""
     sudden: bool = False
     """A lost node, or a signal that no lost peer brings about: not an error that a rank saw, nor an abort."""
     final: bool = False
@@ -111,10 +112,8 @@ class State:
     survived: tuple[tuple[Failure, ...], ...] = ()
     """Deaths of each earlier generation."""
     interrupted: bool = False
-    iteration: int = 0
-    """Furthest iteration any rank has reached, in any generation."""
-    iteration_at_restart: int = 0
-    """The same at the last restart."""
+    furthest_iteration: int = 0
+    """Furthest iteration in which an earlier generation failed."""
     num_restarts: int = 0
     """Restarts since the job last got further."""
 
@@ -125,8 +124,12 @@ class State:
 
     @property
     def num_fruitless_restarts(self) -> int:
-        """Restarts after which the job has got no further."""
-        return 0 if self.iteration > self.iteration_at_restart else self.num_restarts
+        """Restarts in a row that got the job no further than where it had failed before.
+
+        The first rank to fail tells: what fails at the same place each time fails in the same iteration of that rank.
+        """
+        first = self.first_failure
+        return 0 if first is not None and first.iteration > self.furthest_iteration else self.num_restarts
 
     @property
     def outcome(self) -> Outcome:
@@ -188,22 +191,22 @@ def _observe(policy: MembershipPolicy, state: State, fact: Fact) -> State:
             return replace(state, joined=state.joined | {node})
         case RankReported(rank):
             return replace(state, reported=state.reported | {rank})
-        case RankRaised(rank, at_seconds, final):
+        case RankRaised(rank, at_seconds, iteration, final):
             detail = f"rank {rank} raised"
-            return _fail(state, Failure(rank=rank, at_seconds=at_seconds, final=final, detail=detail))
-        case RankExited(rank, returncode, at_seconds, done):
+            failure = Failure(rank=rank, at_seconds=at_seconds, iteration=iteration, final=final, detail=detail)
+            return _fail(state, failure)
+        case RankExited(rank, returncode, at_seconds, done, iteration):
             state = replace(state, gone=state.gone | {rank})
             detail = f"rank {rank} {describe_returncode(returncode)}"
             if done and returncode == 0:
                 return state
             sudden = returncode < 0 and -returncode not in (signal.SIGABRT, signal.SIGTERM)
-            return _fail(state, Failure(rank=rank, at_seconds=at_seconds, sudden=sudden, detail=detail))
+            failure = Failure(rank=rank, at_seconds=at_seconds, iteration=iteration, sudden=sudden, detail=detail)
+            return _fail(state, failure)
         case NodeLost(node, at_seconds, detail):
             state = replace(state, gone=state.gone | set(policy.ranks_of(node)))
             detail = f"node {node} was lost: {detail}"
             return _fail(state, Failure(node=node, at_seconds=at_seconds, sudden=True, detail=detail))
-        case Progressed(iteration):
-            return replace(state, iteration=max(state.iteration, iteration))
         case StopRequested() | KillRequested():
             return replace(state, interrupted=True)
     return state
@@ -232,8 +235,7 @@ def _restart(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> 
         deadline_seconds=now + policy.start_timeout_seconds,
         joined=state.joined,
         survived=(*state.survived, state.failures),
-        iteration=state.iteration,
-        iteration_at_restart=state.iteration,
+        furthest_iteration=max(state.furthest_iteration, first.iteration),
         num_restarts=state.num_fruitless_restarts + 1,
     )
     return Step(restarted, Decision.RESTART, first.detail)

@@ -142,12 +142,13 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
     """
     state = step.state
     first = first_of(state.survived[-1])
+    assert first is not None, "ranks are started again after a failure"
     failed = failed_records(JobEnd(Outcome.FAILED, step.reason, first, details), policy)
     restarted = RanksRestarted(
         generation=state.generation,
         reason=step.reason,
         failed_ranks=tuple(event.rank for event in failed),
-        iteration=state.iteration,
+        iteration=first.iteration,
         num_restarts_left=policy.max_restarts - state.num_restarts,
     )
     return [*failed, restarted]

@@ -188,6 +188,26 @@ def test_all_ranks_start_again_after_one_was_killed(runs: Path) -> None:
     assert_nothing_left(runs)
 
 
+def test_faults_that_are_apart_never_use_the_restarts_up(runs: Path) -> None:
+    """Each generation gets further than the one before; the ranks that die and how they die change."""
+    faults = [
+        'kill(rank=0, at_iteration=2, phase="forward", generation=0)',
+        'raise(rank=3, at_iteration=4, phase="backward", generation=1)',
+        'exit(rank=2, at_iteration=5, phase="forward", generation=2, code=9)',
+        'kill(node=1, at_iteration=7, phase="backward", generation=3)',
+    ]
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.max_restarts": 1, "launch.failpoints": faults}
+    job = start_dummy_job(runs, "run_restarted", overrides=overrides)
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == EXIT_OK, output
+    assert sorted(started(runs)) == [0, 1, 2, 3, 4]
+    assert len({starts[0]["master_port"] for starts in started(runs).values()}) > 1
+    restarts = [record for record in records(runs) if record["kind"] == "ranks_restarted"]
+    assert [record["failed_ranks"][0] for record in restarts][:3] == [0, 3, 2]
+    assert restarts[3]["failed_ranks"][0] in (2, 3)
+    assert_nothing_left(runs)
+
+
 def test_a_fault_that_comes_again_and_again_ends_the_job(runs: Path) -> None:
     overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.max_restarts": 2}
     fault = 'raise(rank=2, at_iteration=3, phase="forward")'

@@ -109,7 +109,7 @@ def test_ranks_start_again_after_a_failure_with_an_order_of_their_own(job: Runni
     assert (start["op"], start["generation"], start["master_port"]) == ("start", 1, 20001)
     assert start["ranks"] == {"0": [0], "1": [1]}
     assert {rank: about["returncode"] for rank, about in job.details_at_restart.items()} == {0: 1, 1: -9}
-    assert job.controller.state.iteration_at_restart == 4
+    assert job.controller.state.furthest_iteration == 4
     for rank, number in ((0, 3), (1, 2)):
         job.deliver(rank, number, {"op": "reported", "rank": rank}, exited(rank))
     job.thread.join(timeout=10)

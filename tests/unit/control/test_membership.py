@@ -11,7 +11,6 @@ from megatron_ft.control.facts import (
     KillRequested,
     NodeJoined,
     NodeLost,
-    Progressed,
     RankExited,
     RankRaised,
     RankReported,
@@ -27,6 +26,7 @@ from megatron_ft.control.membership import (
     Step,
     advance,
     describe_returncode,
+    first_of,
     initial,
 )
 
@@ -64,8 +64,7 @@ class Job:
 
     def fail(self, *, at_iteration: int) -> Step:
         """Rank 1 is killed in ``at_iteration``, the others see it; the last step."""
-        self.see(Progressed(at_iteration))
-        self.exit(1, -9, at_seconds=1.0)
+        self.see(RankExited(1, -9, 1.0, done=False, iteration=at_iteration))
         for rank in (0, 2):
             self.exit(rank, 1, at_seconds=2.0)
         return self.exit(3, 1, at_seconds=2.0)
@@ -328,7 +327,6 @@ EVENTS = st.one_of(
     st.builds(RankReported, st.integers(0, 3)),
     st.builds(RankRaised, st.integers(0, 3), st.floats(0, 100)),
     st.builds(RankExited, st.integers(0, 3), st.sampled_from([0, 1, -9]), st.floats(0, 100), st.booleans()),
-    st.builds(Progressed, st.integers(0, 5)),
     st.just(StopRequested()),
     st.just(KillRequested()),
     st.just(Tick()),
@@ -336,9 +334,15 @@ EVENTS = st.one_of(
 HISTORIES = st.lists(st.tuples(EVENTS, st.floats(0, 30)), max_size=30)
 MISHAPS = st.one_of(
     st.builds(RankReported, st.integers(0, 3)),
-    st.builds(RankRaised, st.integers(0, 3), st.floats(0, 100), st.just(False)),
-    st.builds(RankExited, st.integers(0, 3), st.sampled_from([0, 1, -9]), st.floats(0, 100), st.booleans()),
-    st.builds(Progressed, st.integers(0, 3)),
+    st.builds(RankRaised, st.integers(0, 3), st.floats(0, 100), st.integers(0, 3)),
+    st.builds(
+        RankExited,
+        st.integers(0, 3),
+        st.sampled_from([0, 1, -9]),
+        st.floats(0, 100),
+        st.booleans(),
+        st.integers(0, 3),
+    ),
 )
 
 
@@ -367,15 +371,17 @@ def test_restarts_end_too_and_each_generation_is_whole(
     max_restarts: int, history: list[tuple[Fact, float]], mishaps: list[Fact]
 ) -> None:
     job = Job(replace(POLICY, max_restarts=max_restarts))
-    fruitless, iteration = 0, 0
+    fruitless, furthest = 0, 0
     for event, seconds in [*history, *((NodeJoined(node), 0.0) for node in (0, 1)), *((m, 0.1) for m in mishaps)]:
         before = job.state
         step = job.see(event, after_seconds=seconds)
         if step.decision is not Decision.RESTART:
             assert job.state.generation == before.generation
             continue
-        fruitless = 0 if before.iteration > iteration else fruitless
-        fruitless, iteration = fruitless + 1, before.iteration
+        first = first_of(job.state.survived[-1])
+        assert first is not None and not first.final
+        fruitless = 1 if first.iteration > furthest else fruitless + 1
+        furthest = max(furthest, first.iteration)
         assert fruitless <= max_restarts
         assert not before.interrupted and len(before.gone) >= 3, "only the last rank was missing"
         assert (job.state.generation, job.state.gone, job.state.failures) == (before.generation + 1, frozenset(), ())
