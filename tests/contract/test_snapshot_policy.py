@@ -2,13 +2,17 @@
 
 import json
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
+import yaml
 
+from megatron_ft.config.policy import build_policy
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.snapshot.activations import ReorderTrigger
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded
-from megatron_ft.planning.snapshot.orders import BackToFront, LayerOrder
+from megatron_ft.planning.snapshot.orders import BackToFront, CapacityAware, LayerOrder
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
@@ -85,6 +89,26 @@ def test_a_plan_is_kept_while_nothing_changes(policy: SnapshotPolicy, demand: De
     given = context(demand, 0.3)
     plan = policy.plan(demand, given)
     assert replan(policy, demand, given, plan) is plan
+
+
+@pytest.mark.parametrize("name", ["sparse_window", "dense", "checkfreq", "gemini"])
+def test_every_choice_of_the_group_builds_its_policy(name: str) -> None:
+    folder = Path(__file__).parents[2] / "conf" / "snapshot"
+    policy = build_policy("snapshot.policy", yaml.safe_load((folder / f"{name}.yaml").read_text())["policy"])
+    assert type(policy) is type(POLICIES[name])
+
+
+def test_nested_fields_are_built_from_mappings() -> None:
+    policy = build_policy(
+        "snapshot.policy",
+        {
+            "_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow",
+            "order": {"_target_": "megatron_ft.planning.snapshot.orders.CapacityAware", "capacities": [1.0, 2.0]},
+            "reorder": {"min_share": 0.5},
+        },
+    )
+    trigger = ReorderTrigger(min_share=0.5)
+    assert policy == SparseWindow(order=CapacityAware(capacities=(1.0, 2.0)), reorder=trigger)
 
 
 @policies

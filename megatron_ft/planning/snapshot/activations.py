@@ -62,11 +62,13 @@ class ReorderTrigger:
     min_change: float = 0.10
     """Relative change of an expert's frequency above which it counts as moved."""
     min_share: float = 0.25
-    """Share of all experts that must have moved."""
+    """Share of all experts that must have moved; above 1 keeps the first order for good."""
 
     def fires(self, before: Activations | None, now: Activations | None) -> bool:
         """Whether the order made from ``before`` is out of date."""
         if now is None:
+            return False
+        if self.min_share > 1:
             return False
         if before is None or before.layers != now.layers:
             return True

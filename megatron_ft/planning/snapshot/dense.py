@@ -18,7 +18,7 @@ class DenseInterval:
     """From one snapshot to the next."""
     replan_drift: float = 0.2
     """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
-    reorder: ClassVar[None] = None
+    trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """See ``SnapshotPolicy``.
@@ -44,7 +44,7 @@ class OverheadBounded:
     """Largest share of the time that stalls may add."""
     replan_drift: float = 0.2
     """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
-    reorder: ClassVar[None] = None
+    trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """See ``SnapshotPolicy``.
@@ -74,7 +74,7 @@ class GeminiStyle:
     """Mean time between failures of the whole job."""
     replan_drift: float = 0.2
     """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
-    reorder: ClassVar[None] = None
+    trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """See ``SnapshotPolicy``.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.activations import Activations
 
@@ -58,7 +59,13 @@ class TimeDecayed:
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """See ``OperatorOrder``."""
+        """See ``OperatorOrder``.
+
+        Raises:
+            ConfigError: a decay outside [0, 1).
+        """
+        if not 0 <= self.decay < 1:
+            raise ConfigError.of("snapshot.policy.order.decay", self.decay, "must be at least 0 and below 1")
         scores: list[list[float]] = []
         for rows in () if activations is None else activations.tokens:
             past = scores or [[0.0] * len(row) for row in rows]
@@ -79,7 +86,15 @@ class CapacityAware:
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """See ``OperatorOrder``."""
+        """See ``OperatorOrder``.
+
+        Raises:
+            ConfigError: not a capacity above 0 for each expert.
+        """
+        num_experts = 1 + max((operator.expert for operator in operators if operator.expert is not None), default=-1)
+        if len(self.capacities) != num_experts or not all(capacity > 0 for capacity in self.capacities):
+            constraint = f"must be {num_experts} numbers above 0, one for each expert"
+            raise ConfigError.of("snapshot.policy.order.capacities", self.capacities, constraint)
         rows = () if activations is None else activations.totals
         scores = [[tokens / capacity for tokens, capacity in zip(row, self.capacities, strict=True)] for row in rows]
         return _ascending(operators, activations, scores)
@@ -117,8 +132,11 @@ def _ascending(
 
     def key(operator: OperatorId) -> tuple[float, int, int]:
         assert operator.expert is not None, f"{operator} is no expert"
-        score = scores[row_of[operator.layer]][operator.expert] if row_of else 0.0
-        return score, operator.layer, operator.expert
+        if not row_of:
+            return 0.0, operator.layer, operator.expert
+        row = scores[row_of[operator.layer]] if operator.layer in row_of else ()
+        assert operator.expert < len(row), f"activations tell nothing of {operator}"
+        return row[operator.expert], operator.layer, operator.expert
 
     return (*sorted(experts, key=key), *sorted(rest, key=_back_to_front))
 

@@ -57,7 +57,7 @@ class SnapshotPolicy(Protocol):
         """Relative change of the budget, or of the largest slice, above which ``replan`` makes another plan."""
 
     @property
-    def reorder(self) -> ReorderTrigger | None:
+    def trigger(self) -> ReorderTrigger | None:
         """When changed activations make ``replan`` order anew; None where order does not depend on them."""
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -72,7 +72,7 @@ def replan(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, pre
     """``previous`` itself, unless it is out of date; then a plan whose reason starts with why.
 
     Out of date is a plan for other operators, one whose budget or largest slice has drifted by more than the policy's
-    ``replan_drift``, and one whose order the policy's ``reorder`` calls outdated.
+    ``replan_drift``, and one whose order the policy's ``trigger`` calls outdated.
     """
     why = _outdated(policy, demand, context, previous)
     if why is None:
@@ -130,7 +130,7 @@ def _outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, 
     peak = int(demand.slice_bytes(previous).max())
     if _drift(peak, basis.peak_bytes) > policy.replan_drift:
         return f"the largest slice went from {basis.peak_bytes:,} to {peak:,} bytes"
-    if policy.reorder is not None and policy.reorder.fires(basis.activations, context.activations):
+    if policy.trigger is not None and policy.trigger.fires(basis.activations, context.activations):
         return "activation frequencies moved"
     return None
 

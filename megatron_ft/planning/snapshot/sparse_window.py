@@ -35,8 +35,13 @@ class SparseWindow:
     """Most parts that one operator is cut into."""
     replan_drift: float = 0.2
     """Relative change of bytes per iteration, or of the largest slice, that makes another plan."""
-    reorder: ReorderTrigger | None = field(default_factory=ReorderTrigger)
-    """When changed activations make another plan; null keeps the order of the first."""
+    reorder: ReorderTrigger = field(default_factory=ReorderTrigger)
+    """When changed activations make another plan."""
+
+    @property
+    def trigger(self) -> ReorderTrigger | None:
+        """``reorder``, unless the order does not depend on activations."""
+        return self.reorder if self.order.uses_activations else None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """See ``SnapshotPolicy``.

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.packing import pack
 from megatron_ft.planning.snapshot.plan import Unit
@@ -156,7 +157,7 @@ def test_measurements_out_of_range_are_refused(bandwidth: float, seconds: float)
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_ten_thousand_operators_on_64_ranks_are_planned_within_two_seconds(is_shared: bool) -> None:
     rng = random.Random(1)
-    ranks: list[list] = [[] for _ in range(64)]
+    ranks: list[list[StateShard]] = [[] for _ in range(64)]
     for number in range(10_000):
         for rank in range(64) if is_shared else (rng.randrange(64),):
             ranks[rank].append(shard(expert(number // 100 + 1, number % 100), rng.randint(500, 1500)))

@@ -1,0 +1,74 @@
+"""When the plan in force is kept, and when another is made."""
+
+import dataclasses
+
+from megatron_ft.planning.snapshot.activations import Activations, ReorderTrigger
+from megatron_ft.planning.snapshot.demand import Demand
+from megatron_ft.planning.snapshot.dense import OverheadBounded
+from megatron_ft.planning.snapshot.orders import BackToFront
+from megatron_ft.planning.snapshot.policy import SnapshotContext, replan
+from megatron_ft.planning.snapshot.sparse_window import SparseWindow
+from tests.helpers.demands import equal_experts
+
+DEMAND = equal_experts(8)
+COUNTED = Activations(layers=(1,), tokens=(((80, 70, 60, 50, 40, 30, 20, 10),),))
+REVERSED = Activations(layers=(1,), tokens=(((10, 20, 30, 40, 50, 60, 70, 80),),))
+
+
+def given(share: float = 0.5, activations: Activations | None = COUNTED) -> SnapshotContext:
+    return SnapshotContext(bandwidth_bytes_per_second=share * 9600, iteration_seconds=1.0, activations=activations)
+
+
+def test_budgets_within_the_drift_keep_the_plan() -> None:
+    policy = SparseWindow()
+    plan = policy.plan(DEMAND, given(0.5))
+    for share in (0.41, 0.59):
+        assert replan(policy, DEMAND, given(share), plan) is plan
+
+
+def test_budgets_beyond_the_drift_make_another() -> None:
+    policy = SparseWindow()
+    plan = policy.plan(DEMAND, given(0.5))
+    for share in (0.35, 0.61):
+        other = replan(policy, DEMAND, given(share), plan)
+        assert other.reason.startswith("bytes per iteration went from 4,800 to ")
+        assert other.slices == policy.plan(DEMAND, given(share)).slices
+        assert replan(policy, DEMAND, given(share), other) is other
+    assert replan(SparseWindow(replan_drift=0.5), DEMAND, given(0.35), plan) is plan
+
+
+def test_moved_popularity_orders_anew_and_is_what_counts_from_then_on() -> None:
+    policy = SparseWindow()
+    plan = policy.plan(DEMAND, given())
+    assert plan.slices[0][0].operator.expert == 7
+    other = replan(policy, DEMAND, given(activations=REVERSED), plan)
+    assert other.slices[0][0].operator.expert == 0
+    assert other.reason.startswith("activation frequencies moved; ")
+    assert replan(policy, DEMAND, given(activations=REVERSED), other) is other
+    assert replan(policy, DEMAND, given(activations=COUNTED), other).slices == plan.slices
+
+
+def test_orders_that_do_not_depend_on_activations_are_kept() -> None:
+    for policy in (
+        SparseWindow(order=BackToFront()),
+        SparseWindow(reorder=ReorderTrigger(min_share=2.0)),
+        OverheadBounded(),
+    ):
+        plan = policy.plan(DEMAND, given())
+        assert replan(policy, DEMAND, given(activations=REVERSED), plan) is plan
+
+
+def test_other_operators_or_larger_ones_make_another_plan() -> None:
+    policy = SparseWindow()
+    plan = policy.plan(DEMAND, given())
+    more = replan(policy, equal_experts(9), given(activations=None), plan)
+    assert more.reason.startswith("operators are others")
+    more.validate(equal_experts(9).operators)
+    larger = replan(policy, equal_experts(8, 130), given(), plan)
+    assert larger.reason.startswith("the largest slice went from ")
+
+
+def test_a_plan_without_a_basis_is_made_again() -> None:
+    policy = SparseWindow()
+    plan = dataclasses.replace(policy.plan(DEMAND, given()), basis=None)
+    assert replan(policy, Demand(shards_by_rank=DEMAND.shards_by_rank), given(), plan).basis is not None
