@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.runtime.keeper.client import Arena, KeeperClient
+from megatron_ft.runtime.keeper.client import REPLICATED_START, Arena, KeeperClient
 
 PAGE = 4096
 WAIT_SECONDS = 20.0
@@ -182,6 +182,11 @@ def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAI
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain for: {what}"
         time.sleep(0.002)
+
+
+def wait_replicated(arena: Arena, start: int) -> None:
+    """Wait until the window that starts at ``start`` is the newest replicated one."""
+    wait_until(lambda: arena.status(REPLICATED_START) == start, f"window {start} is replicated")
 
 
 def find(windows: list[dict[str, Any]], **wanted: object) -> list[Mapping[str, Any]]:

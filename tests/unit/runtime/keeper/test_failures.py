@@ -1,0 +1,256 @@
+"""What keepers do when ranks, peers, connections and bytes fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.errors import ControlError
+from megatron_ft.runtime.keeper import client as words
+from megatron_ft.runtime.keeper.client import KeeperRefused
+from tests.unit.runtime.keeper.nodes import (
+    PAGE,
+    Cluster,
+    begin,
+    capture,
+    cluster,
+    content,
+    find,
+    wait_replicated,
+    wait_until,
+    window,
+)
+from tests.unit.runtime.keeper.proxy import proxy
+
+LARGE = 8 << 20
+HELLO_BYTES = 2048
+"""More than the greeting and an announcement are long, less than a slice."""
+
+RANK = """
+import json, os, signal, sys
+from megatron_ft.runtime.keeper.client import KeeperClient
+from tests.unit.runtime.keeper.nodes import begin, capture, window
+path, hello = sys.argv[1], json.loads(sys.argv[2])
+client = KeeperClient(path, hello=hello)
+arena = client.allocate(8192)
+window(client, arena, 0, 0, 10)
+begin(client, 1, 12)
+capture(client, arena, 0, 1, 12, 0)
+arena.buffer(1)[4096:6000] = bytes(1904)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_rank_leaves_its_windows_here_and_with_its_peers() -> None:
+    with cluster(2) as nodes:
+        hello = nodes.hello(0, node=0, peer_nodes=[1])
+        command = [sys.executable, "-c", RANK, nodes.nodes[0].socket_path, json.dumps(hello)]
+        killed = subprocess.run(command, timeout=60, check=False, cwd=Path(__file__).resolve().parents[4])
+        assert killed.returncode == -signal.SIGKILL
+        again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
+        wait_until(lambda: len(find(again.inventory(0, ask_peers=True), complete=True)) == 2, "the rest is replicated")
+        for node in (0, 1):
+            fetched = again.fetch(0, start_iteration=10, node=node)
+            fetched.verify()
+            assert bytes(fetched.payload) == content(0, 10, PAGE) + content(0, 11, PAGE)
+        with pytest.raises(KeeperRefused, match="no complete window"):
+            again.fetch(0, start_iteration=12, node=0)
+
+
+def test_a_peer_killed_in_the_middle_of_a_slice_is_a_problem_and_its_successor_gets_everything() -> None:
+    arrived = threading.Event()
+    with cluster(2) as nodes:
+
+        def stall(before: int, data: bytes) -> bytes | None:
+            if before + len(data) > LARGE // 2:
+                arrived.set()
+                assert killed.wait(60), "the peer was never killed"
+                return None
+            return data
+
+        killed = threading.Event()
+        with proxy(nodes.nodes[1].address, stall) as between:
+            peers = {"0": nodes.nodes[0].address, "1": between.address}
+            rank = nodes.client(0, node=0, peer_nodes=[1], peers=peers)
+            arena = rank.allocate(LARGE)
+            window(rank, arena, 0, 0, 10, num_slices=1, num_bytes=LARGE)
+            assert arrived.wait(60)
+            nodes.nodes[1].kill()
+            killed.set()
+        wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 1, "a problem is noted")
+        (problem,) = rank.problems()
+        assert (problem["what"], problem["start_iteration"]) == ("replicate", 10)
+        assert "node 1" in problem["error"]
+        assert rank.problems() == []
+        assert arena.status(words.REPLICATED_START) == -1
+        assert find(rank.inventory(0), start_iteration=10, complete=True), "the keeper itself goes on"
+        before = nodes.nodes[1]
+        nodes.start(1)
+        assert before.process.stdin is not None and before.process.stdout is not None
+        before.process.stdin.close()
+        before.process.stdout.close()
+        again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
+        window(again, arena, 0, 1, 20, num_slices=1, num_bytes=LARGE)
+        wait_replicated(arena, 20)
+        again.fetch(0, start_iteration=20, node=1).verify()
+
+
+def test_a_broken_connection_is_made_again_and_the_slice_sent_again() -> None:
+    with cluster(2) as nodes:
+        broken = []
+
+        def cut(before: int, data: bytes) -> bytes | None:
+            if before > LARGE // 2 and not broken:
+                broken.append(before)
+                return None
+            return data
+
+        with proxy(nodes.nodes[1].address, cut) as between:
+            peers = {"0": nodes.nodes[0].address, "1": between.address}
+            rank = nodes.client(0, node=0, peer_nodes=[1], peers=peers)
+            arena = rank.allocate(2 * LARGE)
+            window(rank, arena, 0, 0, 10, num_bytes=LARGE)
+            wait_replicated(arena, 10)
+            assert between.num_connections == 2
+            assert arena.status(words.REPLICATED_BYTES) == 2 * LARGE
+            rank.fetch(0, start_iteration=10, node=1).verify()
+            assert rank.problems() == []
+
+
+@pytest.mark.parametrize("num_flips", [1, 100])
+def test_a_byte_flipped_on_the_way_is_refused(num_flips: int) -> None:
+    with cluster(2) as nodes:
+        flips = []
+
+        def flip(before: int, data: bytes) -> bytes | None:
+            if len(data) > HELLO_BYTES and len(flips) < num_flips:
+                flips.append(before)
+                return data[:-1] + bytes([data[-1] ^ 1])
+            return data
+
+        with proxy(nodes.nodes[1].address, flip) as between:
+            peers = {"0": nodes.nodes[0].address, "1": between.address}
+            rank = nodes.client(0, node=0, peer_nodes=[1], peers=peers)
+            arena = rank.allocate(2 * PAGE)
+            window(rank, arena, 0, 0, 10)
+            if num_flips == 1:
+                wait_replicated(arena, 10)
+                rank.fetch(0, start_iteration=10, node=1).verify()
+                assert rank.problems() == []
+            else:
+                wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 1, "it is given up")
+                assert "damaged" in rank.problems()[0]["error"]
+                assert arena.status(words.REPLICATED_START) == -1
+                num_before = len(flips)
+                window(rank, arena, 0, 1, 12)
+                wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 2, "so is the next one")
+                assert len(flips) == num_before + 3
+        assert len(flips) >= 1
+
+
+def test_memory_changed_after_its_capture_is_refused_by_peers() -> None:
+    with cluster(2) as nodes:
+        rank = nodes.client(0, node=0, peer_nodes=[1])
+        arena = rank.allocate(2 * PAGE)
+        for number in range(2):
+            window(rank, arena, 0, number, 10 + 2 * number)
+            wait_replicated(arena, 10 + 2 * number)
+        window(rank, arena, 0, 2, 14)
+        wait_until(lambda: arena.status(words.HASHED_BYTES) == 6 * PAGE, "hashes")
+        assert arena.status(words.WAITING_BYTES) == 2 * PAGE, "back-pressure: the peer has no free buffer"
+        arena.buffer(2)[100] ^= 1
+        rank.committed(10)
+        rank.committed(12)
+        wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 1, "the peer refuses it")
+        with pytest.raises(ControlError, match="damaged"):
+            rank.fetch(0, start_iteration=14, node=0).verify()
+        window(rank, arena, 0, 0, 16)
+        wait_replicated(arena, 16)
+
+
+def test_a_copy_that_rotted_is_found_by_who_fetches_it() -> None:
+    with cluster(2) as nodes:
+        rank = nodes.client(0, node=0, peer_nodes=[1])
+        arena = rank.allocate(2 * PAGE)
+        window(rank, arena, 0, 0, 10)
+        wait_replicated(arena, 10)
+        folder = f"/proc/{nodes.nodes[1].process.pid}/fd"
+        memory = next(name for name in os.listdir(folder) if "copy-rank-0" in os.readlink(f"{folder}/{name}"))
+        with open(f"{folder}/{memory}", "r+b") as file:
+            file.seek(PAGE + 17)
+            file.write(b"\xff")
+        fetched = rank.fetch(0, start_iteration=10, node=1)
+        with pytest.raises(ControlError, match="iteration 11 is damaged"):
+            fetched.verify()
+        rank.fetch(0, start_iteration=10, node=0).verify()
+
+
+def test_an_absent_peer_holds_up_nobody() -> None:
+    with cluster(3) as nodes:
+        nodes.nodes[1].kill()
+        rank = nodes.client(0, node=0, peer_nodes=[1, 2])
+        arena = rank.allocate(2 * PAGE)
+        window(rank, arena, 0, 0, 10)
+        wait_until(lambda: arena.status(words.REPLICATED_BYTES) == 2 * PAGE, "the other peer has it")
+        wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 1, "the absent one is a problem")
+        assert arena.status(words.REPLICATED_START) == -1
+        window(rank, arena, 0, 1, 12)
+        wait_until(lambda: arena.status(words.REPLICATED_BYTES) == 4 * PAGE, "the other peer has the next")
+        held = rank.inventory(0, ask_peers=True)
+        assert sorted((entry["node"], entry["start_iteration"]) for entry in held) == [
+            (0, 10),
+            (0, 12),
+            (2, 10),
+            (2, 12),
+        ]
+        with pytest.raises(KeeperRefused, match="did not arrive"):
+            rank.fetch(0, start_iteration=10, node=1)
+
+
+def run_windows(nodes: Cluster, first: int, num_windows: int) -> None:
+    """Windows of two ranks that replicate to each other, committed one after the other; a multiple of three before."""
+    ranks = [nodes.client(0, node=0, peer_nodes=[1]), nodes.client(1, node=1, peer_nodes=[0])]
+    arenas = [rank.allocate(2 * PAGE) for rank in ranks]
+    for number in range(num_windows):
+        start = first + 2 * number
+        for index, rank in enumerate(ranks):
+            window(rank, arenas[index], index, number % 3, start)
+        for index, rank in enumerate(ranks):
+            wait_replicated(arenas[index], start)
+            rank.committed(start)
+    for index, rank in enumerate(ranks):
+        assert rank.problems() == []
+        assert len(rank.inventory(index)) == 1
+        rank.close()
+        arenas[index].close()
+
+
+def test_nothing_grows_over_two_hundred_windows() -> None:
+    with cluster(2) as nodes:
+        run_windows(nodes, 0, 42)
+        wait_until(lambda: all(node.num_threads <= 6 for node in nodes.nodes.values()), "ranks have left")
+        before = [(node.num_descriptors, node.num_threads, node.memory_bytes) for node in nodes.nodes.values()]
+        run_windows(nodes, 84, 200)
+        wait_until(
+            lambda: [node.num_threads for node in nodes.nodes.values()] == [entry[1] for entry in before], "threads end"
+        )
+        for node, (num_descriptors, _, memory_bytes) in zip(nodes.nodes.values(), before, strict=True):
+            assert node.num_descriptors == num_descriptors
+            assert node.memory_bytes < memory_bytes + (1 << 20)
+
+
+def test_a_window_begun_anew_while_it_is_sent_is_no_problem() -> None:
+    with cluster(2) as nodes:
+        rank = nodes.client(0, node=0, peer_nodes=[1])
+        arena = rank.allocate(LARGE)
+        for number in range(20):
+            begin(rank, 0, number, num_slices=1)
+            capture(rank, arena, 0, 0, number, 0, num_bytes=LARGE)
+        wait_replicated(arena, 19)
+        assert rank.problems() == []
+        rank.fetch(0, start_iteration=19, node=1).verify()
