@@ -201,6 +201,7 @@ class RemotePlace:
 
     def exists(self, directory: str, name: str) -> bool:
         """Whether there is such an object."""
+        self._files.invalidate_cache()
         return bool(self._files.exists(self._path(directory, name)))
 
     def open(self, directory: str, name: str) -> "RemoteSource":

@@ -92,10 +92,11 @@ class WindowFolder:
         """The newest window that verifies, and a report on each newer one that did not."""
         return self._first_sound(self.list_windows()[::-1], world_size)
 
-    def retain(self, num_windows: int, world_size: int) -> list[StoredWindow]:
+    def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[StoredWindow]:
         """Keep the newest ``num_windows`` that verify and whatever is newer than the oldest of them; delete the rest.
 
-        Nothing goes while fewer than ``num_windows`` verify. Call it from one process of the job.
+        Nothing goes while fewer than ``num_windows`` verify. Call it from one process of the job; ``part`` and
+        ``num_parts`` bound how much of their payload it reads, as in :meth:`verify`.
 
         Returns:
             what was deleted.
@@ -106,7 +107,7 @@ class WindowFolder:
         assert num_windows >= 1, f"num_windows={num_windows}: must be at least 1"
         found, candidates = 0, self.list_windows()
         while candidates and found < num_windows:
-            stored, _ = self._first_sound([candidates.pop()], world_size)
+            stored, _ = self._first_sound([candidates.pop()], world_size, part, num_parts)
             found += stored is not None
         removed = candidates if found == num_windows else []
         for stored in removed:
@@ -135,12 +136,12 @@ class WindowFolder:
         return moved
 
     def _first_sound(
-        self, candidates: Sequence[StoredWindow], world_size: int
+        self, candidates: Sequence[StoredWindow], world_size: int, part: int = 0, num_parts: int = 1
     ) -> tuple[StoredWindow | None, list[DamagedWindow]]:
         reports = []
         for stored in candidates:
             try:
-                self.verify(stored, world_size)
+                self.verify(stored, world_size, part=part, num_parts=num_parts)
             except CheckpointError as error:
                 reports.append(DamagedWindow(path=self.describe(stored), reason=str(error)))
                 continue

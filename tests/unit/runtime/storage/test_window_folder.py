@@ -15,10 +15,11 @@ from megatron_ft.runtime.storage.window_folder import StoredWindow, WindowFolder
 from megatron_ft.runtime.storage.windows import rank_name, window_name, write_window
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["folder", "object store", "other file system"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
-    """A folder that does not exist yet."""
-    yield tmp_path / "windows" if request.param == "local" else f"memory://{uuid4().hex}/windows"
+    """A folder that does not exist yet, in each kind of place."""
+    urls = {"object store": f"memory://{uuid4().hex}/windows", "other file system": f"local://{tmp_path}/windows"}
+    yield urls.get(request.param, tmp_path / "windows")
     fsspec.filesystem("memory").store.clear()
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]
 
@@ -102,6 +103,18 @@ def test_retention_keeps_the_newest_that_verify(folder: Path | str) -> None:
     removed = windows.retain(2, WORLD_SIZE)
     assert [stored.start_iteration for stored in removed] == [10, 20, 25]
     assert [stored.start_iteration for stored in windows.list_windows()] == [30, 40, 50]
+
+
+def test_retention_reads_no_more_than_its_part(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    stored = save(tmp_path, 20)
+    path = tmp_path / stored.name / rank_name(1)
+    content = bytearray(path.read_bytes())
+    content[-6000] ^= 1
+    path.write_bytes(content)
+    assert WindowFolder(tmp_path).retain(1, WORLD_SIZE) == []
+    removed = WindowFolder(tmp_path).retain(1, WORLD_SIZE, part=0, num_parts=WORLD_SIZE)
+    assert [found.start_iteration for found in removed] == [10]
 
 
 def test_retention_deletes_nothing_while_too_few_verify(folder: Path | str) -> None:
