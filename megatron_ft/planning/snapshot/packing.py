@@ -101,5 +101,5 @@ def num_parts(table: UnitBytes, budget_bytes: int, max_parts: int) -> list[int]:
     """
     frozen = table.frozen.sum(axis=0)
     room = np.maximum(np.maximum(budget_bytes - frozen, -(-frozen // 8)), 1)
-    parts = -(-(table.full - table.frozen) // room).max(axis=1)
-    return [int(count) for count in np.clip(parts, 1, max_parts)]
+    parts = -((table.frozen - table.full) // room)
+    return [int(count) for count in np.clip(parts.max(axis=1), 1, max_parts)]

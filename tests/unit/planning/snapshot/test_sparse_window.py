@@ -95,6 +95,17 @@ def test_an_operator_larger_than_the_budget_is_cut_until_it_fits() -> None:
     assert whole > given.budget_bytes
 
 
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_an_operator_that_only_one_rank_has_is_cut_too(share: float) -> None:
+    # As with the distributed optimizer over many ranks: each has little, and that is one operator or two.
+    ranks = [(shard(expert(1, rank), 6000), shard(expert(2, rank % 3), 500 + rank)) for rank in range(6)]
+    demand = Demand(shards_by_rank=tuple(ranks))
+    given = context(demand, share)
+    plan = SparseWindow().plan(demand, given)
+    assert demand.slice_bytes(plan).max() <= given.budget_bytes
+    assert "no stall" in plan.reason
+
+
 def test_frozen_bytes_beyond_the_budget_stall_and_say_for_how_long() -> None:
     demand = equal_experts(40)
     given = SnapshotContext(bandwidth_bytes_per_second=4000.0, iteration_seconds=1.0)
