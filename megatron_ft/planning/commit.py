@@ -152,6 +152,11 @@ class History:
     losses: tuple[float, ...] = ()
     num_consecutive_skips: int = 0
 
+    @property
+    def median_loss(self) -> float:
+        """Of the committed losses; NaN where there are none."""
+        return statistics.median(self.losses) if self.losses else math.nan
+
     def after(self, vote: Vote, decision: Decision, window: int) -> "History":
         """The history once ``decision`` is carried out, at most ``window`` losses long."""
         if decision.action != "commit":
@@ -196,7 +201,7 @@ class CommitPolicy:
     def _judge_spike(self, vote: Vote, history: History) -> Decision:
         if self.loss_spike_factor is None or len(history.losses) < max(1, self.loss_spike_window // 2):
             return Decision(action="commit")
-        median = statistics.median(history.losses)
+        median = history.median_loss
         if vote.loss <= self.loss_spike_factor * median:
             return Decision(action="commit")
         action = "commit" if self.loss_spike_policy == "warn" else self.loss_spike_policy

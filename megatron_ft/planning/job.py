@@ -14,6 +14,7 @@ from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_o
 from megatron_ft.planning.cost.parameters import RankParameters, parameters_of_stage
 from megatron_ft.planning.cost.saving import SavingMemory, saving_of_stage
 from megatron_ft.planning.placement.report import PlacementReport, report_placement
+from megatron_ft.planning.snapshot.report import SnapshotReport, report_snapshots
 from megatron_ft.planning.trace import RoutingTrace
 from megatron_ft.topology import Topology
 
@@ -66,6 +67,8 @@ class JobPlan:
     data: DataSummary
     placement: PlacementReport | None = None
     """None without replica slots."""
+    snapshot: SnapshotReport | None = None
+    """None without snapshots."""
     routing: str | None = None
     """The recording that routing follows; None where it is learned."""
     notes: tuple[str, ...] = ()
@@ -105,10 +108,11 @@ class JobPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with the place of every rank."""
-        values = dataclasses.asdict(dataclasses.replace(self, placement=None))
+        values = dataclasses.asdict(dataclasses.replace(self, placement=None, snapshot=None))
         places = [{"rank": rank, **dataclasses.asdict(place)} for rank, place in self.topology.ranks()]
         placement = None if self.placement is None else self.placement.to_json()
-        return {**values, "placement": placement, "ranks": places}
+        snapshot = None if self.snapshot is None else self.snapshot.to_json()
+        return {**values, "placement": placement, "snapshot": snapshot, "ranks": places}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "JobPlan":
@@ -117,7 +121,8 @@ class JobPlan:
         stages = tuple(_stage_from_json(stage) for stage in values["stages"])
         data, topology = DataSummary.from_json(values["data"]), Topology(**values["topology"])
         placement = None if values["placement"] is None else PlacementReport.from_json(values["placement"])
-        own = {"stages": stages, "data": data, "topology": topology, "placement": placement}
+        snapshot = None if values["snapshot"] is None else SnapshotReport.from_json(values["snapshot"])
+        own = {"stages": stages, "data": data, "topology": topology, "placement": placement, "snapshot": snapshot}
         return cls(**{**values, **own, "notes": tuple(values["notes"])})
 
 
@@ -147,6 +152,8 @@ def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = No
     stages = _stages(config, operators, data, topology, device)
     placement = _placement(config, inputs or JobInputs(), stages)
     trace = _trace(config, inputs or JobInputs())
+    snapshot = report_snapshots(config, data.tokenizer_vocab_size)
+    in_windows = 0 if snapshot is None else snapshot.host_bytes
     wrap = None if trace is None else trace.wrap(training.train_iterations)
     plan = JobPlan(
         model=model.name,
@@ -161,7 +168,7 @@ def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = No
         published_active_parameters=model.published_active_parameters,
         published_parameters_source=model.published_parameters_source,
         stages=stages,
-        host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device),
+        host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + in_windows,
         gpu_memory_bytes=launch.gpu_memory_bytes,
         host_memory_bytes=launch.host_memory_bytes,
         train_iterations=training.train_iterations,
@@ -171,6 +178,7 @@ def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = No
         tokens_per_iteration=training.global_batch_size * model.seq_length,
         data=data,
         placement=placement,
+        snapshot=snapshot,
         routing=None if trace is None else trace.summary(),
         notes=(*(() if placement is None else placement.notes), *(() if wrap is None else (wrap,))),
     )

@@ -6,6 +6,7 @@ from megatron_ft.planning.job import JobPlan, StagePlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.placement.survival import Survival
+from megatron_ft.planning.snapshot.report import SnapshotReport
 
 SHOWN_RANKS = 16
 """Ranks listed one by one; JSON lists all."""
@@ -16,6 +17,8 @@ def render(plan: JobPlan) -> str:
     blocks = [_overview(plan), _parameters(plan), _memory(plan), _ranks(plan), _data(plan)]
     if plan.placement is not None:
         blocks.append(render_placement(plan.placement))
+    if plan.snapshot is not None:
+        blocks.append(_snapshot(plan.snapshot))
     if plan.routing is not None:
         blocks.append(_pairs("routing", [("forced by", plan.routing)]))
     if plan.notes:
@@ -67,6 +70,30 @@ def _overview(plan: JobPlan) -> str:
             ("format", plan.params_dtype),
             ("iterations", f"{plan.train_iterations:,} of {plan.tokens_per_iteration:,} tokens"),
             ("microbatches", microbatches),
+        ],
+    )
+
+
+def _snapshot(report: SnapshotReport) -> str:
+    heaviest = max(report.nodes, key=lambda node: node.total_bytes)
+    window = "measured before the first one"
+    if report.window_iterations is not None:
+        window = f"{report.window_iterations} iterations, a new one every {report.interval_iterations}"
+    peers = "; ".join(f"{node}: {', '.join(map(str, peers))}" for node, peers in enumerate(report.peers[:SHOWN_RANKS]))
+    return _pairs(
+        f"snapshots by {report.policy}",
+        [
+            ("window", window),
+            ("bytes of a window", f"{readable_bytes(report.window_bytes)} on the rank that captures most"),
+            ("whole state", f"{readable_bytes(report.dense_bytes)} on that rank"),
+            ("copies", f"{report.num_peer_copies}, of each node on {peers}" if report.num_peer_copies else "none"),
+            (
+                "host memory",
+                f"{readable_bytes(heaviest.total_bytes)} on the largest node: own windows "
+                f"{readable_bytes(heaviest.own_bytes)}, copies {readable_bytes(heaviest.copies_bytes)}",
+            ),
+            ("device memory", "none"),
+            ("why", report.reason),
         ],
     )
 

@@ -5,7 +5,6 @@ Everything here can be called again in the same process: ``build`` after ``teard
 
 import gc
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,7 +99,7 @@ class TrainingEngine:
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
         self.replicated_window: Callable[[], int] | None = None
-        """First iteration of the newest window of this rank that is replicated, for the vote."""
+        """First iteration of this rank's newest replicated window, for the vote."""
         self.before_update: Callable[[], None] = lambda: None
         """Called before an update changes what a capture under way still copies."""
         self.replicated_window: Callable[[], int] = lambda: -1
@@ -230,7 +229,7 @@ class TrainingEngine:
         vote = self.vote(prepared)
         decision = self.policy.decide(vote, self.history)
         result = IterationResult(
-            vote=vote, decision=decision, learning_rate=self._learning_rate(), median_loss=self._median_loss()
+            vote=vote, decision=decision, learning_rate=self._learning_rate(), median_loss=self.history.median_loss
         )
         if decision.action == "commit":
             self.commit(vote)
@@ -397,6 +396,3 @@ class TrainingEngine:
 
     def _learning_rate(self) -> float:
         return float(max(group["lr"] for group in self.optimizer.param_groups))
-
-    def _median_loss(self) -> float:
-        return statistics.median(self.history.losses) if self.history.losses else math.nan

@@ -256,7 +256,8 @@ class Recovery:
         Raises:
             CheckpointError: naming a key that differs.
         """
-        before, now = json.loads(manifest.slices[0].header.get(CONFIG, "{}")), replay_config(self._config, self._fingerprint)
+        before = json.loads(manifest.slices[0].header.get(CONFIG, "{}"))
+        now = replay_config(self._config, self._fingerprint)
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if changed:
             key = changed[0]

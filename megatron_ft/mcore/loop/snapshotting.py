@@ -8,19 +8,17 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.policy import build_policy
-from megatron_ft.errors import ConfigError
 from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
-from megatron_ft.operator_state import StateShard
 from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.activations import Activations
@@ -29,8 +27,9 @@ from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import buffer_bytes, host_bytes
 from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.planning.snapshot.pieces import window_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
+from megatron_ft.planning.snapshot.report import check_limit, dense_plan
 from megatron_ft.runtime.keeper.client import NUM_PROBLEMS, REPLICATED_START, WAITING_BYTES, Arena, KeeperClient
 from megatron_ft.runtime.snapshot.capture import CaptureFigures, WindowCapture
 from megatron_ft.runtime.snapshot.copier import open_copier, pin
@@ -295,17 +294,14 @@ class Snapshotter:
         per_node, shards = self._config.launch.ranks_per_node, self._view.shards_by_rank
         nodes = host_bytes(plan, shards, per_node, self._assignment, plans_again=self._plans_again)
         needed = max(node.total_bytes for node in nodes)
-        limit = self._config.snapshot.host_memory_limit_bytes
-        if limit is not None and needed > limit:
-            constraint = f"must be at least {needed}, what windows and peers' copies take on the largest node"
-            raise ConfigError.of("snapshot.host_memory_limit_bytes", limit, constraint)
+        check_limit(needed, self._config.snapshot.host_memory_limit_bytes)
         self._report(
             SnapshotPlanned(
                 iteration=iteration,
                 window_iterations=plan.num_iterations,
                 interval_iterations=plan.interval_iterations,
                 window_bytes=max(sizes),
-                dense_bytes=max(dense_bytes(shards) for shards in self._view.shards_by_rank),
+                dense_bytes=max(window_bytes(dense_plan(shards), shards) for shards in self._view.shards_by_rank),
                 host_bytes=needed,
                 reason=plan.reason,
             )
@@ -338,12 +334,6 @@ class Snapshotter:
 
     def _problem(self, iteration: int, what: str, error: str) -> None:
         self._report(SnapshotProblem(iteration=iteration, node=self._node, what=what, error=error))
-
-
-def dense_bytes(shards: Sequence[StateShard]) -> int:
-    """Bytes of the whole state that the rank with ``shards`` would capture at once."""
-    units = tuple(Unit(operator=operator) for operator in sorted({shard.operator for shard in shards}, key=str))
-    return window_bytes(WindowPlan(slices=(units,), interval_iterations=1), shards) if units else 0
 
 
 def _memory_bandwidth() -> float:

@@ -1,0 +1,126 @@
+"""What a job's snapshots amount to before anything runs: window, bytes, and the memory they take on every node."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.policy import build_policy
+from megatron_ft.errors import ConfigError
+from megatron_ft.operator_state import StateShard
+from megatron_ft.planning.snapshot.estimate import estimate_demand
+from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
+from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.planning.snapshot.pieces import window_bytes
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
+from megatron_ft.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotReport:
+    """The estimate that ``dry_run`` prints; what is in force is the event ``snapshot_planned``."""
+
+    policy: str
+    window_iterations: int | None
+    """W; None where bandwidth or iteration time are measured first: sizes are then those of a dense window."""
+    interval_iterations: int | None
+    window_bytes: int
+    """Of the rank that captures most."""
+    dense_bytes: int
+    """The whole state of that rank, captured at once."""
+    num_peer_copies: int
+    peers: tuple[tuple[int, ...], ...]
+    """Of each node the nodes that keep its copies."""
+    nodes: tuple[NodeMemory, ...]
+    host_memory_limit_bytes: int | None
+    reason: str
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of windows and copies on the node that needs most."""
+        return max(node.total_bytes for node in self.nodes)
+
+    def validate(self) -> None:
+        """It fits the memory that the configuration grants.
+
+        Raises:
+            ConfigError: a node needs more.
+        """
+        check_limit(self.host_bytes, self.host_memory_limit_bytes)
+
+    def summary(self) -> str:
+        """One log line."""
+        window = "measured first" if self.window_iterations is None else f"W={self.window_iterations}"
+        return f"{self.policy}: {window}, {self.window_bytes:,} bytes a rank, {self.host_bytes:,} bytes on a node"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "host_bytes": self.host_bytes}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "SnapshotReport":
+        """Inverse of ``to_json``."""
+        values = {name: value for name, value in content.items() if name != "host_bytes"}
+        values["peers"] = tuple(tuple(peers) for peers in values["peers"])
+        values["nodes"] = tuple(NodeMemory(**node) for node in values["nodes"])
+        return cls(**values)
+
+
+def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
+    """Refuse windows that take more than the configuration grants.
+
+    Raises:
+        ConfigError: ``snapshot.host_memory_limit_bytes`` is too small.
+    """
+    if limit_bytes is not None and needed_bytes > limit_bytes:
+        raise ConfigError.of(
+            "snapshot.host_memory_limit_bytes",
+            limit_bytes,
+            f"must be at least {needed_bytes}, what windows and peers' copies take on the node that needs most; lower "
+            "snapshot.num_peer_copies, spread the model over more nodes, or choose snapshot=none",
+        )
+
+
+def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> SnapshotReport | None:
+    """The estimate for ``config``; None where it takes no snapshots.
+
+    Raises:
+        ConfigError: the policy cannot be built, or cannot plan with what is configured.
+    """
+    snapshot, launch = config.snapshot, config.launch
+    if snapshot.policy is None:
+        return None
+    topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
+    demand = estimate_demand(config, topology, tokenizer_vocab_size)
+    policy: SnapshotPolicy = build_policy("snapshot.policy", snapshot.policy)
+    dense = dense_plan(tuple(shard for shards in demand.shards_by_rank for shard in shards))
+    plan, is_known = dense, False
+    if snapshot.bandwidth_bytes_per_second is not None and snapshot.iteration_seconds is not None:
+        context = SnapshotContext(
+            bandwidth_bytes_per_second=snapshot.bandwidth_bytes_per_second,
+            iteration_seconds=snapshot.iteration_seconds,
+        )
+        plan, is_known = policy.plan(demand, context), True
+    domains = launch.failure_domains or [f"node{node}" for node in range(launch.num_nodes)]
+    assignment = assign_peers(domains, snapshot.num_peer_copies)
+    plans_again = snapshot.replan_interval_windows > 0
+    report = SnapshotReport(
+        policy=type(policy).__name__,
+        window_iterations=plan.num_iterations if is_known else None,
+        interval_iterations=plan.interval_iterations if is_known else None,
+        window_bytes=max(window_bytes(plan, shards) for shards in demand.shards_by_rank),
+        dense_bytes=max(window_bytes(dense, shards) for shards in demand.shards_by_rank),
+        num_peer_copies=snapshot.num_peer_copies,
+        peers=assignment.peers,
+        nodes=host_bytes(plan, demand.shards_by_rank, launch.ranks_per_node, assignment, plans_again=plans_again),
+        host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
+        reason=plan.reason if is_known else "bandwidth and iteration time are measured before the first window",
+    )
+    report.validate()
+    return report
+
+
+def dense_plan(shards: tuple[StateShard, ...]) -> WindowPlan:
+    """The whole state of ``shards`` as one slice."""
+    operators = sorted({shard.operator for shard in shards}, key=str)
+    return WindowPlan(slices=(tuple(Unit(operator=operator) for operator in operators),), interval_iterations=1)
