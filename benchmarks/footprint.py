@@ -1,0 +1,101 @@
+"""What a job's processes take, read from ``/proc`` by process id: no process is asked anything."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+RANK, KEEPER, AGENT = "rank", "keeper", "agent"
+_MODULES = {"megatron_ft.runtime.keeper": KEEPER, "megatron_ft.control.agent": AGENT}
+_FORKSERVER = "megatron_ft.control.forkserver"
+_MEMFD = "/memfd:"
+_BLOCK_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """One process at one moment."""
+
+    rss_bytes: int
+    num_threads: int
+    num_descriptors: int
+    memfd_bytes: int
+    """Pages of the memory files it holds open, each file once."""
+
+    def to_json(self) -> dict[str, int]:
+        """Plain values."""
+        return asdict(self)
+
+
+def processes_of(console: int) -> dict[str, list[psutil.Process]]:
+    """Living processes of the job under ``console``, by role and in the order in which they were started.
+
+    Ranks are forked from a fork server, the console's own.
+    """
+    found: dict[str, list[psutil.Process]] = {RANK: [], KEEPER: [], AGENT: []}
+    for process in psutil.Process(console).children(recursive=True):
+        try:
+            words, parent = process.cmdline(), process.parent()
+            role = next((_MODULES[word] for word in words if word in _MODULES), None)
+            if role is None and _FORKSERVER in words and parent is not None and _FORKSERVER in parent.cmdline():
+                role = RANK
+        except psutil.NoSuchProcess:
+            continue
+        if role is not None:
+            found[role].append(process)
+    return {role: sorted(all_of, key=lambda process: process.pid) for role, all_of in found.items()}
+
+
+def footprint(process_id: int) -> Footprint | None:
+    """Of a process; None when it is gone."""
+    try:
+        process = psutil.Process(process_id)
+        return Footprint(
+            rss_bytes=process.memory_info().rss,
+            num_threads=process.num_threads(),
+            num_descriptors=process.num_fds(),
+            memfd_bytes=sum(memory_files(process_id).values()),
+        )
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def memory_files(process_id: int) -> dict[int, int]:
+    """Inode to allocated bytes of the memory files that a process holds open."""
+    found = {}
+    folder = Path(f"/proc/{process_id}/fd")
+    for name in os.listdir(folder):
+        try:
+            if os.readlink(folder / name).startswith(_MEMFD):
+                status = os.stat(folder / name)
+                found[status.st_ino] = status.st_blocks * _BLOCK_BYTES
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def mapped_bytes(process_id: int, column: str) -> int:
+    """``Rss`` or ``Pss`` of all memory files that a process has mapped (proc_pid_smaps(5))."""
+    total, counted = 0, False
+    for line in Path(f"/proc/{process_id}/smaps").read_text(encoding="utf-8").splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            counted = _MEMFD in line
+        elif counted and first == f"{column}:":
+            total += int(rest[0]) * 1024
+    return total
+
+
+def growth_per_sample(values: Sequence[float]) -> float:
+    """Slope of the least-squares line through equally spaced samples."""
+    num, mean = len(values), sum(values) / len(values)
+    places = [index - (num - 1) / 2 for index in range(num)]
+    return sum(place * (value - mean) for place, value in zip(places, values, strict=True)) / sum(p * p for p in places)
+
+
+def growth(samples: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """How much each figure grew along its line over the second half of ``samples``."""
+    half = samples[len(samples) // 2 :]
+    return {name: growth_per_sample([sample[name] for sample in half]) * (len(half) - 1) for name in half[0]}

@@ -1,0 +1,295 @@
+"""Claim ``host-memory``: memory for snapshots is known before a job starts, refused above a limit, and does not grow.
+
+Predicted bytes of the node that takes most against what its memory files hold and what of them is resident, with no,
+one and two copies at peers; a limit just below is refused before anything starts; and a long run of three ranks with
+two copies each, sampled from ``/proc``, does not grow in memory, threads, descriptors and memory files.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.footprint import AGENT, KEEPER, RANK, footprint, growth, mapped_bytes, memory_files, processes_of
+from benchmarks.report import finish, parse_arguments
+from tests.helpers.jobs import REPOSITORY, JobResult, start, wait
+
+ID = "host-memory"
+MAX_ERROR = 0.05
+MIN_WINDOW_ITERATIONS = 3
+SOAK_ITERATIONS, QUICK_SOAK_ITERATIONS = 2000, 100
+SAMPLE_SECONDS = 1.0
+SKIPPED_ITERATIONS = 20
+"""Samples count from here: windows are planned, all buffers taken."""
+RSS_SHARE, RSS_BYTES, QUICK_RSS_BYTES = 0.01, 1 << 20, 8 << 20
+"""Growth of resident memory over half of the run that counts as none: that share of it, or so many bytes."""
+START_SECONDS, JOB_SECONDS, SOAK_SECONDS = 120.0, 240.0, 1500.0
+KEY = "snapshot.host_memory_limit_bytes"
+_BASE = (
+    "model=moe_micro",
+    "training.micro_batch_size=1",
+    "training.eval_interval_iterations=0",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+    "telemetry.expert_load_interval_iterations=0",
+    "snapshot=sparse_window",
+    "snapshot.iteration_seconds=1.0",
+)
+_LARGER = ("model.hidden_size=128", "model.moe_ffn_hidden_size=256", "training.train_iterations=400")
+CASES: dict[str, tuple[str, ...]] = {
+    "r=0, 1 node x 2 ranks, EP 2": (
+        *_LARGER,
+        "launch.ranks_per_node=2",
+        "parallel.expert_model_parallel_size=2",
+        "training.global_batch_size=2",
+        "snapshot.num_peer_copies=0",
+        "snapshot.bandwidth_bytes_per_second=8e6",
+    ),
+    "r=1, 2 nodes x 1 rank, PP 2": (
+        *_LARGER,
+        "launch.num_nodes=2",
+        "parallel.pipeline_model_parallel_size=2",
+        "parallel.use_distributed_optimizer=false",
+        "training.global_batch_size=2",
+        "snapshot.num_peer_copies=1",
+        "snapshot.bandwidth_bytes_per_second=8e6",
+    ),
+    "r=2, 3 nodes x 1 rank, bf16": (
+        *_LARGER,
+        "launch.num_nodes=3",
+        "precision.params_dtype=bf16",
+        "training.global_batch_size=3",
+        "snapshot.num_peer_copies=2",
+        "snapshot.bandwidth_bytes_per_second=4e6",
+    ),
+}
+QUICK_CASE = "r=1, 2 nodes x 1 rank, PP 2"
+SOAK = (
+    "model.num_layers=2",
+    "launch.num_nodes=3",
+    "training.global_batch_size=3",
+    "telemetry.log_interval_iterations=10",
+    "snapshot.num_peer_copies=2",
+    "snapshot.bandwidth_bytes_per_second=2.5e5",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that was started."""
+
+    process: "subprocess.Popen[str]"
+    run_dir: Path
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Its events of a kind so far."""
+        return [event for event in lines_of(self.run_dir / "events.jsonl") if event["kind"] == kind]
+
+    @property
+    def iteration(self) -> int:
+        """Last iteration it reported."""
+        return max((line.get("iteration", 0) for line in lines_of(self.run_dir / "metrics.jsonl")), default=0)
+
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
+        """Wait for a condition.
+
+        Raises:
+            RuntimeError: the job ended, or it took too long.
+        """
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"no {what} within {seconds} s:\n{self.stop()[-3000:]}")
+            time.sleep(0.1)
+
+    def stop(self) -> str:
+        """Ask it to stop after the iteration; its output."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+        return wait(self.process, JOB_SECONDS)
+
+
+def predicted_and_measured(name: str, folder: Path) -> dict[str, Any]:
+    """Run one case until buffers are in use on all nodes, and measure the node that takes most."""
+    job = started("case", [*_BASE, *CASES[name]], folder)
+    try:
+        job.wait_until(lambda: len(job.events("window_committed")) >= 3, "third committed window", JOB_SECONDS)
+        processes = processes_of(job.process.pid)
+        held = [sum(memory_files(keeper.pid).values()) for keeper in processes[KEEPER]]
+        largest = max(range(len(held)), key=held.__getitem__)
+        keeper = processes[KEEPER][largest].pid
+        planned = job.events("snapshot_planned")[-1]
+        everyone = [process.pid for role in (KEEPER, RANK) for process in processes[role]]
+        row = {
+            "predicted_bytes": planned["host_bytes"],
+            "held_bytes": held[largest],
+            "resident_bytes": mapped_bytes(keeper, "Rss"),
+            "all_nodes_held_bytes": sum(held),
+            "all_nodes_proportional_bytes": sum(mapped_bytes(pid, "Pss") for pid in everyone),
+            "keeper_bytes_besides": footprint_of(keeper)["rss_bytes"] - mapped_bytes(keeper, "Rss"),
+            "window_iterations": planned["window_iterations"],
+        }
+    finally:
+        job.stop()
+    row["error"] = max(abs(row["predicted_bytes"] / row[key] - 1) for key in ("held_bytes", "resident_bytes"))
+    return row | {"limit": refused(name, row["predicted_bytes"] * 9 // 10, folder)}
+
+
+def refused(name: str, limit_bytes: int, folder: Path) -> dict[str, Any]:
+    """Start the case with a limit below what it needs: what it says, and what it started."""
+    words = [*_BASE, *CASES[name], f"{KEY}={limit_bytes}"]
+    job = started("refused", words, folder)
+    output = wait(job.process, START_SECONDS)
+    return {
+        "limit_bytes": limit_bytes,
+        "exit_code": job.process.returncode,
+        "names_key": KEY in output,
+        "left": sorted(path.name for path in job.run_dir.iterdir()) if job.run_dir.exists() else [],
+        "message": output.strip()[-500:],
+    }
+
+
+def soak(folder: Path, *, num_iterations: int) -> dict[str, Any]:
+    """Run long and sample every process of the job."""
+    began = time.monotonic()
+    job = started("soak", [*_BASE, *SOAK, f"training.train_iterations={num_iterations}"], folder)
+    samples: dict[str, list[dict[str, int]]] = {}
+    try:
+        job.wait_until(lambda: job.iteration >= SKIPPED_ITERATIONS, f"iteration {SKIPPED_ITERATIONS}", START_SECONDS)
+        everyone = processes_of(job.process.pid)
+        while job.process.poll() is None and job.iteration < num_iterations:
+            sample(everyone, samples)
+            time.sleep(SAMPLE_SECONDS)
+        output = wait(job.process, SOAK_SECONDS)
+    finally:
+        job.stop()
+    result = JobResult(job.process.returncode, job.run_dir, output)
+    planned = job.events("snapshot_planned")
+    return {
+        "iterations": job.iteration,
+        "exit_code": result.exit_code,
+        "output": "" if result.exit_code == 0 else output[-2000:],
+        "seconds": time.monotonic() - began,
+        "windows_committed": len(job.events("window_committed")),
+        "windows_delayed": len(job.events("window_delayed")),
+        "problems": [event["error"] for event in job.events("snapshot_problem")][:5],
+        "window_iterations": planned[-1]["window_iterations"] if planned else 0,
+        "samples": min(map(len, samples.values()), default=0),
+        "processes": {name: len(all_of) for name, all_of in everyone.items()},
+        "first": {name: own[0] for name, own in samples.items()},
+        "last": {name: own[-1] for name, own in samples.items()},
+        "growth": {name: growth(own) for name, own in samples.items() if len(own) >= 4},
+    }
+
+
+def sample(everyone: dict[str, list[Any]], samples: dict[str, list[dict[str, int]]]) -> None:
+    """Add one sample of each process that still lives."""
+    for role, processes in everyone.items():
+        for number, process in enumerate(processes):
+            found = footprint(process.pid)
+            if found is not None:
+                samples.setdefault(f"{role} {number}", []).append(found.to_json())
+
+
+def soak_problems(result: dict[str, Any], *, num_iterations: int, rss_bytes: int) -> list[str]:
+    """What speaks against "no growth"; empty when nothing does."""
+    checks = [
+        (result["exit_code"] == 0, f"exit code {result['exit_code']}"),
+        (result["iterations"] == num_iterations, f"{result['iterations']} iterations"),
+        (result["window_iterations"] >= MIN_WINDOW_ITERATIONS, f"windows of {result['window_iterations']} iterations"),
+        (result["windows_committed"] >= num_iterations // 20, f"{result['windows_committed']} windows committed"),
+        (not result["problems"], f"problems: {result['problems']}"),
+        (result["processes"] == {RANK: 3, KEEPER: 3, AGENT: 3}, f"processes sampled: {result['processes']}"),
+        (len(result["growth"]) == 9, f"{len(result['growth'])} of 9 processes have enough samples"),
+    ]
+    found = [text for holds, text in checks if not holds]
+    for name, grown in result["growth"].items():
+        allowed = {"rss_bytes": max(rss_bytes, RSS_SHARE * result["last"][name]["rss_bytes"])}
+        found += [
+            f"{name}: {figure} grew by {value:.1f}"
+            for figure, value in grown.items()
+            if value > allowed.get(figure, 0.5)
+        ]
+    return found
+
+
+def case_problems(name: str, row: dict[str, Any]) -> list[str]:
+    """What breaks the claim in one case."""
+    limit = row["limit"]
+    checks = [
+        (row["error"] <= MAX_ERROR, f"predicted {row['predicted_bytes']}, measured {row['held_bytes']}"),
+        (row["window_iterations"] >= MIN_WINDOW_ITERATIONS, f"windows of {row['window_iterations']} iterations"),
+        (limit["exit_code"] == 2 and limit["names_key"], f"limit: {limit['exit_code']} {limit['message']}"),
+        (not limit["left"], f"a refused job left {limit['left']}"),
+    ]
+    return [f"{name}: {text}" for holds, text in checks if not holds]
+
+
+def started(name: str, overrides: Sequence[str], folder: Path) -> Job:
+    """Start a job with processes of its own."""
+    number = sum(1 for path in folder.iterdir() if path.name.startswith(name))
+    run = f"{name}-{number:03d}"
+    places = [f"run.name={run}", f"run.dir={folder}", f"data.cache_dir={folder / 'cache'}"]
+    process = start([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *overrides, *places])
+    return Job(process, folder / run)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file that is being written."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def footprint_of(process_id: int) -> dict[str, int]:
+    """Of a process that lives."""
+    found = footprint(process_id)
+    assert found is not None, f"process {process_id} is gone"
+    return found.to_json()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all three parts and report."""
+    arguments = parse_arguments(__doc__, argv)
+    num_iterations = QUICK_SOAK_ITERATIONS if arguments.quick else SOAK_ITERATIONS
+    rss_bytes = QUICK_RSS_BYTES if arguments.quick else RSS_BYTES
+    with tempfile.TemporaryDirectory(prefix="host-memory-") as folder:
+        cases = {}
+        for name in [QUICK_CASE] if arguments.quick else CASES:
+            cases[name] = predicted_and_measured(name, Path(folder))
+            print(name, cases[name], flush=True)
+        run = soak(Path(folder), num_iterations=num_iterations)
+    problems = [text for name, row in cases.items() for text in case_problems(name, row)]
+    problems += soak_problems(run, num_iterations=num_iterations, rss_bytes=rss_bytes)
+    worst = max(row["error"] for row in cases.values())
+    most = max((grown["rss_bytes"] for grown in run["growth"].values()), default=float("nan"))
+    figure = (
+        f"prediction off by at most {100 * worst:.2f} % over {len(cases)} configurations, limits below refused; "
+        f"{run['iterations']} iterations, {run['windows_committed']} windows: resident memory of a process grew by at "
+        f"most {most / 1024:.0f} KiB over the second half, threads, descriptors and memory files by none"
+    )
+    return finish(
+        arguments.out,
+        ID,
+        passed=not problems,
+        figure="; ".join(problems) if problems else figure,
+        threshold="within 5 %; exit code 2 naming the key; no growth (resident: 1 % or 1 MiB over 1,000 iterations)",
+        counts={
+            "configurations": len(cases),
+            "soak_iterations": run["iterations"],
+            "soak_windows": run["windows_committed"],
+            "soak_samples": run["samples"],
+            "processes_sampled": sum(run["processes"].values()),
+        },
+        details={"cases": cases, "soak": run, "problems": problems},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
