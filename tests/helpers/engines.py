@@ -170,7 +170,8 @@ def volatile_state(engine: Any) -> dict[str, str]:
             state[f"auxiliary.{name}"] = entry["values"]
     for number, chunk in enumerate(engine.model_chunks):
         state |= {f"buffer.{number}.{name}": value for name, value in unwrap(chunk).named_buffers()}
-    text = {name: xxhash.xxh3_128(value.contiguous().numpy().tobytes()).hexdigest() for name, value in state.items()}
+    content = {name: value.contiguous().reshape(-1).view(torch.uint8).numpy() for name, value in state.items()}
+    text = {name: xxhash.xxh3_128(value.tobytes()).hexdigest() for name, value in content.items()}
     scalers = [part.grad_scaler for part in parts(engine.optimizer) if getattr(part, "grad_scaler", None) is not None]
     text["scalers"] = str([{key: float(value) for key, value in s.state_dict().items()} for s in scalers])
     text["learning_rates"] = str([group["lr"] for group in engine.optimizer.param_groups])

@@ -1,7 +1,9 @@
 """What ranks do in ``tests/distributed/test_replay.py``: capture a window, lose everything, replay it."""
 
+import dataclasses
 import itertools
 import json
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -10,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.extras import capture_extras
+from megatron_ft.mcore.loop.extras import _encode, capture_extras
 from megatron_ft.mcore.loop.replaying import CapturedSlice, Replayer
 from megatron_ft.mcore.optimizer.masters import masters
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
-from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
+from megatron_ft.planning.commit import History, Vote
+from megatron_ft.planning.recovery.replay import plan_replay
 from megatron_ft.planning.snapshot.pieces import slice_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
@@ -71,6 +74,35 @@ def scramble(engine: TrainingEngine) -> None:
         for _, tensor in named_state(engine.model_chunks, engine.optimizer):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     torch.manual_seed(4711)
+    engine.history = History(losses=(123.0,))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Recorded:
+    """An undisturbed run: votes, losses and digests by iteration, and the window captured on the way."""
+
+    plan: WindowPlan | None = None
+    slices: list[CapturedSlice] = dataclasses.field(default_factory=list)
+    votes: dict[int, Vote] = dataclasses.field(default_factory=dict)
+    digests: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
+
+
+def record(engine: TrainingEngine, num_slices: int, num_parts: Mapping[str, int], last: int) -> Recorded:
+    """Train to iteration ``last`` and capture a window on the way."""
+    found = Recorded()
+    view = None
+    while engine.iteration < last:
+        vote = engine.run_iteration(engine.iteration + 1).vote
+        found.votes[vote.iteration] = Vote.from_record(json.loads(json.dumps(vote.to_record())))
+        found.digests[vote.iteration] = state_of(engine)
+        index = vote.iteration - START
+        if index == 0:
+            view = view_of(engine)
+            found.plan = random_window(view, num_slices, num_parts)
+        if 0 <= index < num_slices:
+            assert view is not None and found.plan is not None, "made with slice 0"
+            found.slices.append(capture(engine, view, found.plan, index))
+    return found
 
 
 def replay(
@@ -78,76 +110,89 @@ def replay(
     rank: int,
     world_size: int,
     store: dist.Store,
-    directory: str,
     overrides: dict[str, Any],
     num_slices: int = 3,
     num_parts: dict[str, int] | None = None,
     replicas: bool = False,
     skip_frozen: bool = True,
     poisoned: int = 0,
+    damage: str = "",
 ) -> dict[str, Any]:
-    """Names of tensors that differ after a replay and after each iteration that follows; losses of both runs."""
+    """What differs after a replay and after each iteration that follows, by iteration; what the run was like.
+
+    Args:
+        poisoned: an iteration whose loss is NaN.
+        damage: what is wrong with the captured state; then the error is returned.
+    """
     config = config_of(overrides, world_size, replicas=replicas)
-    if not replicas:
-        config = engines.micro_config(overrides, world_size=world_size)
     if poisoned:
         poison(poisoned)
     last = START + num_slices + 1
-    place = {"rank": rank, "world_size": world_size, "store": store, "directory": directory}
-    slices, votes, digests, losses = [], {}, {}, {}
+    place = {"rank": rank, "world_size": world_size, "store": store}
     with job_of(config, **place) as job:
-        engine = job.engine
-        view = plan = None
-        while engine.iteration < last:
-            vote = engine.run_iteration(engine.iteration + 1).vote
-            votes[vote.iteration] = Vote.from_record(json.loads(json.dumps(vote.to_record())))
-            losses[vote.iteration] = repr(vote.loss)
-            digests[vote.iteration] = engines.digests(engine) | engines.volatile_state(engine)
-            if vote.iteration == START:
-                view = view_of(engine)
-                plan = random_window(view, num_slices, num_parts or {})
-            index = vote.iteration - START
-            if 0 <= index < num_slices:
-                slices.append(capture(engine, view, plan, index))
-        actions = engine.history.num_consecutive_skips
-        del engine, view
+        found = record(job.engine, num_slices, num_parts or {}, last)
+    assert found.plan is not None, "trained past the window's start"
+    if damage:
+        spoil(found, damage, rank)
     with job_of(config, **place) as job:
-        engine = job.engine
-        scramble(engine)
-        engine.history = type(engine.history)(losses=(123.0,))
-        view = view_of(engine)
-        recovery = ReplayPlan.from_json(json.loads(json.dumps(plan_replay(plan, START, votes).to_json())))
-        replayer = Replayer(engine, view, window=plan, slices=slices, skip_frozen=skip_frozen)
-        started = time.process_time()
-        result = carry_out(recovery, replayer)
-        cpu_seconds = time.process_time() - started
-        assert engine.iteration == result.final_iteration == START + num_slices - 1
-        differences = {str(engine.iteration): compare(engine, digests[engine.iteration])}
-        again = {}
-        while engine.iteration < last:
-            vote = engine.run_iteration(engine.iteration + 1).vote
-            again[vote.iteration] = repr(vote.loss)
-            differences[str(vote.iteration)] = compare(engine, digests[vote.iteration])
-        frozen = [len(step.frozen) for step in recovery.steps]
+        scramble(job.engine)
+        view = view_of(job.engine)
+        recovery = plan_replay(found.plan, START, found.votes)
+        replayer = Replayer(job.engine, view, window=found.plan, slices=found.slices, skip_frozen=skip_frozen)
+        began = time.process_time()
+        try:
+            result = carry_out(recovery, replayer)
+        except RecoveryError as error:
+            return {"refused": str(error)}
+        cpu_seconds = time.process_time() - began
+        assert job.engine.iteration == result.final_iteration, "a replay ends where its plan says"
+        differences = {str(job.engine.iteration): compare(job.engine, found.digests[job.engine.iteration])}
+        while job.engine.iteration < last:
+            iteration = job.engine.run_iteration(job.engine.iteration + 1).vote.iteration
+            differences[str(iteration)] = compare(job.engine, found.digests[iteration])
         parts = sorted({shard.tensor_part for shards in view.shards_by_rank for shard in shards})
-        del engine, view, replayer
+        del view, replayer
     return {
         "differences": differences,
-        "num_tensors": len(digests[last]),
-        "losses": {str(number): losses[number] for number in again},
-        "losses_again": {str(number): loss for number, loss in again.items()},
-        "all_losses": losses,
-        "frozen": frozen,
+        "num_tensors": len(found.digests[last]),
+        "num_frozen": [len(step.frozen) for step in recovery.steps],
+        "num_iterations": result.num_iterations,
         "tensor_parts": parts,
         "cpu_seconds": cpu_seconds,
-        "num_consecutive_skips": actions,
-        "found_inf": [number for number, vote in votes.items() if vote.found_inf],
+        "losses": {str(number): repr(vote.loss) for number, vote in found.votes.items()},
+        "overflows": [number for number, vote in found.votes.items() if vote.found_inf],
+        "clipped": [number for number, vote in found.votes.items() if vote.clip_coefficient < 1.0],
     }
+
+
+def spoil(found: Recorded, damage: str, rank: int) -> None:
+    """Put one thing out of order, on rank 0 only where it is a rank's own."""
+    first = found.slices[0]
+    if damage == "weight" and rank == 0:
+        content = bytearray(first.payload)
+        content[1] ^= 0x01
+        found.slices[0] = CapturedSlice(payload=bytes(content), extras=first.extras)
+    elif damage == "short":
+        found.slices[0] = CapturedSlice(payload=first.payload[:-4096], extras=first.extras)
+    elif damage == "no_extras":
+        found.slices[0] = CapturedSlice(payload=first.payload)
+    elif damage == "random_numbers" and rank == 0:
+        assert first.extras is not None, "captured with slice 0"
+        rng = {**first.extras["rng"], "torch": _encode(torch.Generator().manual_seed(5).get_state())}
+        found.slices[0] = CapturedSlice(payload=first.payload, extras={**first.extras, "rng": rng})
+    elif damage == "vote":
+        vote = found.votes[START + 1]
+        found.votes[START + 1] = dataclasses.replace(vote, loss=math.nextafter(vote.loss, 9.0))
+
+
+def state_of(engine: TrainingEngine) -> dict[str, str]:
+    """Digests of all state, what is volatile, and what earlier votes left behind."""
+    return {**engines.digests(engine), **engines.volatile_state(engine), "history": repr(engine.history)}
 
 
 def compare(engine: TrainingEngine, expected: Mapping[str, str]) -> list[str]:
     """Names of what is not as expected."""
-    now = engines.digests(engine) | engines.volatile_state(engine)
+    now = state_of(engine)
     return sorted(name for name in set(now) | set(expected) if now.get(name) != expected.get(name))
 
 

@@ -1,0 +1,129 @@
+"""Sparse to dense, bit for bit: all state is lost, a window is loaded and replayed, and the run goes on.
+
+Every scenario trains, captures a window in random order on the way, builds a second engine whose weights, masters,
+moments, step counts, buffers and random numbers are scrambled, recovers, and compares everything at every iteration
+with the run that was never disturbed. Nothing may differ by a bit.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.engines import of_ranks, run_scenarios
+
+REPLAY = "tests.helpers.replay_scenarios:replay"
+
+BF16 = {"precision.params_dtype": "bf16"}
+FP16 = {
+    "precision.params_dtype": "fp16",
+    "precision.initial_loss_scale": 64.0,
+    "precision.loss_scale_window": 1,
+    "precision.hysteresis": 1,
+}
+FP32 = {"precision.params_dtype": "fp32"}
+PLAIN = {"parallel.use_distributed_optimizer": False}
+TP2 = {"parallel.tensor_model_parallel_size": 2}
+PP2 = {"parallel.pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2, "model.num_layers": 4}
+EP2 = {"parallel.expert_model_parallel_size": 2}
+OVERLAP = {"parallel.overlap_grad_reduce": True}
+TIED = {"model.untie_embeddings_and_output_weights": False}
+BIASED = {"model.moe_router_score_function": "sigmoid", "model.moe_router_enable_expert_bias": True}
+DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+RECOMPUTE = {"training.recompute_granularity": "full"}
+SKIP = {"training.non_finite_policy": "skip", "training.max_consecutive_skips": 3}
+DENSE = {"model.num_moe_experts": None, "model.moe_ffn_hidden_size": None}
+SHARED = {"model.moe_shared_expert_intermediate_size": 64, "model.moe_first_dense_layers": 1, "model.num_layers": 3}
+SEARCH = {"placement.algorithm": {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}}
+PARTS = {"0.embedding": 5, "3.head": 3, "1.expert.0": 2, "1.non_expert": 7, "2.gate": 3}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"overrides": BF16}),
+    "dp2": (2, {"overrides": BF16}),
+    "dp2_plain": (2, {"overrides": {**BF16, **PLAIN}}),
+    "dp2_overlap": (2, {"overrides": {**BF16, **OVERLAP}}),
+    "tp2": (2, {"overrides": {**BF16, **TP2}}),
+    "pp2": (2, {"overrides": {**BF16, **PP2}}),
+    "vpp2": (2, {"overrides": {**BF16, **VPP2}, "num_slices": 4}),
+    "vpp2_dp2_overlap": (4, {"overrides": {**BF16, **VPP2, **OVERLAP}, "num_slices": 4}),
+    "ep2": (2, {"overrides": {**BF16, **EP2}}),
+    "ep2_pp2": (4, {"overrides": {**BF16, **EP2, **PP2, **DROPOUT}, "num_slices": 4}),
+    "replicas": (3, {"overrides": {**BF16, **BIASED, **SEARCH}, "replicas": True}),
+    "replicas_plain": (3, {"overrides": {**FP32, **PLAIN, **SEARCH}, "replicas": True}),
+}
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fp32": (1, {"overrides": {**FP32, **DROPOUT}}),
+    "fp32_plain_tp2": (2, {"overrides": {**FP32, **PLAIN, **TP2}}),
+    "fp16_overflow": (2, {"overrides": {**FP16, **EP2}, "poisoned": 4}),
+    "skipped": (2, {"overrides": {**BF16, **BIASED, **SKIP}, "poisoned": 3}),
+    "bias_and_clipping": (2, {"overrides": {**BF16, **BIASED, **DROPOUT, "optimizer.clip_grad": 0.1}}),
+    "tied": (1, {"overrides": {**BF16, **TIED}}),
+    "tied_tp2": (2, {"overrides": {**BF16, **TIED, **TP2}}),
+    "tied_pp2_dp2": (4, {"overrides": {**BF16, **TIED, **PP2}}),
+    "parts": (2, {"overrides": BF16, "num_parts": PARTS, "num_slices": 4}),
+    "parts_plain": (2, {"overrides": {**BF16, **PLAIN}, "num_parts": PARTS, "num_slices": 4}),
+    "dense": (2, {"overrides": {**BF16, **DENSE, **TP2}}),
+    "shared_experts": (1, {"overrides": {**BF16, **SHARED}}),
+    "recompute": (2, {"overrides": {**BF16, **RECOMPUTE, **TP2, **EP2, **DROPOUT}}),
+    "recompute_pp2": (2, {"overrides": {**BF16, **RECOMPUTE, **PP2}}),
+    "computed": (1, {"overrides": BF16, "skip_frozen": False}),
+}
+DAMAGES: dict[str, str] = {
+    "weight": "iteration 3 was replayed to something else",
+    "random_numbers": "iteration 3 was replayed to something else: loss=",
+    "vote": "iteration 3 was replayed to something else: loss=",
+    "short": "bytes were captured",
+    "no_extras": "slice 0 has no extras",
+}
+
+
+@pytest.fixture(scope="module")
+def layouts() -> dict[str, list[Any]]:
+    return run_scenarios({name: (REPLAY, *job) for name, job in LAYOUTS.items()})
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, list[Any]]:
+    return run_scenarios({name: (REPLAY, *job) for name, job in MODELS.items()})
+
+
+@pytest.fixture(scope="module")
+def damaged() -> dict[str, list[Any]]:
+    overrides = {**FP32, **DROPOUT}
+    return run_scenarios({name: (REPLAY, 2, {"overrides": overrides, "damage": name}) for name in DAMAGES})
+
+
+def check(ranks: list[Any], num_slices: int) -> None:
+    for rank in ranks:
+        assert list(rank["differences"]) == [str(number) for number in range(num_slices + 1, num_slices + 4)]
+        assert not any(rank["differences"].values()), rank["differences"]
+        assert rank["num_tensors"] > 40
+        assert rank["num_iterations"] == num_slices - 1
+        assert rank["num_frozen"] == sorted(rank["num_frozen"], reverse=True)
+        assert rank["num_frozen"][0] > 0 and rank["num_frozen"][-1] == 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_replay_ends_with_the_same_bits_in_every_layout(layouts: dict[str, list[Any]], name: str) -> None:
+    ranks = of_ranks(layouts, name)
+    check(ranks, LAYOUTS[name][1].get("num_slices", 3))
+    assert all(rank["tensor_parts"] == ([0, 1] if "tp2" in name else [0]) for rank in ranks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replay_ends_with_the_same_bits_for_every_model(models: dict[str, list[Any]], name: str) -> None:
+    check(of_ranks(models, name), MODELS[name][1].get("num_slices", 3))
+
+
+def test_replayed_iterations_were_what_their_scenarios_are_about(models: dict[str, list[Any]]) -> None:
+    """A skip, an overflow and clipping lie among the iterations that run again: 3 and 4."""
+    assert of_ranks(models, "fp16_overflow")[0]["overflows"] == [4]
+    assert of_ranks(models, "skipped")[0]["losses"]["3"] == "nan"
+    assert {3, 4} <= set(of_ranks(models, "bias_and_clipping")[0]["clipped"])
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_replay_that_cannot_be_exact_says_so(damaged: dict[str, list[Any]], damage: str) -> None:
+    """On every rank alike, whichever rank's state is wrong."""
+    for rank in of_ranks(damaged, damage):
+        assert DAMAGES[damage] in rank["refused"]
