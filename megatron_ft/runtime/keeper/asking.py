@@ -46,6 +46,7 @@ def fetch_window(address: str, greeting: Message, request: Message, memory: Memo
         answer = wire.call({**request, "op": "fetch"})
         num_bytes = integer(answer, "num_bytes", most=MAX_BYTES)
         segment = memory.allocate("fetched", max(1, num_bytes))
+        wire.send({"op": "go"})
         wire.receive_into(segment.view[:num_bytes])
         return segment, mapping(answer, "manifest")
     finally:

@@ -13,6 +13,8 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 CONNECT_SECONDS = 10.0
+MAX_UNREAD = 32
+"""Answers to ``captured`` that may wait in the socket: were it full, both ends would wait for each other."""
 REPLICATED_START, REPLICATED_BYTES, WAITING_BYTES, NUM_PROBLEMS, PERSISTED_START, HASHED_BYTES, CPU_NANOSECONDS = range(
     7
 )
@@ -156,8 +158,9 @@ class KeeperClient:
         Costs one send; a refusal is raised by the next request.
         """
         about = {"slice": index, "iteration": iteration, "offset": offset, "num_bytes": num_bytes}
-        message = {"op": "captured", "buffer": buffer, **about, "header": header, "pieces": pieces}
-        self._send(message)
+        if self._num_unread >= MAX_UNREAD:
+            self._settle()
+        self._send({"op": "captured", "buffer": buffer, **about, "header": header, "pieces": pieces})
         self._num_unread += 1
 
     def committed(self, start_iteration: int) -> None:
@@ -198,15 +201,19 @@ class KeeperClient:
 
     def _call(self, message: Message) -> Message:
         self._send(message)
-        refused = [answer for answer in (self._receive() for _ in range(self._num_unread)) if answer["op"] == "error"]
+        self._num_unread += 1
+        return self._settle()
+
+    def _settle(self) -> Message:
+        """Read all answers that are due: the last one, unless one is a refusal."""
+        answers = [self._receive() for _ in range(self._num_unread)]
         self._num_unread = 0
-        answer = self._receive()
-        for one in [*refused, answer]:
-            if one["op"] == "error":
+        for answer in answers:
+            if answer["op"] == "error":
                 while self._reader.descriptors:
                     os.close(self._reader.descriptors.popleft())
-                raise KeeperRefused(f"keeper: {one['reason']}")
-        return answer
+                raise KeeperRefused(f"keeper: {answer['reason']}")
+        return answers[-1]
 
     def _send(self, message: Message) -> None:
         try:

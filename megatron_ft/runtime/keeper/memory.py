@@ -1,4 +1,7 @@
-"""Memory without a name in any file system: counted, limited before it is taken, touched when it is."""
+"""Memory without a name in any file system: counted, limited before it is taken, there once it is.
+
+Taking it lets other threads run, which mapping with ``MAP_POPULATE`` would not: ranks do that for themselves.
+"""
 
 import mmap
 import os
@@ -24,8 +27,7 @@ class Segment:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
         os.posix_fallocate(self.descriptor, 0, num_bytes)
-        self._map = mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.view = memoryview(self._map)
+        self.view = memoryview(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED))
 
     def read_only_descriptor(self) -> int:
         """A new descriptor through which nobody can write."""

@@ -3,6 +3,8 @@
 import socket
 import threading
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
@@ -17,6 +19,7 @@ from megatron_ft.runtime.keeper.wire import GREETING_BYTES, Refused, Wire, is_to
 MAX_STRANGERS = 64
 """Connections that may be open without having shown the token."""
 REPLACE_SECONDS = 10.0
+SIGN_OF_LIFE_SECONDS = 5.0
 
 
 class PeerSessions:
@@ -135,7 +138,7 @@ class PeerSession(threading.Thread):
         incoming, part = read_window(message, rank, self._generation), read_slice(fields.mapping(message, "record"))
         if index == 0:
             incoming.check_slice(index, part, window_bytes)
-        copy = self._store.take_copy(rank, window_bytes)
+        copy = self._copy_of(rank, window_bytes)
         window = self._reserve(rank, copy, incoming, index, part)
         try:
             self._wire.send({"op": "go"})
@@ -151,6 +154,19 @@ class PeerSession(threading.Thread):
             with self._store.lock:
                 copy.receiving.discard(window.buffer)
         self._wire.send({"op": "ack"})
+
+    def _copy_of(self, rank: int, window_bytes: int) -> Copy:
+        """Where its slices go. Much memory takes longer to get than a silent connection lasts."""
+        with self._store.lock:
+            copy = self._store.copies.get(rank)
+            if copy is not None and copy.windows.window_bytes == window_bytes:
+                return copy
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(self._store.take_copy, rank, window_bytes)
+            while not taken.done():
+                if not futures.wait([taken], SIGN_OF_LIFE_SECONDS).done:
+                    self._wire.send({"op": "wait"})
+            return taken.result()
 
     def _reserve(self, rank: int, copy: Copy, incoming: Window, index: int, part: Slice) -> Window:
         with self._store.lock:
@@ -184,6 +200,8 @@ class PeerSession(threading.Thread):
             segment, offset, window = self._store.find(rank, start, generation)
             manifest, num_bytes = window.manifest(), window.num_bytes
         self._wire.send({"op": "window", "manifest": manifest, "num_bytes": num_bytes})
+        if self._wire.receive(patient=True).get("op") != "go":
+            raise ControlError("a window is sent on go")
         self._wire.send_file(segment.descriptor, offset, num_bytes)
 
 

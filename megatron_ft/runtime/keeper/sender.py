@@ -5,7 +5,6 @@ import time
 import weakref
 
 from megatron_ft.errors import ControlError
-from megatron_ft.framing import Message
 from megatron_ft.runtime.keeper.copies import PeerBuffers, SendCommit, SendSlice, read_held
 from megatron_ft.runtime.keeper.peers import announce
 from megatron_ft.runtime.keeper.store import OwnRank, Store
@@ -72,17 +71,18 @@ class Sender(threading.Thread):
         return True
 
     def _next(self) -> Work | None:
-        """What to do next, among the ranks that replicate to this node; the lock is held."""
+        """What to do next, among the ranks that replicate to this node, the oldest iteration first; lock held."""
         if self._fenced >= self._store.own_generation:
             return None
+        found = []
         for rank, own in self._store.ranks.items():
             if own.windows is None or self._node not in own.settings.peer_nodes or not self._store.is_current(own):
                 continue
             buffers = self._buffers.setdefault(rank, PeerBuffers())
             action = buffers.next_action(own.windows, self._store.own_generation, self._given_up)
             if action is not None:
-                return own, action
-        return None
+                found.append((own, action))
+        return min(found, key=lambda work: _iteration(work[1]), default=None)
 
     def _do(self, work: Work, generation: int) -> None:
         if self._wire is None or self._generation != generation:
@@ -125,8 +125,8 @@ class Sender(threading.Thread):
             if own.windows is None or own.segment is None or window not in own.windows:
                 return
             segment, offset = own.segment, own.offset(window) + part.offset
-            message: Message = announce(window, action.index, action.buffer, own.windows.window_bytes)
-        wire.call(message)
+            window_bytes = own.windows.window_bytes
+        wire.call(announce(window, action.index, action.buffer, window_bytes))
         wire.send_file(segment.descriptor, offset, part.num_bytes)
         wire.answer()
         with self._store.lock:
@@ -154,7 +154,8 @@ class Sender(threading.Thread):
                 return
             now = time.monotonic()
             self._failing_since = now if self._failing_since is None else self._failing_since
-            if kind == "refused" or now - self._failing_since > AWAY_SECONDS:
+            long_enough = isinstance(error, TimeoutError) or now - self._failing_since > AWAY_SECONDS
+            if kind == "refused" or long_enough:
                 self._note(own, action.window, error)
             deadline = now + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
@@ -184,3 +185,7 @@ class Sender(threading.Thread):
         if self._wire is not None:
             self._wire.close()
             self._wire = None
+
+
+def _iteration(action: SendSlice | SendCommit) -> int:
+    return action.window.start_iteration + (action.index if isinstance(action, SendSlice) else 0)

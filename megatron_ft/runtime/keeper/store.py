@@ -184,17 +184,13 @@ class Store:
         return segment
 
     def take_copy(self, rank: int, window_bytes: int) -> Copy:
-        """The memory for a rank of another node; one of another size is given back. The lock must not be held.
+        """New memory for a rank of another node; what it had is given back first. The lock must not be held.
 
         Raises:
             ControlError: the memory is not there.
         """
         with self.lock:
-            copy = self.copies.get(rank)
-            if copy is not None and copy.windows.window_bytes == window_bytes:
-                return copy
             self.copies.pop(rank, None)
-            del copy
         segment = self.memory.allocate(f"copy-rank-{rank}", NUM_COPY_BUFFERS * window_bytes)
         with self.lock:
             self.copies[rank] = Copy(windows=CopyWindows(window_bytes), segment=segment)

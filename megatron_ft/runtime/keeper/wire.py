@@ -5,6 +5,7 @@ import hmac
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_ft.errors import ControlError
@@ -43,10 +44,12 @@ class Wire:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
+        self._stall_seconds = stall_seconds
 
     def send(self, message: Message) -> None:
         """Send one frame. Raises OSError when the peer is gone or stands still."""
-        send(self._sock, message)
+        with self._moving():
+            send(self._sock, message)
 
     def receive(self, *, most_bytes: int = MAX_FRAME_BYTES, patient: bool = False) -> Message:
         """The next frame; ``patient`` waits for its beginning without a limit.
@@ -82,8 +85,9 @@ class Wire:
         return self.answer()
 
     def answer(self) -> Message:
-        """Wait for an answer. Raises as ``call``."""
-        answer = self.receive()
+        """Wait for an answer; the other side may say ``wait`` before. Raises as ``call``."""
+        while (answer := self.receive()).get("op") == "wait":
+            pass
         if answer.get("op") == "error":
             raise Refused(str(answer.get("reason")), str(answer.get("kind", "refused")))
         return answer
@@ -92,7 +96,8 @@ class Wire:
         """Send bytes of a memory file without copying them. Raises OSError when the peer is gone or stands still."""
         stop = offset + num_bytes
         while offset < stop:
-            sent = os.sendfile(self._sock.fileno(), descriptor, offset, stop - offset)
+            with self._moving():
+                sent = os.sendfile(self._sock.fileno(), descriptor, offset, stop - offset)
             if sent == 0:
                 raise ConnectionResetError(f"memory file ends at byte {offset}, {stop - offset} bytes early")
             offset += sent
@@ -100,10 +105,18 @@ class Wire:
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view``. Raises OSError when the peer is gone or stands still."""
         while view.nbytes:
-            received = self._sock.recv_into(view)
+            with self._moving():
+                received = self._sock.recv_into(view)
             if received == 0:
                 raise ConnectionResetError("the peer has closed the connection")
             view = view[received:]
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            raise TimeoutError(f"nothing moved for {self._stall_seconds} s") from None
 
     def shut_down(self) -> None:
         """Make every call on the connection fail, in whichever thread it waits."""

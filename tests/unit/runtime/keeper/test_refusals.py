@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -303,8 +304,6 @@ def test_a_keeper_dies_with_its_parent(tmp_path: Path) -> None:
         keeper = int(parent.stdout.readline())
         pidfd = os.pidfd_open(keeper)
         parent.kill()
-        import select
-
         assert select.select([pidfd], [], [], WAIT_SECONDS)[0], "the keeper outlives its parent"
         os.close(pidfd)
     os.close(read)
