@@ -30,6 +30,8 @@ class SnapshotContext:
 
     def stall_seconds(self, num_bytes: int) -> float:
         """How long training waits for a slice of so many bytes."""
+        if num_bytes <= self.budget_bytes:
+            return 0.0
         return max(0.0, num_bytes / self.bandwidth_bytes_per_second - self.iteration_seconds)
 
     def validate(self) -> None:

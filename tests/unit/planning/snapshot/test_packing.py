@@ -1,0 +1,79 @@
+"""Packing in blocks against a walk over one unit after the other; no better budget left by the search."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from megatron_ft.planning.snapshot import packing
+from megatron_ft.planning.snapshot.demand import UnitBytes
+from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts, pack, smallest_packing
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> UnitBytes:
+    """Units on ranks, of which a rank may hold nothing."""
+    shape = (draw(st.integers(1, 24)), draw(st.integers(1, 4)))
+    frozen = draw(arrays(np.int64, shape, elements=st.integers(0, 9)))
+    extra = draw(arrays(np.int64, shape, elements=st.integers(0, 40)))
+    return UnitBytes(full=frozen + extra * (frozen > 0), frozen=frozen)
+
+
+def walk(table: UnitBytes, budget: int, max_slices: int) -> list[tuple[int, ...]] | None:
+    """Every unit in order, taken where all ranks that hold it stay within the budget."""
+    remaining, slices = list(range(len(table.full))), []
+    num_ranks = table.full.shape[1]
+    while remaining:
+        load = [int(sum(table.frozen[unit, rank] for unit in remaining)) for rank in range(num_ranks)]
+        if max(load) > budget or len(slices) == max_slices:
+            return None
+        taken = []
+        for unit in remaining:
+            after = [load[rank] + int(table.full[unit, rank] - table.frozen[unit, rank]) for rank in range(num_ranks)]
+            if max(after) <= budget:
+                taken.append(unit)
+                load = after
+        if not taken:
+            return None
+        slices.append(tuple(taken))
+        remaining = [unit for unit in remaining if unit not in taken]
+    return slices
+
+
+@settings(max_examples=200, deadline=None)
+@given(table=tables(), budget=st.integers(0, 300), max_slices=st.integers(1, 8), block=st.integers(1, 30))
+def test_blocks_pack_as_a_walk_does(table: UnitBytes, budget: int, max_slices: int, block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_BLOCK", block)
+        found = pack(table, budget, max_slices)
+    expected = walk(table, budget, max_slices)
+    assert (None if found is None else list(found.slices)) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=tables(), num_slices=st.integers(1, 6))
+def test_the_searched_budget_packs_and_the_next_smaller_does_not(table: UnitBytes, num_slices: int) -> None:
+    whole = Packing(slices=(tuple(range(len(table.full))),), budget_bytes=int(table.full.sum(axis=0).max()))
+    low = least_peak_bytes(table, num_slices) - 1
+    found = smallest_packing(table, low, whole, num_slices)
+    assert len(found.slices) <= num_slices
+    assert walk(table, found.budget_bytes, num_slices) == list(found.slices)
+    assert found.budget_bytes == low + 1 or walk(table, found.budget_bytes - 1, num_slices) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=tables(), num_slices=st.integers(1, 6))
+def test_no_window_stays_below_the_least_peak(table: UnitBytes, num_slices: int) -> None:
+    assert walk(table, least_peak_bytes(table, num_slices) - 1, num_slices) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=tables(), budget=st.integers(1, 300))
+def test_parts_fit_beside_frozen_bytes_and_one_fewer_would_not(table: UnitBytes, budget: int) -> None:
+    frozen = table.frozen.sum(axis=0)
+    for unit, parts in enumerate(num_parts(table, budget, 64)):
+        extra = table.full[unit] - table.frozen[unit]
+        room = np.maximum(np.maximum(budget - frozen, -(-frozen // 8)), 1)
+        assert (extra <= room * parts).all() or parts == 64
+        assert parts == 1 or (extra > room * (parts - 1)).any()
