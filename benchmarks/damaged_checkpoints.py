@@ -139,8 +139,8 @@ def crash(kind: Kind, root: Path, tally: Tally, stride: int = 1) -> None:
             is_end = what.startswith(end)
             if index % stride and not is_end:
                 continue
-            loaded = _load_from(make(), root / "state", kind)
-            holds = loaded.is_equal and loaded.iteration in ((last,) if is_end else allowed)
+            loaded, is_led_astray = _load_from(make(), root / "state", kind)
+            holds = loaded.is_equal and not is_led_astray and loaded.iteration in ((last,) if is_end else allowed)
             tally.expect("crash", f"{kind.name}, {name}, {what}", holds, loaded)
 
 
@@ -150,10 +150,11 @@ def _overwrite(path: Path) -> None:
     path.write_bytes(content)
 
 
-def _load_from(disk: Disk, folder: Path, kind: Kind) -> Loaded:
+def _load_from(disk: Disk, folder: Path, kind: Kind) -> tuple[Loaded, bool]:
+    """What a load gives, and whether the pointer to the newest leads nowhere."""
     disk.write_to(folder)
     try:
-        return kind.load(folder / "store")
+        return kind.load(folder / "store"), kind.pointer_leads_nowhere(folder / "store")
     finally:
         shutil.rmtree(folder)
 

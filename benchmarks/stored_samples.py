@@ -8,6 +8,7 @@ from pathlib import Path
 
 import xxhash
 
+from megatron_ft.errors import CheckpointError
 from megatron_ft.runtime.storage import checkpoints
 from megatron_ft.runtime.storage.files import fsync_directory, write_file
 from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
@@ -50,6 +51,8 @@ class Kind:
     """Delete what is older than the newest."""
     files: Callable[[Path, int], list[Path]]
     """All files of one sample."""
+    pointer_leads_nowhere: Callable[[Path], bool] = lambda folder: False
+    """Whether the pointer to the newest, where the kind has one, is damaged or names something incomplete."""
 
 
 @lru_cache
@@ -182,6 +185,14 @@ def _retire_dense(folder: Path) -> None:
             checkpoints.delete(stored.path)
 
 
+def _latest_leads_nowhere(folder: Path) -> bool:
+    try:
+        pointed = checkpoints.read_latest(folder)
+    except CheckpointError:
+        return True
+    return pointed is not None and not (pointed / MANIFEST_NAME).is_file()
+
+
 def _dense_files(folder: Path, iteration: int) -> list[Path]:
     directory = folder / checkpoints.directory_name(iteration)
     return [directory / name for name in (*_DENSE_FILES, MANIFEST_NAME)]
@@ -189,6 +200,13 @@ def _dense_files(folder: Path, iteration: int) -> list[Path]:
 
 KINDS: Sequence[Kind] = (
     Kind(name="window", save=_save_window, load=_load_window, retire=_retire_windows, files=_window_files),
-    Kind(name="dense", save=_save_dense, load=_load_dense, retire=_retire_dense, files=_dense_files),
+    Kind(
+        name="dense",
+        save=_save_dense,
+        load=_load_dense,
+        retire=_retire_dense,
+        files=_dense_files,
+        pointer_leads_nowhere=_latest_leads_nowhere,
+    ),
 )
 """Everything these scripts damage."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_a_missing_sync_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def _commit_without_sync(file: files.HashedFile) -> files.FileEntry:
     file.close()
     return files.FileEntry(name=file.name, num_bytes=file.num_bytes, xxh3_128=file._hash.hexdigest())
+
+
+def test_a_pointer_that_moved_too_early_is_noticed(tmp_path: Path) -> None:
+    DENSE.save(tmp_path, OLD)
+    assert not DENSE.pointer_leads_nowhere(tmp_path)
+    (tmp_path / checkpoints.directory_name(OLD) / manifest.MANIFEST_NAME).unlink()
+    assert DENSE.pointer_leads_nowhere(tmp_path)
+    tally = Tally()
+    damaged_checkpoints.crash(
+        replace(DENSE, pointer_leads_nowhere=lambda store: store.exists()), tmp_path / "crash", tally, stride=501
+    )
+    assert tally.problems
 
 
 def test_an_unchecked_data_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
