@@ -1,8 +1,9 @@
 """Claim ``host-memory``: memory for snapshots is known before a job starts, refused above a limit, and does not grow.
 
-Predicted bytes of the node that takes most against what its memory files hold and what of them is resident, with no,
-one and two copies at peers; a limit just below is refused before anything starts; and a long run of three ranks with
-two copies each, sampled from ``/proc``, does not grow in memory, threads, descriptors and memory files.
+What ``dry_run`` and the plan in force predict for the node that takes most, against what its memory files hold and what
+of them is resident, with no, one and two copies at peers; a limit just below is refused before anything starts; and a
+long run of three ranks with two copies each, sampled from ``/proc``, does not grow in memory, threads, descriptors and
+memory files.
 """
 
 import json
@@ -118,6 +119,7 @@ class Job:
 
 def predicted_and_measured(name: str, folder: Path) -> dict[str, Any]:
     """Run one case until buffers are in use on all nodes, and measure the node that takes most."""
+    predicted = predicted_bytes(name, folder)
     job = started("case", [*_BASE, *CASES[name]], folder)
     try:
         job.wait_until(lambda: len(job.events("window_committed")) >= 3, "third committed window", JOB_SECONDS)
@@ -128,7 +130,8 @@ def predicted_and_measured(name: str, folder: Path) -> dict[str, Any]:
         planned = job.events("snapshot_planned")[-1]
         everyone = [process.pid for role in (KEEPER, RANK) for process in processes[role]]
         row = {
-            "predicted_bytes": planned["host_bytes"],
+            "predicted_bytes": predicted,
+            "planned_bytes": planned["host_bytes"],
             "held_bytes": held[largest],
             "resident_bytes": mapped_bytes(keeper, "Rss"),
             "all_nodes_held_bytes": sum(held),
@@ -138,8 +141,21 @@ def predicted_and_measured(name: str, folder: Path) -> dict[str, Any]:
         }
     finally:
         job.stop()
-    row["error"] = max(abs(row["predicted_bytes"] / row[key] - 1) for key in ("held_bytes", "resident_bytes"))
-    return row | {"limit": refused(name, row["predicted_bytes"] * 9 // 10, folder)}
+    row["error"] = max(
+        abs(row[told] / row[seen] - 1)
+        for told in ("predicted_bytes", "planned_bytes")
+        for seen in ("held_bytes", "resident_bytes")
+    )
+    return row | {"limit": refused(name, predicted * 9 // 10, folder)}
+
+
+def predicted_bytes(name: str, folder: Path) -> int:
+    """What ``dry_run`` says of the node that takes most."""
+    words = [*_BASE, *CASES[name], "dry_run=true", "dry_run_format=json", f"data.cache_dir={folder / 'cache'}"]
+    command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    assert done.returncode == 0, f"dry_run failed: {done.stderr}"
+    return int(json.loads(done.stdout)["snapshot"]["host_bytes"])
 
 
 def refused(name: str, limit_bytes: int, folder: Path) -> dict[str, Any]:

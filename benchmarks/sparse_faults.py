@@ -118,10 +118,9 @@ def configuration(row: Row) -> list[str]:
 
 
 def dense_snapshots(row: Row) -> list[str]:
-    """Overrides that capture the whole state after every iteration."""
+    """Overrides that capture the whole state after every iteration: windows of one slice."""
     return [
-        "snapshot=dense",
-        "snapshot.policy.interval_iterations=1",
+        "snapshot=sparse_window",
         f"snapshot.num_peer_copies={row['copies']}",
         "snapshot.bandwidth_bytes_per_second=1e12",
         "snapshot.iteration_seconds=1.0",
