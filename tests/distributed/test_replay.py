@@ -12,6 +12,9 @@ import pytest
 from tests.helpers.engines import of_ranks, run_scenarios
 
 REPLAY = "tests.helpers.replay_scenarios:replay"
+LIMIT_SECONDS = 400.0
+
+pytestmark = pytest.mark.timeout(int(LIMIT_SECONDS))
 
 BF16 = {"precision.params_dtype": "bf16"}
 FP16 = {
@@ -79,12 +82,12 @@ DAMAGES: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def layouts() -> dict[str, list[Any]]:
-    return run_scenarios({name: (REPLAY, *job) for name, job in LAYOUTS.items()})
+    return run_scenarios({name: (REPLAY, *job) for name, job in LAYOUTS.items()}, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, list[Any]]:
-    return run_scenarios({name: (REPLAY, *job) for name, job in MODELS.items()})
+    return run_scenarios({name: (REPLAY, *job) for name, job in MODELS.items()}, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.fixture(scope="module")
