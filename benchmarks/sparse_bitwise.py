@@ -52,6 +52,8 @@ DISK_ITERATIONS = (12, 17, 23, 14, 20)
 TIMEOUT_SECONDS = 300.0
 HELD_SECONDS = 60.0
 """How long the iteration in which a job loses its nodes is held open for that."""
+HUNG = -1
+"""Exit code of a job that was ended because it took too long: a failure like any other."""
 WARM = "megatron_ft.mcore.loop.main"
 
 
@@ -129,7 +131,7 @@ class Bench:
         held = f"launch.failpoints=['delay(seconds={HELD_SECONDS},at_iteration={at},phase=\"{fault['phase']}\")']"
         process = start(self.command(name, [*words, held]))
         lost = self.wait_for_windows(process, self.folder / name, num_ranks(row))
-        if lost:
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         output = wait(process, TIMEOUT_SECONDS)
         if not lost:
@@ -154,10 +156,13 @@ class Bench:
         return False
 
     def run(self, kind: str, overrides: Sequence[str], *, name: str | None = None) -> JobResult:
-        """One job, to its end."""
-        places = [f"run.name={name or self.next_name(kind)}", f"data.cache_dir={self.folder / 'cache'}"]
-        words = [*overrides, *places]
-        return run_job(words, forkserver=self.socket, runs=self.folder, timeout_seconds=TIMEOUT_SECONDS)
+        """One job, to its end; one that does not come to it has failed."""
+        name = name or self.next_name(kind)
+        words = [*overrides, f"run.name={name}", f"data.cache_dir={self.folder / 'cache'}"]
+        try:
+            return run_job(words, forkserver=self.socket, runs=self.folder, timeout_seconds=TIMEOUT_SECONDS)
+        except AssertionError as error:
+            return JobResult(HUNG, self.folder / name, str(error))
 
     def command(self, name: str, overrides: Sequence[str]) -> list[str]:
         """The same job as a command."""
