@@ -64,8 +64,11 @@ class Sender(threading.Thread):
             return False
         assert work is not None, "woken without work"
         try:
-            self._do(work, generation)
-            self._retry_seconds, self._failing_since = FIRST_RETRY_SECONDS, None
+            if self._wire is None or self._generation != generation:
+                self._connect(generation)
+            else:
+                self._do(self._wire, work)
+                self._retry_seconds, self._failing_since = FIRST_RETRY_SECONDS, None
         except (ControlError, OSError) as error:
             self._failed(work, generation, error)
         return True
@@ -84,24 +87,21 @@ class Sender(threading.Thread):
                 found.append((own, action))
         return min(found, key=lambda work: _iteration(work[1]), default=None)
 
-    def _do(self, work: Work, generation: int) -> None:
-        if self._wire is None or self._generation != generation:
-            self._connect(generation)
-            return
+    def _do(self, wire: Wire, work: Work) -> None:
         own, action = work
         if isinstance(action, SendCommit):
-            self._send_commit(self._wire, own, action)
+            self._send_commit(wire, action)
         else:
-            self._send_slice(self._wire, own, action)
+            self._send_slice(wire, own, action)
 
     def _connect(self, generation: int) -> None:
         """Connect, and learn what the peer holds: what was acknowledged before counts no more."""
         self._disconnect()
         about = {"token": self._store.token, "node": self._store.node, "run_id": self._store.run_id}
         greeting = {**about, "generation": generation, "replicates": True}
-        wire, answer = connect(self.address, greeting)
+        self._wire, answer = connect(self.address, greeting)
         with self._store.lock:
-            self._wire, self._generation, self._buffers = wire, generation, read_held(answer)
+            self._generation, self._buffers = generation, read_held(answer)
             if self._stopped:
                 return
             for rank, own in self._store.ranks.items():
@@ -112,7 +112,7 @@ class Sender(threading.Thread):
                     own.windows.note_acknowledged(window, self._node, buffers.num_received(window))
                 own.publish()
 
-    def _send_commit(self, wire: Wire, own: OwnRank, action: SendCommit) -> None:
+    def _send_commit(self, wire: Wire, action: SendCommit) -> None:
         generation, start = action.window.key
         rank = action.window.origin.rank
         wire.call({"op": "committed", "rank": rank, "generation": generation, "start_iteration": start})

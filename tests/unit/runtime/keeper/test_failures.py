@@ -122,6 +122,22 @@ def test_a_broken_connection_is_made_again_and_the_slice_sent_again() -> None:
             assert rank.problems() == []
 
 
+def test_a_connection_that_always_breaks_is_a_problem() -> None:
+    with cluster(2) as nodes:
+
+        def cut(before: int, data: bytes) -> bytes | None:
+            return None if len(data) > HELLO_BYTES else data
+
+        with proxy(nodes.nodes[1].address, cut) as between:
+            peers = {"0": nodes.nodes[0].address, "1": between.address}
+            rank = nodes.client(0, node=0, peer_nodes=[1], peers=peers)
+            arena = rank.allocate(2 * PAGE)
+            window(rank, arena, 0, 0, 10)
+            wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 1, "it is noted")
+            assert between.num_connections < 20, "it does not pause between tries"
+        assert rank.problems()[0]["start_iteration"] == 10
+
+
 @pytest.mark.parametrize("num_flips", [1, 100])
 def test_a_byte_flipped_on_the_way_is_refused(num_flips: int) -> None:
     with cluster(2) as nodes:
