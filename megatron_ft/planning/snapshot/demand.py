@@ -60,6 +60,16 @@ class Demand:
         """Bytes of whole operators, in the order of ``operators``."""
         return self.bytes_of([Unit(operator=operator) for operator in self.operators])
 
+    @cached_property
+    def rounding_bytes(self) -> Matrix:
+        """[operators, ranks]: most that a part of an operator can have above an equal share, in full.
+
+        Ranges are rounded to whole elements, and what a shard has once is captured with every part of it.
+        """
+        values, found = self._table.values, np.zeros((len(self.operators), self.num_ranks), dtype=np.int64)
+        np.add.at(found, (self._table.operators, values[:, 1]), values[:, 2] + values[:, 3])
+        return found
+
     def bytes_of(self, units: Sequence[Unit]) -> UnitBytes:
         """Bytes of ``units``, equal to ``unit_bytes`` of every rank's shards."""
         part = np.array([unit.part for unit in units], dtype=np.int64)

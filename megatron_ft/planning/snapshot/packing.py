@@ -93,13 +93,16 @@ def least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
     return int(max(table.frozen.sum(axis=0).max(), even.max()))
 
 
-def num_parts(table: UnitBytes, budget_bytes: int, max_parts: int) -> list[int]:
+def num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
     """Equal parts to cut each unit into, so that one part fits a slice in which all else is frozen.
 
     Where frozen bytes leave less room than an eighth of themselves (or none), an eighth is what parts are cut to:
     such windows stall anyway, and finer parts would make them longer rather than shorter.
+
+    Args:
+        rounding_bytes: [units, ranks], most that a part can have above its share.
     """
-    frozen = table.frozen.sum(axis=0)
+    frozen, extra = table.frozen.sum(axis=0), table.full - table.frozen
     room = np.maximum(np.maximum(budget_bytes - frozen, -(-frozen // 8)), 1)
-    parts = -((table.frozen - table.full) // room)
-    return [int(count) for count in np.clip(parts.max(axis=1), 1, max_parts)]
+    parts = -(-extra // np.maximum(room - rounding_bytes, -(-room // 2)))
+    return [int(count) for count in np.clip(np.where(extra <= room, 1, parts).max(axis=1), 1, max_parts)]

@@ -112,7 +112,7 @@ def find_window_size(
 
 def _cut(demand: Demand, ordered: Iterable[OperatorId], budget: int, max_parts: int) -> list[Unit]:
     row_of = {operator: row for row, operator in enumerate(demand.operators)}
-    parts = num_parts(demand.operator_bytes, budget, max_parts)
+    parts = num_parts(demand.operator_bytes, demand.rounding_bytes, budget, max_parts)
     return [
         Unit(operator=operator, part=part, num_parts=parts[row_of[operator]])
         for operator in ordered

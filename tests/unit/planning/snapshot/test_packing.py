@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from megatron_ft.planning.snapshot import packing
-from megatron_ft.planning.snapshot.demand import UnitBytes
+from megatron_ft.planning.snapshot.demand import Demand, UnitBytes
 from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts, pack, smallest_packing
+from megatron_ft.planning.snapshot.policy import SnapshotContext
+from megatron_ft.planning.snapshot.sparse_window import SparseWindow
+from tests.helpers.demands import expert, shard
 
 
 @st.composite
@@ -72,8 +75,28 @@ def test_no_window_stays_below_the_least_peak(table: UnitBytes, num_slices: int)
 @given(table=tables(), budget=st.integers(1, 300))
 def test_parts_fit_beside_frozen_bytes_and_one_fewer_would_not(table: UnitBytes, budget: int) -> None:
     frozen = table.frozen.sum(axis=0)
-    for unit, parts in enumerate(num_parts(table, budget, 64)):
+    for unit, parts in enumerate(num_parts(table, np.zeros_like(table.full), budget, 64)):
         extra = table.full[unit] - table.frozen[unit]
         room = np.maximum(np.maximum(budget - frozen, -(-frozen // 8)), 1)
         assert (extra <= room * parts).all() or parts == 64
         assert parts == 1 or (extra > room * (parts - 1)).any()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(20, 3000), min_size=1, max_size=3),
+    num_shards=st.integers(1, 3),
+    wanted=st.integers(2, 12),
+)
+def test_rounding_of_parts_costs_no_stall(sizes: list[int], num_shards: int, wanted: int) -> None:
+    shards = [
+        shard(expert(1, number), size, name=f"w{index}")
+        for number, size in enumerate(sizes)
+        for index in range(num_shards)
+    ]
+    demand = Demand(shards_by_rank=(tuple(shards),))
+    full, frozen = int(demand.operator_bytes.full.sum()), int(demand.operator_bytes.frozen.sum())
+    room = max((full - frozen) // wanted, 4 * num_shards * 16)
+    given_budget = SnapshotContext(bandwidth_bytes_per_second=frozen + room, iteration_seconds=1.0)
+    plan = SparseWindow(max_window_iterations=200).plan(demand, given_budget)
+    assert plan.reason.endswith("no stall")

@@ -170,8 +170,9 @@ def test_ten_thousand_operators_on_64_ranks_are_planned_within_two_seconds(is_sh
     rng = random.Random(1)
     ranks: list[list[StateShard]] = [[] for _ in range(64)]
     for number in range(10_000):
+        sizes = [shard(expert(number // 100 + 1, number % 100), rng.randint(500, 1500)) for _ in range(3)]
         for rank in range(64) if is_shared else (rng.randrange(64),):
-            ranks[rank].append(shard(expert(number // 100 + 1, number % 100), rng.randint(500, 1500)))
+            ranks[rank].append(rng.choice(sizes))
     demand = Demand(shards_by_rank=tuple(map(tuple, ranks)))
     given = context(demand, 0.3)
     demand.operator_bytes  # noqa: B018 - reading the shards is not planning
