@@ -125,7 +125,10 @@ class KeeperClient:
             raise
 
     def allocate(self, window_bytes: int) -> Arena:
-        """This rank's memory, for windows of up to ``window_bytes`` bytes. Fetch what an earlier size held before.
+        """This rank's memory, for windows of at least ``window_bytes`` bytes.
+
+        Memory that survived an earlier process and is large enough is the same again, windows included; memory that
+        is too small is given back with its windows, so fetch them before.
 
         Raises:
             KeeperRefused: there is not so much.
@@ -137,7 +140,8 @@ class KeeperClient:
         """Give a buffer to a new window; waits while the buffer is being written to storage.
 
         Raises:
-            KeeperRefused: the buffer holds the newest committed window.
+            KeeperRefused: the buffer holds the newest window committed, or confirmed by ``committed``, since this
+                generation greeted.
         """
         about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
         self._call({"op": "begin", **about})
@@ -176,7 +180,11 @@ class KeeperClient:
         return list(self._call({"op": "problems"})["problems"])
 
     def inventory(self, rank: int, *, ask_peers: bool = False) -> list[dict[str, Any]]:
-        """Windows of ``rank`` that this node, or also those of the peers that answer, hold."""
+        """Windows of ``rank`` that this node, or also those of the peers that answer, hold.
+
+        ``start_iteration``, ``num_slices``, ``generation``, ``world_size``, ``committed``, ``complete``, ``where``
+        (``own`` memory of the rank or a ``copy``), ``node``, and ``buffer`` of the rank's memory on this node.
+        """
         return list(self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers})["windows"])
 
     def fetch(self, rank: int, *, start_iteration: int, node: int, generation: int | None = None) -> FetchedWindow:

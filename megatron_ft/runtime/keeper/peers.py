@@ -190,7 +190,7 @@ class PeerSession(threading.Thread):
     def _inventory(self, message: Message) -> None:
         with self._store.lock:
             windows = self._store.inventory(fields.integer(message, "rank", most=fields.MAX_RANK))
-        self._wire.send({"op": "inventory", "windows": windows})
+        self._wire.send({"op": "inventory", "windows": [{**window, "buffer": None} for window in windows]})
 
     def _fetch(self, message: Message) -> None:
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)

@@ -76,7 +76,8 @@ class Persister(threading.Thread):
         if origin.rank != 0 or num_persisted == 0:
             return
         try:
-            WindowFolder(due.url).retain(num_persisted, origin.world_size)
+            # Its own part of the reading: other ranks' files are opened, not read through.
+            WindowFolder(due.url).retain(num_persisted, origin.world_size, part=0, num_parts=origin.world_size)
         except (CheckpointError, OSError) as error:
             with self._store.lock:
                 due.own.note_problem("retain", error, due.window.start_iteration)

@@ -108,9 +108,9 @@ class RankSession(threading.Thread):
 
     def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
-        segment = self._store.take_arena(own, window_bytes)
+        segment, taken_bytes = self._store.take_arena(own, window_bytes)
         descriptors.append(os.dup(segment.descriptor))
-        sizes = {"window_bytes": window_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
+        sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
         return {"op": "memory", **sizes}
 
     def _begin(self, own: OwnRank, message: Message, _: list[int]) -> Message:
@@ -150,7 +150,7 @@ class RankSession(threading.Thread):
     def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._store.lock:
             windows = _windows(own)
-            window = windows.commit(fields.integer(message, "start_iteration"))
+            window = windows.commit(fields.integer(message, "start_iteration"), own.settings.origin.generation)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
             self._store.let_go(window.origin.generation)

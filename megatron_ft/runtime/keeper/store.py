@@ -166,22 +166,24 @@ class Store:
         """Whether a rank belongs to the newest generation of this node."""
         return own.settings.origin.generation == self.own_generation
 
-    def take_arena(self, own: OwnRank, window_bytes: int) -> Segment:
-        """The memory of a rank: the one it had, if that is of the same size. The lock must not be held.
+    def take_arena(self, own: OwnRank, window_bytes: int) -> tuple[Segment, int]:
+        """The memory of a rank and the size of its windows: what it had, if that is enough, else new memory.
+
+        What it had goes before new memory is taken. The lock must not be held.
 
         Raises:
             ControlError: the memory is not there.
         """
         with self.lock:
-            if own.segment is not None and own.windows is not None and own.windows.window_bytes == window_bytes:
-                return own.segment
+            if own.segment is not None and own.windows is not None and own.windows.window_bytes >= window_bytes:
+                return own.segment, own.windows.window_bytes
             own.windows = own.segment = None
         name = f"arena-rank-{own.settings.origin.rank}"
         segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
         with self.lock:
             own.windows, own.segment = OwnWindows(window_bytes), segment
             own.publish()
-        return segment
+        return segment, window_bytes
 
     def take_copy(self, rank: int, window_bytes: int) -> Copy:
         """New memory for a rank of another node; what it had is given back first. The lock must not be held.
@@ -210,8 +212,16 @@ class Store:
                 del self.ranks[rank]
 
     def inventory(self, rank: int) -> list[dict[str, Any]]:
-        """Windows of ``rank`` that are here. The lock must be held."""
-        return [{**window.summary(), "where": where, "node": self.node} for where, window in self._windows_of(rank)]
+        """Windows of ``rank`` that are here; ``buffer`` is that of its own memory. The lock must be held."""
+        return [
+            {
+                **window.summary(),
+                "where": where,
+                "node": self.node,
+                "buffer": window.buffer if where == "own" else None,
+            }
+            for where, window in self._windows_of(rank)
+        ]
 
     def find(self, rank: int, start_iteration: int, generation: int | None) -> tuple[Segment, int, Window]:
         """A complete window of ``rank``: its segment, its first byte there, and what it is. The lock must be held.

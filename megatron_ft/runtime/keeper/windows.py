@@ -141,7 +141,6 @@ class Window:
             "world_size": self.origin.world_size,
             "committed": self.committed,
             "complete": self.complete,
-            "buffer": self.buffer,
         }
 
 
@@ -185,6 +184,9 @@ class OwnWindows:
         self._buffers: list[Window | None] = [None] * NUM_BUFFERS
         self._order: list[Window] = []
         self._num_commits = 0
+        self._is_new_commit = False
+        self._protected: Window | None = None
+        """Committed, or confirmed to be, in this generation."""
 
     def __iter__(self) -> Iterator[Window]:
         """Windows in the order in which they were begun."""
@@ -199,18 +201,21 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Windows stay; nothing of the new generation is replicated yet, and its commits count from one."""
+        """Windows stay until they are overwritten or confirmed by a commit; commits count from one again.
+
+        Nothing of the new generation is replicated yet.
+        """
         self.replicated_start = -1
-        self._num_commits = 0
+        self._num_commits, self._is_new_commit, self._protected = 0, False, None
 
     def begin(self, buffer: int, window: Window) -> None:
         """Give a buffer to a new window. Incomplete windows and an earlier try at the same window are forgotten.
 
         Raises:
-            ControlError: the buffer holds the newest committed window.
+            ControlError: the buffer holds the newest window that was committed in this generation.
         """
         held = self._buffers[buffer]
-        if held is not None and held.committed:
+        if held is not None and held is self._protected:
             raise ControlError(f"buffer={buffer}: holds window {held.start_iteration}, the newest committed one")
         same = [other for other in self if other.start_iteration == window.start_iteration and not other.committed]
         for other in [held, *(other for other in self if not other.captured), *same]:
@@ -263,23 +268,27 @@ class OwnWindows:
             for part in window.slices[window.acknowledged.get(node, 0) :]
         )
 
-    def commit(self, start_iteration: int) -> Window:
-        """Note that the whole job holds a window: what it supersedes is forgotten.
+    def commit(self, start_iteration: int, generation: int) -> Window:
+        """Note in ``generation`` that the whole job holds a window: what it supersedes is forgotten.
+
+        One of an earlier generation is confirmed by it, which does not count for ``is_persist_due``: a rank that
+        resumed from elsewhere has nothing to confirm.
 
         Raises:
             ControlError: no complete window starts there.
         """
         window = best(self._order, start_iteration)
-        self._num_commits += not window.committed
+        self._is_new_commit = not window.committed and window.origin.generation == generation
+        self._num_commits += self._is_new_commit
         for other in self:
             if is_superseded(other.key, other.committed, window.key):
                 self._forget(other)
-        window.committed = True
+        window.committed, self._protected = True, window
         return window
 
     def is_persist_due(self, persist_every: int) -> bool:
         """Whether the commit just made is one of every ``persist_every`` of this generation; 0: never."""
-        return persist_every > 0 and self._num_commits > 0 and self._num_commits % persist_every == 0
+        return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
     def find(self, start_iteration: int, generation: int | None = None) -> Window:
         """A complete window.

@@ -49,8 +49,8 @@ class Pair:
         """The sender forgets and asks."""
         self.buffers = read_held({"held": self.copy.held(0)}).get(0, PeerBuffers())
 
-    def commit(self, start: int) -> Window:
-        return self.own.commit(start)
+    def commit(self, start: int, generation: int = 1) -> Window:
+        return self.own.commit(start, generation)
 
     def held(self) -> list[tuple[int, int, bool]]:
         """First iteration, slices, committed."""
@@ -197,7 +197,7 @@ def test_the_peer_never_lacks_what_was_committed(seed: int) -> None:
             held = {window.key for window in pair.copy if window.complete}
             ready = [window for window in pair.own if window.key in held and not window.committed]
             if ready and ready[0].origin.generation == generation:
-                committed = pair.commit(ready[0].start_iteration).start_iteration
+                committed = pair.commit(ready[0].start_iteration, generation).start_iteration
         else:
             generation += 1
             for window in pair.own:

@@ -18,6 +18,7 @@ def test_a_window_reaches_its_peers_and_comes_back_from_them() -> None:
         wait_until(lambda: len(find(second.inventory(0, ask_peers=True), committed=True)) == 3, "commit everywhere")
         held = second.inventory(0, ask_peers=True)
         assert [(entry["node"], entry["where"]) for entry in held] == [(1, "copy"), (0, "own"), (2, "copy")]
+        assert [entry["buffer"] for entry in held] == [None] * 3, "none of it is in memory of this node's rank"
         for node in range(3):
             fetched = second.fetch(0, start_iteration=10, node=node)
             fetched.verify()
@@ -45,5 +46,8 @@ def test_memory_outlives_the_rank() -> None:
         assert find(again.inventory(0), start_iteration=10, complete=True, generation=1)
         assert find(again.inventory(0), start_iteration=12, complete=False)
         assert arena.status(words.REPLICATED_START) == -1
+        assert arena.window_bytes == 8192 == again.allocate(100).window_bytes, "what is large enough stays"
+        (own,) = find(again.inventory(0), start_iteration=10)
+        assert own["buffer"] == 0
         begin(again, 2, 11)
         assert [entry["start_iteration"] for entry in again.inventory(0)] == [10, 11]

@@ -50,11 +50,11 @@ def windows() -> OwnWindows:
 
 def test_the_newest_committed_window_cannot_be_overwritten(windows: OwnWindows) -> None:
     full(windows, 0, 0)
-    windows.commit(0)
+    windows.commit(0, 1)
     with pytest.raises(ControlError, match="newest committed"):
         windows.begin(0, new(2, 0))
     full(windows, 2, 1)
-    windows.commit(2)
+    windows.commit(2, 1)
     assert starts(windows) == [2]
     windows.begin(0, new(4, 0))
 
@@ -62,7 +62,7 @@ def test_the_newest_committed_window_cannot_be_overwritten(windows: OwnWindows) 
 def test_a_commit_lets_older_windows_go_and_newer_ones_stay(windows: OwnWindows) -> None:
     for buffer in range(3):
         full(windows, buffer * 2, buffer)
-    windows.commit(2)
+    windows.commit(2, 1)
     assert starts(windows) == [2, 4]
     assert windows.committed is not None and windows.committed.start_iteration == 2
 
@@ -70,9 +70,9 @@ def test_a_commit_lets_older_windows_go_and_newer_ones_stay(windows: OwnWindows)
 def test_an_incomplete_window_cannot_be_committed(windows: OwnWindows) -> None:
     full(windows, 0, 0, hashed=False)
     with pytest.raises(ControlError, match="no complete window"):
-        windows.commit(0)
+        windows.commit(0, 1)
     with pytest.raises(ControlError, match="no complete window"):
-        windows.commit(2)
+        windows.commit(2, 1)
 
 
 def test_beginning_forgets_an_incomplete_window_elsewhere(windows: OwnWindows) -> None:
@@ -86,22 +86,38 @@ def test_beginning_forgets_an_incomplete_window_elsewhere(windows: OwnWindows) -
 
 def test_captured_again_replaces_unless_it_is_committed(windows: OwnWindows) -> None:
     full(windows, 0, 0)
-    windows.commit(0)
+    windows.commit(0, 1)
     full(windows, 2, 1)
     again = full(windows, 2, 2, generation=2)
     assert [window.key for window in windows] == [(1, 0), (2, 2)]
     same_as_committed = full(windows, 0, 1, generation=2)
     assert windows.find(0).origin.generation == 1
-    windows.commit(0)
+    windows.commit(0, 1)
     assert again in windows and same_as_committed in windows
 
 
 def test_a_commit_of_a_newer_generation_ends_all_of_older_ones(windows: OwnWindows) -> None:
     full(windows, 20, 0, generation=1)
-    windows.commit(20)
+    windows.commit(20, 1)
     full(windows, 10, 1, generation=2)
-    windows.commit(10)
+    windows.commit(10, 1)
     assert [window.key for window in windows] == [(2, 10)]
+
+
+def test_what_a_new_generation_does_not_confirm_may_be_overwritten(windows: OwnWindows) -> None:
+    for buffer in (0, 1):
+        full(windows, 2 * buffer, buffer)
+    windows.commit(0, 1)
+    windows.new_generation()
+    windows.begin(2, new(4, 2, 2))
+    assert starts(windows) == [0, 2, 4]
+    windows.commit(0, 2)
+    with pytest.raises(ControlError, match="newest committed"):
+        windows.begin(0, new(4, 0, 2))
+    assert not windows.is_persist_due(1), "a confirmation is no new commit"
+    windows.new_generation()
+    windows.begin(0, new(6, 0, 3))
+    assert windows.committed is None
 
 
 @pytest.mark.parametrize(
@@ -160,9 +176,10 @@ def test_every_nth_commit_of_a_generation_is_due(windows: OwnWindows) -> None:
     due = []
     for number in range(6):
         full(windows, number * 2, number % 3)
-        windows.commit(number * 2)
-        windows.commit(number * 2)
+        windows.commit(number * 2, 1)
         due.append(windows.is_persist_due(2))
+        windows.commit(number * 2, 1)
+        assert not windows.is_persist_due(2), "it was committed before"
     assert due == [False, True, False, True, False, True]
     assert not windows.is_persist_due(0)
     windows.new_generation()
@@ -192,7 +209,7 @@ def test_a_committed_window_stays_until_the_next(choices: list[tuple[str, int]])
             index = len(held[buffer].slices)
             windows.capture(buffer, index, part(held[buffer].start_iteration, index, hashed=True))
         elif what == "commit" and buffer in held and held[buffer].complete:
-            last = windows.commit(held[buffer].start_iteration)
+            last = windows.commit(held[buffer].start_iteration, 1)
         assert windows.committed is last
         assert last is None or last in windows
         assert len({window.buffer for window in windows}) == len(list(windows)) <= NUM_BUFFERS
