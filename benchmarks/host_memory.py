@@ -43,6 +43,8 @@ _BASE = (
     "snapshot=sparse_window",
     "snapshot.iteration_seconds=1.0",
 )
+NO_HEADROOM = "snapshot.replan_interval_windows=0"
+"""Room for larger later plans is taken, but nothing is written there: it need not be resident."""
 _LARGER = ("model.hidden_size=128", "model.moe_ffn_hidden_size=256", "training.train_iterations=400")
 CASES: dict[str, tuple[str, ...]] = {
     "r=0, 1 node x 2 ranks, EP 2": (
@@ -51,6 +53,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "parallel.expert_model_parallel_size=2",
         "training.global_batch_size=2",
         "snapshot.num_peer_copies=0",
+        NO_HEADROOM,
         "snapshot.bandwidth_bytes_per_second=8e6",
     ),
     "r=1, 2 nodes x 1 rank, PP 2": (
@@ -68,6 +71,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "precision.params_dtype=bf16",
         "training.global_batch_size=3",
         "snapshot.num_peer_copies=2",
+        NO_HEADROOM,
         "snapshot.bandwidth_bytes_per_second=4e6",
     ),
 }
@@ -141,11 +145,9 @@ def predicted_and_measured(name: str, folder: Path) -> dict[str, Any]:
         }
     finally:
         job.stop()
-    row["error"] = max(
-        abs(row[told] / row[seen] - 1)
-        for told in ("predicted_bytes", "planned_bytes")
-        for seen in ("held_bytes", "resident_bytes")
-    )
+    seen = ["held_bytes", "resident_bytes"] if NO_HEADROOM in CASES[name] else ["held_bytes"]
+    told = ("predicted_bytes", "planned_bytes")
+    row["error"] = max(abs(row[prediction] / row[measured] - 1) for prediction in told for measured in seen)
     return row | {"limit": refused(name, predicted * 9 // 10, folder)}
 
 
