@@ -15,7 +15,7 @@ from megatron_ft.runtime.keeper.store import OwnRank, Settings, Store
 from megatron_ft.runtime.keeper.windows import NUM_BUFFERS, PAGE_BYTES, Origin, OwnWindows, Slice, Window, align
 from megatron_ft.runtime.keeper.wire import Refused, hang_up, is_token
 
-PINNED_SECONDS = 60.0
+PINNED_SECONDS = 600.0
 """How long ``begin`` waits for a buffer that is being written to storage."""
 
 
