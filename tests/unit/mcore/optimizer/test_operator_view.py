@@ -131,3 +131,25 @@ def test_extras_survive_json_and_name_what_is_missing() -> None:
         del record["buffers"][next(iter(record["buffers"]))]
         with pytest.raises(RecoveryError, match="buffers differ"):
             restore_extras(engine, record)
+
+
+def test_extras_fit_an_engine_that_never_ran() -> None:
+    """Until the first forward Megatron has the router bias in BF16: it must not round what is put back."""
+    from megatron_ft.mcore.loop.extras import capture_extras, restore_extras
+    from megatron_ft.mcore.moe.observation import routers
+
+    overrides = {
+        "precision.params_dtype": "bf16",
+        "model.moe_router_score_function": "sigmoid",
+        "model.moe_router_enable_expert_bias": True,
+    }
+    with engines.engine_of(engines.micro_config(overrides)) as engine:
+        engine.run_iteration(1)
+        record = json.loads(json.dumps(capture_extras(engine)))
+        biases = [router.expert_bias.clone() for router in routers(engine.model_chunks)]
+    with engines.engine_of(engines.micro_config(overrides)) as engine:
+        assert all(router.expert_bias.dtype is torch.bfloat16 for router in routers(engine.model_chunks))
+        restore_extras(engine, record)
+        for router, bias in zip(routers(engine.model_chunks), biases, strict=True):
+            assert bias.any() and torch.equal(router.expert_bias, bias)
+            assert router.expert_bias.dtype is torch.float32
