@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.covering import Row, covering_array
 
-NUM_ITERATIONS = 40
+NUM_ITERATIONS, QUICK_ITERATIONS = 40, 20
 SEED = 20260413
 MEMORY, NOTHING, PERSISTED = "memory", "nothing", "persisted"
 REPLAY = -1
@@ -52,7 +52,6 @@ _GAPS = (1, 2, 3, 7, 8)
 """Iterations from a kill to the next one: before another window is committed, and after."""
 _BASE = (
     "model=moe_micro",
-    f"training.train_iterations={NUM_ITERATIONS}",
     "optimizer.lr_warmup_iterations=3",
     "training.micro_batch_size=1",
     "training.global_batch_size=4",
@@ -98,10 +97,11 @@ def num_ranks(row: Row) -> int:
     return 4 if row["copies"] == 2 else max(2, pp * max(ep, tp))
 
 
-def configuration(row: Row) -> list[str]:
+def configuration(row: Row, num_iterations: int) -> list[str]:
     """Overrides that decide which bits a run computes."""
     words = [
         *_BASE,
+        f"training.train_iterations={num_iterations}",
         f"launch.num_nodes={num_ranks(row)}",
         f"parallel.pipeline_model_parallel_size={row['pp']}",
         f"parallel.tensor_model_parallel_size={row['tp']}",
@@ -115,16 +115,6 @@ def configuration(row: Row) -> list[str]:
     if row["router_bias"]:
         words += ["model.moe_router_score_function=sigmoid", "model.moe_router_enable_expert_bias=true"]
     return words
-
-
-def dense_snapshots(row: Row) -> list[str]:
-    """Overrides that capture the whole state after every iteration: windows of one slice."""
-    return [
-        "snapshot=sparse_window",
-        f"snapshot.num_peer_copies={row['copies']}",
-        "snapshot.bandwidth_bytes_per_second=1e12",
-        "snapshot.iteration_seconds=1.0",
-    ]
 
 
 def sparse_snapshots(row: Row, dense_bytes: int) -> list[str]:

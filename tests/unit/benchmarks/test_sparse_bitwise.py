@@ -14,7 +14,7 @@ from megatron_ft.failpoints import parse
 from tests.helpers.jobs import JobResult
 
 FAULT: Row = {"fault": 0, "phase": "update", "iteration": 2, "source": "memory"}
-REFERENCE = Undisturbed(Generation([], [], [(1, 0.5), (2, 0.25), (3, 0.125)], []), 100, ())
+REFERENCE = Undisturbed(Generation([], [], [(1, 0.5), (2, 0.25), (3, 0.125)], []), (), ())
 
 
 def test_rows_hold_every_pair_of_values() -> None:
