@@ -32,7 +32,7 @@ from megatron_ft.control.controller import Controller, JobEnd
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.membership import Decision, MembershipPolicy, Outcome, describe_returncode
 from megatron_ft.control.rpc import check_interface, new_token
-from megatron_ft.control.rundir import RunDir, claim
+from megatron_ft.control.rundir import RunDir, claim, has_state
 from megatron_ft.control.services import STOP_SECONDS
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
 from megatron_ft.events import StopRequested
@@ -295,7 +295,7 @@ class _Job:
         if exit_code == EXIT_OK:
             return
         run_dir = self._run_dir.path
-        has_checkpoint = any(not entry.name.startswith(".") for entry in (run_dir / "checkpoints").iterdir())
+        has_checkpoint = has_state(run_dir)
         resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint)
         if end.outcome is Outcome.FAILED:
             print(report.failure_screen(end, run_dir, resume, self._node_log(end)), file=sys.stderr, flush=True)

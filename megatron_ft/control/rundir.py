@@ -116,12 +116,17 @@ def _resume(run: RunConfig, path: Path) -> Path | None:
         constraint = f"exists in {path.parent}; continue it with run.resume=must (or auto), or choose another name"
         raise ConfigError.of("run.name", run.name, constraint)
     checkpoints = path / "checkpoints"
-    for folder in (checkpoints, path / "windows"):
-        if folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
-            return checkpoints
+    if has_state(path):
+        return checkpoints
     if run.resume == "must":
         raise ConfigError.of("run.resume", "must", f"finds no checkpoint in {checkpoints}")
     return None
+
+
+def has_state(path: Path) -> bool:
+    """Whether a run's folder holds checkpoints or persisted windows, sound or not."""
+    folders = (path / "checkpoints", path / "windows")
+    return any(not entry.name.startswith(".") for folder in folders if folder.is_dir() for entry in folder.iterdir())
 
 
 def _write_config(path: Path, config_yaml: str) -> None:

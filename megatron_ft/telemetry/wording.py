@@ -40,7 +40,9 @@ def note(record: Record) -> Note | None:
         case events.SnapshotPlanned() | events.WindowCommitted() | events.WindowDelayed() | events.SnapshotProblem():
             return _snapshot(record)
         case events.RecoveryChosen():
-            return Note(level="info", text=f"continues from {record.source}, iteration {record.iteration}")
+            level = "warning" if record.declined else "info"
+            declined = "".join(f"; not used: {reason}" for reason in record.declined)
+            return Note(level=level, text=f"continues from {record.source}, iteration {record.iteration}{declined}")
         case events.WindowReplayed():
             text = f"replayed {record.num_iterations} iterations up to {record.iteration} in {seconds(record.seconds)}"
             return Note(level="good", text=text)

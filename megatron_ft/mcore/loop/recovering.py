@@ -25,7 +25,7 @@ from megatron_ft.runtime.storage.checkpoints import iteration_of
 from megatron_ft.runtime.storage.window_folder import StoredWindow as FolderEntry
 from megatron_ft.runtime.storage.window_folder import WindowFolder
 from megatron_ft.runtime.storage.window_manifest import WindowManifest
-from megatron_ft.runtime.storage.windows import OpenedWindow, check_pieces
+from megatron_ft.runtime.storage.windows import check_pieces
 
 _INVENTORY = ("start_iteration", "num_slices", "generation", "where", "node", "complete", "buffer")
 
@@ -42,8 +42,10 @@ class HeldWindow:
 
     manifest: WindowManifest
     slices: tuple[memoryview, ...]
+    is_in_arena: bool
+    """Whether this rank's own memory holds it."""
     buffer: int | None
-    """Buffer of this rank's arena that holds it; None where it came from elsewhere."""
+    """Buffer of this rank's arena that must not be overwritten yet: its newest committed window's; None without."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -91,6 +93,8 @@ class Recovery:
         self._client = client
         self._folder = folder
         self._report = report
+        self._foreign: list[tuple[int, str]] = []
+        self._committed_buffer: int | None = None
 
     def find(self, checkpoint: Path | None) -> HeldWindow | None:
         """The newest window that every rank can have, verified on all of them; None where the checkpoint is as new.
@@ -105,23 +109,23 @@ class Recovery:
         mine = self._held_windows()
         by_rank = [[StoredWindow(**window) for window in windows] for windows in self._agreement.gather(mine)]
         at = None if checkpoint is None else iteration_of(checkpoint)
-        excluded: list[tuple[tuple[int, int], str]] = []
-        reasons: list[str] = []
+        reasons = [reason for last, reason in self._foreign if at is None or last > at]
         while True:
-            source = choose_source(by_rank, at, excluded=excluded, reasons=reasons)
+            source = choose_source(by_rank, at, reasons=reasons)
             if not source.places:
                 self._say(source)
                 return None
             window, error = self._open(source)
-            everywhere = self._agreement.errors(error)
-            if everywhere is None:
-                self._say(source)
-                return window
-            place = source.places[0]
             if error is not None:
                 self._problem(f"load {source.kind}", error)
-            excluded.append((place.identity, source.kind))
-            reasons.append(f"{source.kind} window of iteration {place.start_iteration}: {everywhere}")
+            errors = self._agreement.gather(error)
+            if not any(errors):
+                self._say(source)
+                return window
+            for rank, text in enumerate(errors):
+                if text is not None:
+                    by_rank[rank].remove(source.places[rank])
+                    reasons.append(f"{source.kind} window, rank {rank}: {text}")
 
     def replay(self, engine: TrainingEngine, window: HeldWindow) -> None:
         """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
@@ -131,12 +135,8 @@ class Recovery:
         """
         began = time.monotonic()
         start, plan = window.manifest.start_iteration, window.plan
-        votes = {
-            vote.iteration: vote
-            for index in range(1, plan.num_iterations)
-            if (vote := Vote.from_record(window.header(index, VOTE)))
-        }
-        replay = plan_replay(plan, start, votes)
+        votes = [Vote.from_record(window.header(index, VOTE)) for index in range(plan.num_iterations)]
+        replay = plan_replay(plan, start, {vote.iteration: vote for vote in votes})
         view = OperatorView(
             engine.model_chunks, engine.optimizer, groups=engine.groups, num_layers=self._config.model.num_layers
         )
@@ -160,6 +160,18 @@ class Recovery:
             )
         )
 
+    def set_aside_later(self, iteration: int) -> None:
+        """Rename persisted windows that begin after ``iteration``, from where another job writes them anew."""
+        error = None
+        if self._folder is not None and self._rank == 0:
+            try:
+                self._folder.set_aside_from(iteration + 1)
+            except CheckpointError as failure:
+                error = str(failure)
+        error = self._agreement.errors(error)
+        if error is not None:
+            raise CheckpointError(error)
+
     # -- parts --------------------------------------------------------------------------------------------
 
     def _say(self, source: RecoverySource) -> None:
@@ -172,6 +184,8 @@ class Recovery:
     def _held_windows(self) -> list[dict[str, Any]]:
         """What is held for this rank: on this node, on its peers, on storage."""
         found = [] if self._client is None else self._client.inventory(self._rank, ask_peers=True)
+        committed = [window["buffer"] for window in found if window["where"] == "own" and window["committed"]]
+        self._committed_buffer = committed[0] if committed else None
         in_memory = [{name: window[name] for name in _INVENTORY} for window in found]
         return in_memory + [asdict(window) for window in self._persisted_windows()]
 
@@ -180,10 +194,15 @@ class Recovery:
         found = []
         for stored in [] if self._folder is None else self._folder.list_windows():
             try:
-                with self._open_stored(stored) as opened:
+                with self._folder.open(stored, self._rank) as opened:  # type: ignore[union-attr]
                     manifest = opened.manifest
             except CheckpointError as error:
                 self._problem("load persisted", str(error))
+                continue
+            difference = self._difference(manifest)
+            if difference is not None:
+                last = manifest.start_iteration + manifest.num_slices - 1
+                self._foreign.append((last, f"persisted window of iteration {manifest.start_iteration}: {difference}"))
                 continue
             found.append(
                 StoredWindow(
@@ -206,21 +225,11 @@ class Recovery:
     def _read(self, place: StoredWindow) -> HeldWindow:
         assert self._folder is not None, "the window was found there"
         stored = next(found for found in self._folder.list_windows() if _identity(found) == place.identity)
-        with self._open_stored(stored) as opened:
-            self._check_config(opened.manifest, opened.path)
+        with self._folder.open(stored, self._rank) as opened:
+            self._check(opened.manifest, opened.path)
             opened.verify()
             slices = tuple(opened.read_slice(index) for index in range(opened.manifest.num_slices))
-            return HeldWindow(manifest=opened.manifest, slices=slices, buffer=None)
-
-    def _open_stored(self, stored: FolderEntry) -> OpenedWindow:
-        assert self._folder is not None, "the window was found there"
-        opened = self._folder.open(stored, self._rank)
-        try:
-            self._check(opened.manifest, opened.path)
-        except CheckpointError:
-            opened.close()
-            raise
-        return opened
+            return HeldWindow(manifest=opened.manifest, slices=slices, is_in_arena=False, buffer=self._committed_buffer)
 
     def _fetch(self, place: StoredWindow) -> HeldWindow:
         assert self._client is not None, "a keeper holds the window"
@@ -230,44 +239,54 @@ class Recovery:
         manifest = WindowManifest.from_json(fetched.manifest)
         where = f"window of iteration {place.start_iteration} on node {place.node}"
         self._check(manifest, where)
-        self._check_config(manifest, where)
         slices = tuple(fetched.payload[part.offset : part.offset + part.num_bytes] for part in manifest.slices)
         for part, content in zip(manifest.slices, slices, strict=True):
             check_pieces(part, content, where)
-        return HeldWindow(manifest=manifest, slices=slices, buffer=place.buffer if place.where == "own" else None)
+        is_in_arena = place.where == "own"
+        buffer = place.buffer if is_in_arena else self._committed_buffer
+        return HeldWindow(manifest=manifest, slices=slices, is_in_arena=is_in_arena, buffer=buffer)
 
     def _check(self, manifest: WindowManifest, where: str) -> None:
-        """Refuse another run's window, and one of another layout.
+        """Refuse a window that this job cannot replay exactly.
 
         Raises:
             CheckpointError: naming what differs.
         """
+        difference = self._difference(manifest) or self._other_key(manifest)
+        if difference is not None:
+            raise CheckpointError(f"{where}: {difference}")
+
+    def _difference(self, manifest: WindowManifest) -> str | None:
+        """How the window's run or layout differs from this job's; None where it does not."""
         if manifest.run_id != self._run_id or manifest.rank != self._rank:
-            raise CheckpointError(f"{where}: is of run {manifest.run_id}, rank {manifest.rank}")
-        if manifest.topology != self._topology:
-            raise CheckpointError(
-                f"{where}: captured at another layout, {manifest.topology}, than {self._topology}; replay it at its "
-                "own, on as few nodes as you like, and go on from the dense checkpoint this leaves"
-            )
+            return f"is of run {manifest.run_id}, rank {manifest.rank}"
+        before, now = manifest.topology, self._topology
+        changed = [
+            f"{name} {before.get(name)}, now {now[name]}" for name in sorted(now) if before.get(name) != now[name]
+        ]
+        if not changed:
+            return None
+        return (
+            f"captured at another layout ({', '.join(changed)}); replay it at its own, on as few nodes as you like, "
+            "and go on from the dense checkpoint that this leaves"
+        )
 
-    def _check_config(self, manifest: WindowManifest, where: str) -> None:
-        """Refuse a window whose iterations were trained with other keys: replaying them would give another state.
-
-        Raises:
-            CheckpointError: naming a key that differs.
-        """
+    def _other_key(self, manifest: WindowManifest) -> str | None:
+        """A key that the window's iterations were trained with otherwise: replaying them would give another state."""
         before = json.loads(manifest.slices[0].header.get(CONFIG, "{}"))
         now = replay_config(self._config, self._fingerprint)
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-        if changed:
-            key = changed[0]
-            raise CheckpointError(f"{where}: was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}")
+        if not changed:
+            return None
+        key = changed[0]
+        return f"was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}"
 
 
 def replay_config(config: JobConfig, fingerprint: str) -> dict[str, Any]:
     """The keys that decide what an iteration computes, dotted, with their values; of the data its fingerprint."""
     groups = to_dict(config)
-    return {"data": fingerprint} | {
+    placement = {f"placement.{name}": groups["placement"][name] for name in ("algorithm", "num_slots_per_rank")}
+    return {"data": fingerprint, **placement} | {
         f"{group}.{name}": value
         for group in _REPLAYED_GROUPS
         for name, value in groups[group].items()

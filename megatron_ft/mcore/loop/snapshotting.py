@@ -18,6 +18,7 @@ from megatron_ft.config.policy import build_policy
 from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
+from megatron_ft.mcore.loop.recovering import HeldWindow
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.commit import Vote
@@ -90,6 +91,7 @@ class Snapshotter:
         self._loads: deque[Rows] = deque(maxlen=_MAX_LOAD_RECORDS)
         self._plan: WindowPlan | None = None
         self._arena: Arena | None = None
+        self._memory: list[torch.Tensor] = []
         self._capture: WindowCapture | None = None
         self._view: OperatorView | None = None
         engine.before_update = self.settle
@@ -103,7 +105,7 @@ class Snapshotter:
     @property
     def wants_loads(self) -> bool:
         """Whether every iteration's loads are needed, for the order of operators."""
-        return self._policy.reorder is not None
+        return self._policy.trigger is not None
 
     def observe(self, load: torch.Tensor) -> None:
         """Take in the tokens per expert of one iteration: int64 [num_layers, num_moe_experts] over the job."""
@@ -111,16 +113,13 @@ class Snapshotter:
 
     # -- in step with the loop ----------------------------------------------------------------------------
 
-    def resume(self, plan: WindowPlan, start_iteration: int, buffer: int | None) -> None:
-        """The job has continued from this window: keep it until a newer one is committed, and go on with its plan.
-
-        Args:
-            buffer: of this rank's arena that holds it; None where it came from elsewhere.
-        """
-        self._plan = plan
-        self._buffers = WindowBuffers(held={start_iteration: buffer or 0}, committed=start_iteration)
-        if buffer is not None:
-            self._client.committed(start_iteration)
+    def resume(self, window: HeldWindow) -> None:
+        """The job has continued from ``window``: keep it until a newer one is committed, and go on with its plan."""
+        start = window.manifest.start_iteration
+        self._plan = window.plan
+        self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
+        if window.is_in_arena:
+            self._client.committed(start)
         self._open(self._engine.iteration)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
@@ -229,23 +228,23 @@ class Snapshotter:
         if self._arena is not None and window_bytes(plan, self._view.shards) <= self._arena.window_bytes:
             return
         if self._arena is not None:
-            self._problem(iteration, "plan", "windows have outgrown their memory: those in it are given up")
+            self._say_plan_problem(iteration, "windows have outgrown their memory: those in it are given up")
             self._buffers = WindowBuffers(committed=self._buffers.committed)
-        self._arena = self._client.allocate(needed)
+        self._arena = arena = self._client.allocate(needed)
+        self._memory = [torch.frombuffer(arena.buffer(number), dtype=torch.uint8) for number in range(NUM_BUFFERS)]
+        if self._engine.device.type == "cuda":
+            for buffer in self._memory:
+                pin(buffer)
 
     def _lay_out(self, plan: WindowPlan) -> None:
         assert self._view is not None and self._arena is not None, "opened"
         self._plan = plan
-        buffers = [torch.frombuffer(self._arena.buffer(number), dtype=torch.uint8) for number in range(NUM_BUFFERS)]
-        if self._engine.device.type == "cuda":
-            for buffer in buffers:
-                pin(buffer)
         self._capture = WindowCapture(
             plan,
             self._view.shards,
             keeper=self._client,
             copier=self._copier,
-            buffers=buffers,
+            buffers=self._memory,
             source=self._view.source,
         )
         self._stalled_before = 0.0
@@ -281,7 +280,7 @@ class Snapshotter:
         if plan == self._plan:
             return
         if self._agreement.any(window_bytes(plan, self._view.shards) > self._arena.window_bytes):
-            self._problem(iteration, "plan", f"does not fit the buffers and is not used: {plan.summary()}")
+            self._say_plan_problem(iteration, f"does not fit the buffers and is not used: {plan.summary()}")
             return
         self._lay_out(plan)
         self._say_planned(iteration, plan)
@@ -331,6 +330,11 @@ class Snapshotter:
             self._num_problems = number
             for problem in self._client.problems():
                 self._problem(iteration, problem["what"], problem["error"])
+
+    def _say_plan_problem(self, iteration: int, error: str) -> None:
+        """Once for the job."""
+        if self._agreement.rank == 0:
+            self._problem(iteration, "plan", error)
 
     def _problem(self, iteration: int, what: str, error: str) -> None:
         self._report(SnapshotProblem(iteration=iteration, node=self._node, what=what, error=error))

@@ -93,6 +93,8 @@ class Trainer:
             self._load(source)
         if window is not None:
             self.recovery.replay(self.engine, window)
+        if self.context.generation == 0:
+            self.recovery.set_aside_later(self.engine.iteration)
         self._keep_copies()
         origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
         resumed = None if origin is None else (str(origin), self.engine.iteration)
@@ -320,7 +322,7 @@ class Trainer:
             report=self._report_own,
         )
         if window is not None:
-            self.snapshots.resume(window.plan, window.manifest.start_iteration, window.buffer)
+            self.snapshots.resume(window)
 
     def _slice_header(self, index: int) -> dict[str, str]:
         """What a replay needs besides tensors; it begins with slice 0."""

@@ -4,7 +4,7 @@ A window in memory, a persisted window or a dense checkpoint: the one that conta
 says why (rungs 3 and 4 of the ladder).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -85,7 +85,6 @@ def choose_source(
     windows_by_rank: Sequence[Sequence[StoredWindow]],
     checkpoint_iteration: int | None,
     *,
-    excluded: Collection[tuple[tuple[int, int], str]] = (),
     reasons: Sequence[str] = (),
 ) -> RecoverySource:
     """The newest state that all ranks can have; a checkpoint where it is as new, for it needs no replay.
@@ -93,16 +92,13 @@ def choose_source(
     Args:
         windows_by_rank: what is held for each rank, wherever it is.
         checkpoint_iteration: that of the newest dense checkpoint that verifies; None without one.
-        excluded: (identity, ``memory`` or ``persisted``) of windows that turned out damaged.
-        reasons: why they were excluded, to be told.
+        reasons: why windows that are not listed any more were not used, to be told.
     """
     declined = list(reasons)
     candidates = sorted({window.identity for windows in windows_by_rank for window in windows}, reverse=True)
     for identity in candidates:
         start = identity[0]
         for kind in ("memory", "persisted"):
-            if (identity, kind) in excluded:
-                continue
             places, reason = _places(windows_by_rank, identity, kind)
             if places is None:
                 declined += [reason] if reason else []

@@ -41,9 +41,9 @@ def test_a_checkpoint_as_new_as_the_window_needs_no_replay() -> None:
     assert "as new" in source.declined[0]
 
 
-def test_an_excluded_window_is_passed_over_with_its_reason() -> None:
-    held = [[window(4), window(4, "persisted", -1)]]
-    source = choose_source(held, None, excluded=[((4, 0), "memory")], reasons=["memory window of iteration 4: damaged"])
+def test_reasons_of_windows_that_are_no_longer_listed_are_told() -> None:
+    held = [[window(4, "persisted", -1)]]
+    source = choose_source(held, None, reasons=["memory window of iteration 4: damaged"])
     assert (source.kind, source.declined) == ("persisted", ("memory window of iteration 4: damaged",))
 
 

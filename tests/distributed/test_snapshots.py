@@ -1,0 +1,158 @@
+"""Jobs that take snapshots, die, and go on from them to the same bits."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.runtime.storage.window_folder import WindowFolder
+from tests.helpers.jobs import JobResult, run_job
+
+pytestmark = pytest.mark.slow
+
+NUM_ITERATIONS = 14
+MODEL = (
+    "model=moe_micro",
+    "precision=bf16",
+    f"training.train_iterations={NUM_ITERATIONS}",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=4",
+    "training.eval_interval_iterations=0",
+    "training.digest_interval_iterations=1",
+    "telemetry.log_interval_iterations=1",
+    "telemetry.wandb=disabled",
+)
+LAYOUT = ("launch.num_nodes=2", "parallel.expert_model_parallel_size=2")
+SNAPSHOTS = (
+    "snapshot=sparse_window",
+    "snapshot.num_peer_copies=1",
+    "snapshot.bandwidth_bytes_per_second=6e6",
+    "snapshot.iteration_seconds=0.1",
+)
+
+
+def train(runs: Path, forkserver: str, *overrides: str, faults: Sequence[str] = ()) -> JobResult:
+    quoted = ", ".join(f"'{fault}'" for fault in faults)
+    words = [*MODEL, f"launch.failpoints=[{quoted}]", "run.name=job", *overrides]
+    return run_job(words, forkserver=forkserver, runs=runs)
+
+
+def of_kind(job: JobResult, kind: str) -> list[dict[str, Any]]:
+    return [event for event in job.records() if event["kind"] == kind]
+
+
+def digests(job: JobResult) -> set[tuple[int, tuple[str, ...]]]:
+    return {(event["iteration"], tuple(event["digests"])) for event in of_kind(job, "state_digest")}
+
+
+def losses(job: JobResult) -> set[tuple[int, float]]:
+    records = job.records("metrics.jsonl")
+    return {(record["iteration"], record["loss"]) for record in records if "loss" in record}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> JobResult:
+    job = train(tmp_path_factory.mktemp("undisturbed"), warm_forkserver, *LAYOUT)
+    assert job.exit_code == 0, job.output
+    return job
+
+
+def test_taking_snapshots_changes_no_bit(tmp_path: Path, warm_forkserver: str, undisturbed: JobResult) -> None:
+    job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS)
+    assert job.exit_code == 0, job.output
+    planned = of_kind(job, "snapshot_planned")
+    assert planned and all(event["window_iterations"] >= 3 for event in planned)
+    assert of_kind(job, "window_committed") and not of_kind(job, "snapshot_problem")
+    assert digests(job) == digests(undisturbed) and losses(job) == losses(undisturbed)
+
+
+def test_ranks_that_all_die_go_on_from_memory_and_a_second_time_while_they_replay(
+    tmp_path: Path, warm_forkserver: str, undisturbed: JobResult
+) -> None:
+    faults = [
+        'kill(at_iteration=11,phase="backward",generation=0)',
+        'kill(phase="replay",generation=1)',
+        'kill(at_iteration=12,phase="capture",generation=2)',
+    ]
+    job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS, "launch.max_restarts=3", faults=faults)
+    assert job.exit_code == 0, job.output
+    hits = {(hit["phase"], hit["rank"]) for hit in job.records("failpoints.jsonl")}
+    assert hits == {(phase, rank) for phase in ("backward", "replay", "capture") for rank in (0, 1)}
+    chosen = [(event["source"], event["iteration"] > 0) for event in of_kind(job, "recovery_chosen")]
+    assert chosen == [("memory", True)] * 3
+    assert digests(job) == digests(undisturbed) and losses(job) == losses(undisturbed)
+
+
+def test_a_job_that_is_gone_goes_on_from_storage_and_passes_damage_over(
+    tmp_path: Path, warm_forkserver: str, undisturbed: JobResult
+) -> None:
+    persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1"]
+    fault = 'kill(at_iteration=13,phase="forward",rank=1)'
+    died = train(tmp_path, warm_forkserver, *persisting, faults=[fault])
+    assert died.exit_code != 0 and died.records("failpoints.jsonl")
+    folder = WindowFolder(died.run_dir / "windows")
+    newest, reports = folder.newest(2)
+    assert newest is not None and not reports
+    older = [stored for stored in folder.list_windows() if stored < newest]
+    path = died.run_dir / "windows" / newest.name / "rank-00001.window"
+    content = bytearray(path.read_bytes())
+    content[-5000] ^= 1
+    path.write_bytes(content)
+    resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
+    assert resumed.exit_code == 0, resumed.output
+    (chosen,) = of_kind(resumed, "recovery_chosen")
+    assert chosen["source"] == ("persisted" if older else "nothing")
+    assert "rank-00001.window" in json.dumps(chosen["declined"])
+    assert any("rank-00001.window" in problem["error"] for problem in of_kind(resumed, "snapshot_problem"))
+    assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
+
+
+def test_a_window_is_replayed_on_one_node_and_its_dense_state_goes_on_at_another_layout(
+    tmp_path: Path, warm_forkserver: str, undisturbed: JobResult
+) -> None:
+    persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1"]
+    died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=0)'])
+    assert died.exit_code != 0
+    folded = ("launch.ranks_per_node=2", "parallel.expert_model_parallel_size=2", "training.exit_at_iteration=1")
+    replayed = train(tmp_path, warm_forkserver, "run.resume=auto", *folded)
+    assert replayed.exit_code == 0, replayed.output
+    chosen = of_kind(replayed, "recovery_chosen")[-1]
+    assert chosen["source"] == "persisted"
+    at = chosen["iteration"]
+    assert of_kind(replayed, "checkpoint_saved")[-1]["iteration"] == at
+    assert digests(replayed) <= digests(undisturbed) and max(digests(replayed))[0] >= at
+    elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto")
+    assert elsewhere.exit_code == 0, elsewhere.output
+    assert of_kind(elsewhere, "recovery_chosen")[-1]["source"] == "checkpoint"
+    assert of_kind(elsewhere, "checkpoint_loaded")[-1]["iteration"] == at
+    before, after = dict(losses(undisturbed)), dict(losses(elsewhere))
+    assert set(after) == set(before)
+    assert all(abs(after[iteration] / before[iteration] - 1) < 2e-3 for iteration in before)
+
+
+def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_forkserver: str) -> None:
+    persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1"]
+    died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=0)'])
+    assert died.exit_code != 0
+    elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto")
+    assert elsewhere.exit_code == 0, elsewhere.output
+    (chosen,) = of_kind(elsewhere, "recovery_chosen")
+    assert chosen["source"] == "nothing" and "captured at another layout" in json.dumps(chosen["declined"])
+
+
+def test_a_window_trained_with_other_keys_is_not_replayed(tmp_path: Path, warm_forkserver: str) -> None:
+    persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1"]
+    died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=0)'])
+    assert died.exit_code != 0
+    changed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "optimizer.lr=2e-4")
+    assert changed.exit_code == 0, changed.output
+    (chosen,) = of_kind(changed, "recovery_chosen")
+    assert chosen["source"] == "nothing" and "optimizer.lr" in json.dumps(chosen["declined"])
+
+
+def test_memory_beyond_the_limit_is_refused_before_anything_starts(tmp_path: Path, warm_forkserver: str) -> None:
+    job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS, "snapshot.host_memory_limit_bytes=1000000")
+    assert job.exit_code == 2 and "snapshot.host_memory_limit_bytes" in job.output
+    assert not (tmp_path / "job").exists()
