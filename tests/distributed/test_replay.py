@@ -36,6 +36,14 @@ DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 RECOMPUTE = {"training.recompute_granularity": "full"}
 SKIP = {"training.non_finite_policy": "skip", "training.max_consecutive_skips": 3}
 DENSE = {"model.num_moe_experts": None, "model.moe_ffn_hidden_size": None}
+BIASES = {
+    "model.add_bias_linear": True,
+    "model.add_qkv_bias": True,
+    "model.qk_layernorm": True,
+    "model.normalization": "LayerNorm",
+    "model.position_embedding_type": "learned_absolute",
+}
+GLOBAL = {"model.moe_router_load_balancing_type": "global_aux_loss", "model.moe_aux_loss_coeff": 0.1}
 SHARED = {"model.moe_shared_expert_intermediate_size": 64, "model.moe_first_dense_layers": 1, "model.num_layers": 3}
 SEARCH = {"placement.algorithm": {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}}
 PARTS = {"0.embedding": 5, "3.head": 3, "1.expert.0": 2, "1.non_expert": 7, "2.gate": 3}
@@ -51,6 +59,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "vpp2_dp2_overlap": (4, {"overrides": {**BF16, **VPP2, **OVERLAP}, "num_slices": 4}),
     "ep2": (2, {"overrides": {**BF16, **EP2}}),
     "ep2_pp2": (4, {"overrides": {**BF16, **EP2, **PP2, **DROPOUT}, "num_slices": 4}),
+    "ep2_tp2_pp2": (4, {"overrides": {**BF16, **EP2, **TP2, **PP2, **DROPOUT}}),
     "replicas": (3, {"overrides": {**BF16, **BIASED, **SEARCH}, "replicas": True}),
     "replicas_plain": (3, {"overrides": {**FP32, **PLAIN, **SEARCH}, "replicas": True}),
 }
@@ -66,6 +75,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "parts": (2, {"overrides": BF16, "num_parts": PARTS, "num_slices": 4}),
     "parts_plain": (2, {"overrides": {**BF16, **PLAIN}, "num_parts": PARTS, "num_slices": 4}),
     "dense": (2, {"overrides": {**BF16, **DENSE, **TP2}}),
+    "dense_with_biases": (2, {"overrides": {**BF16, **DENSE, **TP2, **BIASES}}),
+    "global_aux_loss": (2, {"overrides": {**BF16, **GLOBAL, "precision.grad_reduce_in_fp32": False}}),
     "shared_experts": (1, {"overrides": {**BF16, **SHARED}}),
     "recompute": (2, {"overrides": {**BF16, **RECOMPUTE, **TP2, **EP2, **DROPOUT}}),
     "recompute_pp2": (2, {"overrides": {**BF16, **RECOMPUTE, **PP2}}),
