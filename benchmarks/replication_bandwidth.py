@@ -1,0 +1,263 @@
+"""Claim ``replication-bandwidth``: captured slices reach peers' keepers as fast as gloo sends the same bytes.
+
+A window of slices is told to a real keeper, and the clock runs until its status page calls the window replicated: the
+keeper has hashed every piece, sent it over the loopback interface, and each peer has compared it with its hash. Plain
+gloo sends tensors of the same sizes to as many processes, which check nothing and answer once. Both in turn, the order
+changing from pair to pair, with one and with two copies.
+"""
+
+import datetime
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.job import compose
+from benchmarks.processor import process_cpu_seconds
+from benchmarks.ranks import Rank, run_ranks
+from benchmarks.report import finish, parse_arguments
+from megatron_ft.config.job import JobConfig
+from megatron_ft.runtime.keeper.client import REPLICATED_START, KeeperClient
+from tests.unit.runtime.keeper.nodes import Cluster, cluster
+
+ID = "replication-bandwidth"
+MIN_RATIO, QUICK_MIN_RATIO = 0.8, 0.4
+MIB = 1 << 20
+SLICE_BYTES = tuple(size * MIB for size in (1, 4, 16, 64))
+NUM_SLICES = 4
+PAIRS, QUICK_PAIRS, WARM_UP = 15, 7, 6
+NUM_BUFFERS = 3
+PIECE_BYTES = MIB
+WAIT_SECONDS, POLL_SECONDS = 60.0, 2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Slices of one size to some peers."""
+
+    slice_bytes: int
+    num_copies: int
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"r={self.num_copies}, {self.slice_bytes // MIB} MiB"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one trial, each copy counted once."""
+        return self.slice_bytes * NUM_SLICES
+
+
+class KeeperSide:
+    """One rank of node 0, whose memory a keeper replicates to the nodes after it."""
+
+    def __init__(self, keepers: Cluster, num_copies: int) -> None:
+        peers = list(range(1, num_copies + 1))
+        self.client: KeeperClient = keepers.client(0, node=0, peer_nodes=peers)
+        self.nodes = [keepers.nodes[node].process.pid for node in (0, *peers)]
+        self._start = 0
+
+    def prepare(self, case: Case) -> None:
+        """Take and fill memory for windows of ``case``."""
+        self.case = case
+        self.arena = self.client.allocate(case.num_bytes)
+        for number in range(NUM_BUFFERS):
+            self.arena.buffer(number)[:] = bytes(range(256)) * (self.arena.window_bytes // 256)
+
+    def replicate(self) -> float:
+        """Seconds from the first slice's announcement until the whole window lies with all peers."""
+        self._start += 1
+        buffer = self._start % NUM_BUFFERS
+        self.client.begin(buffer, start_iteration=self._start, num_slices=NUM_SLICES, plan={})
+        began = time.perf_counter()
+        for index in range(NUM_SLICES):
+            self._captured(buffer, index)
+        while self.arena.status(REPLICATED_START) != self._start:
+            if time.perf_counter() - began > WAIT_SECONDS:
+                raise RuntimeError(f"not replicated within {WAIT_SECONDS} s: {self.client.problems()}")
+            time.sleep(POLL_SECONDS)
+        seconds = time.perf_counter() - began
+        self.client.committed(self._start)
+        return seconds
+
+    def cpu_seconds(self) -> float:
+        """Of all keepers that take part, so far."""
+        return sum(process_cpu_seconds(pid) for pid in self.nodes)
+
+    def _captured(self, buffer: int, index: int) -> None:
+        size = self.case.slice_bytes
+        self.client.captured(
+            buffer,
+            index=index,
+            iteration=self._start + index,
+            offset=index * size,
+            num_bytes=size,
+            header={},
+            pieces=[_piece(offset) for offset in range(0, size, PIECE_BYTES)],
+        )
+
+
+class GlooSide:
+    """A process that sends, or one of those that receive; as many tensors as the keeper has slices."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        import torch
+
+        self.case, self.rank = case, rank
+        shape = (NUM_BUFFERS, NUM_SLICES, case.slice_bytes)
+        self._tensors = torch.ones(shape, dtype=torch.uint8)
+        self._answer = torch.ones(1, dtype=torch.uint8)
+        self._number = 0
+
+    def exchange(self) -> float:
+        """Seconds until all receivers have said that everything is there."""
+        import torch.distributed as dist
+
+        tensors = self._tensors[self._number % NUM_BUFFERS]
+        self._number += 1
+        began = time.perf_counter()
+        if self.rank > 0:
+            for tensor in tensors:
+                dist.recv(tensor, src=0)
+            dist.send(self._answer, dst=0)
+            return time.perf_counter() - began
+        peers = range(1, self.case.num_copies + 1)
+        for work in [dist.isend(tensor, dst=peer) for tensor in tensors for peer in peers]:
+            assert work is not None, "this rank belongs to the group"
+            work.wait()
+        for peer in peers:
+            dist.recv(self._answer, src=peer)
+        return time.perf_counter() - began
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every case and judge."""
+    arguments = parse_arguments(__doc__, argv)
+    pairs, limit = (QUICK_PAIRS, QUICK_MIN_RATIO) if arguments.quick else (PAIRS, MIN_RATIO)
+    measured = {}
+    config = compose()
+    for num_copies in (1, 2):
+        cases = [Case(slice_bytes=size, num_copies=num_copies) for size in SLICE_BYTES]
+        with cluster(num_copies + 1) as keepers, tempfile.TemporaryDirectory(prefix="replication-") as folder:
+            be = partial(_be, keepers, cases, pairs)
+            ranks = run_ranks(be, config, world_size=num_copies + 1, run_dir=Path(folder))
+        for number, case in enumerate(cases):
+            measured[case] = summary(case, [rank[number] for rank in ranks])
+            print(f"{case.name:12} {_in_words(measured[case])}", flush=True)
+    return _judge(arguments.out, measured, pairs, limit)
+
+
+def summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of the pairs' ratios, bytes per second and CPU seconds per GiB of both sides.
+
+    Bytes are counted once, however many copies there are.
+    """
+    ours, theirs = ranks[0]["keeper_seconds"], ranks[0]["gloo_seconds"]
+    sent_gib = case.num_bytes * len(ours) / (1 << 30)
+    return {
+        "ratio": statistics.median(gloo / keeper for keeper, gloo in zip(ours, theirs, strict=True)),
+        "lowest_ratio": min(gloo / keeper for keeper, gloo in zip(ours, theirs, strict=True)),
+        "keeper_bytes_per_second": case.num_bytes / statistics.median(ours),
+        "gloo_bytes_per_second": case.num_bytes / statistics.median(theirs),
+        "keeper_cpu_seconds_per_gib": ranks[0]["keeper_cpu_seconds"] / sent_gib,
+        "gloo_cpu_seconds_per_gib": sum(rank["gloo_cpu_seconds"] for rank in ranks) / sent_gib,
+        "first_keeper_seconds": ranks[0]["first_keeper_seconds"],
+        "first_gloo_seconds": ranks[0]["first_gloo_seconds"],
+        "pairs": len(ours),
+    }
+
+
+def _be(keepers: Cluster, cases: list[Case], pairs: int, _: JobConfig, rank: Rank) -> list[dict[str, Any]]:
+    """One process of the gloo side; the first drives the keeper too."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", rank.master_port, rank.world_size, is_master=rank.rank == 0)
+    timeout = datetime.timedelta(seconds=WAIT_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size, timeout=timeout)
+    if rank.rank > 0:
+        return [_follow(GlooSide(case, rank.rank), pairs) for case in cases]
+    keeper = KeeperSide(keepers, rank.world_size - 1)
+    return [_drive(keeper, case, pairs) for case in cases]
+
+
+def _follow(gloo: GlooSide, pairs: int) -> dict[str, Any]:
+    spent = [cpu for _, cpu in _trials(gloo.exchange, time.process_time, WARM_UP + pairs)]
+    return {"gloo_cpu_seconds": sum(spent[WARM_UP:])}
+
+
+def _drive(keeper: KeeperSide, case: Case, pairs: int) -> dict[str, Any]:
+    keeper.prepare(case)
+    gloo = GlooSide(case, 0)
+    sides = (
+        _trials(keeper.replicate, keeper.cpu_seconds, WARM_UP + pairs),
+        _trials(gloo.exchange, time.process_time, WARM_UP + pairs),
+    )
+    rows = []
+    for number in range(WARM_UP + pairs):
+        order = (0, 1) if number % 2 else (1, 0)
+        row = {side: next(sides[side]) for side in order}
+        rows.append((row[0], row[1]))
+    warm = rows[WARM_UP:]
+    return {
+        "keeper_seconds": [ours[0] for ours, _ in warm],
+        "gloo_seconds": [theirs[0] for _, theirs in warm],
+        "keeper_cpu_seconds": sum(ours[1] for ours, _ in warm),
+        "gloo_cpu_seconds": sum(theirs[1] for _, theirs in warm),
+        "first_keeper_seconds": rows[0][0][0],
+        "first_gloo_seconds": rows[0][1][0],
+    }
+
+
+def _trials(run: Callable[[], float], cpu_seconds: Callable[[], float], number: int) -> Iterator[tuple[float, float]]:
+    """(wall seconds, CPU seconds) of one call after the other, each made when it is asked for."""
+    for _ in range(number):
+        before = cpu_seconds()
+        seconds = run()
+        yield seconds, cpu_seconds() - before
+
+
+def _piece(offset: int) -> list[str | int]:
+    return ["decoder.weight", 0, "master", "float32", offset // 4, (offset + PIECE_BYTES) // 4, offset, PIECE_BYTES]
+
+
+def _judge(out: Path | None, measured: dict[Case, dict[str, Any]], pairs: int, limit: float) -> int:
+    worst = min(measured, key=lambda case: measured[case]["ratio"])
+    largest = [case for case in measured if case.slice_bytes == SLICE_BYTES[-1]]
+    cpu = "; ".join(
+        f"r={case.num_copies} {measured[case]['keeper_cpu_seconds_per_gib']:.2f} CPU s/GiB, hashed twice or more "
+        f"(gloo {measured[case]['gloo_cpu_seconds_per_gib']:.2f}, unchecked)"
+        for case in largest
+    )
+    ratios = "; ".join(
+        f"r={copies} " + "/".join(f"{row['ratio']:.2f}" for case, row in measured.items() if case.num_copies == copies)
+        for copies in (1, 2)
+    )
+    return finish(
+        out,
+        ID,
+        passed=measured[worst]["ratio"] >= limit,
+        figure=f"of gloo at 1/4/16/64 MiB: {ratios}; worst {worst.name}; {cpu}",
+        threshold=f">= {limit:g} of gloo's bytes per second at every size, r=1 and r=2",
+        counts={"cases": len(measured), "pairs_each": pairs, "slices_each": NUM_SLICES},
+        details={case.name: row for case, row in measured.items()},
+    )
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    gib = 1 << 30
+    return (
+        f"{row['ratio']:.2f} of gloo (lowest {row['lowest_ratio']:.2f}): "
+        f"{row['keeper_bytes_per_second'] / gib:.2f} against {row['gloo_bytes_per_second'] / gib:.2f} GiB/s, "
+        f"{row['keeper_cpu_seconds_per_gib']:.2f} against {row['gloo_cpu_seconds_per_gib']:.2f} CPU s/GiB"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""Ways of keeping a running job's state, each called where its training loop would: this project's windows, torch's
+``async_save`` and Megatron's format written in the background.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from megatron_ft.config.snapshot import SnapshotConfig
+from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowDelayed
+from megatron_ft.mcore.loop.engine import IterationResult
+from megatron_ft.mcore.loop.extras import capture_extras
+from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, replay_config
+from megatron_ft.mcore.loop.snapshotting import Snapshotter
+from megatron_ft.mcore.loop.trainer import Trainer
+from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.runtime.keeper.client import KeeperClient
+
+WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
+
+
+class Saver(Protocol):
+    """One way. What it takes in ``save`` and ``settle`` is time that training stands still."""
+
+    def save(self, result: IterationResult, seconds: float) -> None:
+        """The state after an iteration of ``seconds`` is complete."""
+
+    def settle(self) -> None:
+        """An update is about to change the state that was saved last."""
+
+    def drain(self) -> None:
+        """Wait for what goes on behind; not part of training."""
+
+    def close(self) -> None:
+        """End for good."""
+
+
+class Windows:
+    """This project's snapshots, as ``Trainer`` drives them, of a rank whose keeper ``client`` reaches."""
+
+    def __init__(self, trainer: Trainer, snapshot: SnapshotConfig, client: KeeperClient, *, node: int) -> None:
+        config = replace(trainer.config, snapshot=snapshot)
+        world_size = trainer.context.world_size
+        self.planned: list[SnapshotPlanned] = []
+        self.num_delayed = 0
+        self._engine = trainer.engine
+        self._fingerprint = trainer.samples["train"].fingerprint()
+        self._snapshots = Snapshotter(
+            config,
+            trainer.engine,
+            client=client,
+            assignment=assign_peers([f"node{number}" for number in range(world_size)], world_size - 1),
+            node=node,
+            header=self._header,
+            report=self._take,
+        )
+        trainer.engine.before_update = lambda: None
+        self._newest = -1
+
+    @property
+    def num_bytes(self) -> int:
+        """Captured so far."""
+        return self._snapshots.figures.num_bytes
+
+    def save(self, result: IterationResult, seconds: float) -> None:
+        """See ``Saver``."""
+        self._snapshots.after_iteration(result.vote.iteration, result.vote, seconds)
+
+    def settle(self) -> None:
+        """See ``Saver``."""
+        self._snapshots.settle()
+
+    def expect(self, start_iteration: int) -> None:
+        """The window that ``drain`` waits for."""
+        self._newest = start_iteration
+
+    def drain(self) -> None:
+        """See ``Saver``: until all copies of the newest window are there."""
+        replicated: Any = self._engine.replicated_window
+        _wait(lambda: replicated() >= self._newest, f"window {self._newest} to be replicated")
+
+    def close(self) -> None:
+        """See ``Saver``."""
+        self._snapshots.close()
+
+    def _header(self, index: int) -> dict[str, str]:
+        """What the trainer sends with a slice."""
+        if index > 0:
+            return {}
+        extras, settings = capture_extras(self._engine), replay_config(self._engine.config, self._fingerprint)
+        return {EXTRAS: json.dumps(extras), PLACEMENT: "null", CONFIG: json.dumps(settings)}
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record, SnapshotPlanned):
+            self.planned.append(record)
+        elif isinstance(record, SnapshotProblem):
+            raise RuntimeError(f"snapshots: {record.error}")
+        self.num_delayed += isinstance(record, WindowDelayed)
+
+
+class TorchAsync:
+    """``torch.distributed.checkpoint.async_save`` of ``state`` in a thread; one save at a time, as it demands."""
+
+    def __init__(self, state: dict[str, torch.Tensor], folder: Path, stager: AsyncStager | None) -> None:
+        self._state, self._folder, self._stager = state, folder, stager
+        self._group = dist.new_group(backend="gloo")
+        self._under_way: Any = None
+        self._path: Path | None = None
+
+    def save(self, result: IterationResult, _: float) -> None:
+        """See ``Saver``."""
+        self.drain()
+        self._path = self._folder / f"iteration_{result.vote.iteration}"
+        self._under_way = async_save(
+            self._state, checkpoint_id=self._path, process_group=self._group, async_stager=self._stager
+        )
+
+    def settle(self) -> None:
+        """See ``Saver``: staging ended before ``save`` returned."""
+
+    def drain(self) -> None:
+        """See ``Saver``. What was written is deleted."""
+        if self._under_way is None or self._path is None:
+            return
+        self._under_way.result()
+        self._under_way = None
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._path)
+
+    def close(self) -> None:
+        """See ``Saver``."""
+        self.drain()
+        if isinstance(self._stager, DefaultStager):
+            self._stager.close()
+
+
+class MegatronFormat:
+    """Megatron's ``torch_dist`` files through this project's ``CheckpointManager``, written in the background."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def save(self, _: IterationResult, __: float) -> None:
+        """See ``Saver``."""
+        engine = self._trainer.engine
+        self._trainer.checkpoints.save(self._trainer.state({}), engine.iteration)
+
+    def settle(self) -> None:
+        """See ``Saver``: tensors were copied before ``save`` returned."""
+
+    def drain(self) -> None:
+        """See ``Saver``."""
+        self._trainer.checkpoints.finish()
+
+    def close(self) -> None:
+        """See ``Saver``."""
+        self.drain()
+
+
+def shared_memory_stager() -> DefaultStager:
+    """torch's stager that keeps its buffers, in shared memory."""
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+    )
+    return DefaultStager(options)
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"waited {WAIT_SECONDS} s for {what}")
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,275 @@
+"""Claim ``snapshot-stall``: capturing a slice of the state every iteration hardly holds training up.
+
+Two ranks of one real job with a sharded optimizer. In every round each way of keeping state takes its turn, in an order
+that changes: some iterations with a save after each, and a warm copy of as many bytes right before and right after.
+This project's windows go to real keepers, with copies at two other nodes' keepers. A save's time is what passes between
+the end of an iteration and the start of the next, and what the next update waits. Each round counts for its slowest
+rank; times are medians over rounds, the first of which is reported apart. CPU time and pages come from the kernel.
+"""
+
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.job import compose
+from benchmarks.processor import process_cpu_seconds, thread_cpu_seconds, thread_minor_faults, thread_named
+from benchmarks.ranks import Rank, run_ranks
+from benchmarks.report import finish, parse_arguments
+from benchmarks.stall_figures import DCP, DCP_SHARED, MEGATRON, OURS, Row, judge, summary, table
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.snapshot import SnapshotConfig
+from megatron_ft.corpus.check import check_data
+from tests.unit.runtime.keeper.nodes import Cluster, cluster
+
+if TYPE_CHECKING:
+    from benchmarks.savers import Saver
+
+ID = "snapshot-stall"
+WORLD_SIZE, NUM_NODES = 2, 3
+ROUNDS, QUICK_ROUNDS = 9, 3
+NUM_SAVES = 4
+"""In a row; windows have as many slices."""
+MEMCPY_REPEATS = 3
+JOB_SECONDS, QUICK_JOB_SECONDS = 540.0, 300.0
+_JOB = (
+    "model=moe_tiny",
+    "model.hidden_size=256",
+    "model.moe_ffn_hidden_size=512",
+    "precision.params_dtype=bf16",
+    "training.eval_interval_iterations=0",
+    "training.train_iterations=100000",
+    "checkpoint.save_at_end=false",
+    "checkpoint.keep_last=1",
+)
+_SNAPSHOT = ("snapshot=sparse_window", "snapshot.num_peer_copies=2", "snapshot.iteration_seconds=1.0")
+Call = tuple[float, float, int]
+"""Wall seconds, CPU seconds and minor page faults of a thread."""
+BUDGET_BYTES = 29e6
+"""Of one slice: a quarter of the state and the weights of what is captured later."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table and judge."""
+    arguments = parse_arguments(__doc__, argv)
+    config = compose(*_JOB, f"training.global_batch_size={8 if arguments.quick else 16}")
+    snapshot = compose(*_JOB, *_SNAPSHOT, f"snapshot.bandwidth_bytes_per_second={BUDGET_BYTES}").snapshot
+    check_data(config)
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    systems = (OURS, DCP, DCP_SHARED, MEGATRON)
+    with cluster(NUM_NODES) as keepers, tempfile.TemporaryDirectory(prefix="stall-") as folder:
+        measure = partial(_measure, keepers, snapshot, systems, rounds)
+        seconds = QUICK_JOB_SECONDS if arguments.quick else JOB_SECONDS
+        ranks = run_ranks(measure, config, world_size=WORLD_SIZE, run_dir=Path(folder), timeout_seconds=seconds)
+    figures = summary(ranks)
+    print(table(figures), flush=True)
+    passed, figure, threshold = judge(figures, num_saves=NUM_SAVES, quick=arguments.quick)
+    return finish(
+        arguments.out,
+        ID,
+        passed=passed,
+        figure=figure,
+        threshold=threshold,
+        counts={"rounds": rounds, "saves_each": NUM_SAVES, "systems": len(systems), "ranks": WORLD_SIZE},
+        details={"summary": figures, "ranks": ranks},
+    )
+
+
+def _measure(
+    keepers: Cluster, snapshot: SnapshotConfig, systems: tuple[str, ...], rounds: int, config: JobConfig, rank: Rank
+) -> dict[str, Any]:
+    return _Bench(keepers, snapshot, config, rank).measure(systems, rounds)
+
+
+class _Bench:
+    """One rank: a trainer, and every way of keeping its state."""
+
+    def __init__(self, keepers: Cluster, snapshot: SnapshotConfig, config: JobConfig, rank: Rank) -> None:
+        from benchmarks.job import join
+
+        self.trainer, self.groups = join(config, rank)
+        self.engine = self.trainer.engine
+        self.keepers = [node.process.pid for node in keepers.nodes.values()]
+        self.rank = rank
+        self._savers(keepers, snapshot)
+        self.iterate()
+        self._memory()
+
+    def _savers(self, keepers: Cluster, snapshot: SnapshotConfig) -> None:
+        from benchmarks.savers import MegatronFormat, TorchAsync, Windows, shared_memory_stager
+
+        node = self.rank.rank
+        others = [(node + step) % NUM_NODES for step in range(1, NUM_NODES)]
+        client = keepers.client(node, node=node, peer_nodes=others, world_size=self.rank.world_size)
+        self.windows = Windows(self.trainer, snapshot, client, node=node)
+        state = self._dense_state()
+        self.dense_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        folder = self.rank.run_dir / "dcp"
+        self.savers: dict[str, Saver] = {
+            OURS: self.windows,
+            DCP: TorchAsync(state, folder, None),
+            DCP_SHARED: TorchAsync(state, folder, shared_memory_stager()),
+            MEGATRON: MegatronFormat(self.trainer),
+        }
+
+    def _dense_state(self) -> dict[str, Any]:
+        """Live tensors of everything that this rank captures in a window of one slice, by name."""
+        from megatron_ft.mcore.optimizer.operator_view import OperatorView
+        from megatron_ft.planning.snapshot.report import dense_plan
+
+        view = OperatorView(
+            self.engine.model_chunks,
+            self.engine.optimizer,
+            groups=self.groups,
+            num_layers=self.trainer.config.model.num_layers,
+        )
+        pieces = view.pieces(dense_plan(view.shards), 0)
+        return {
+            f"rank{view.rank}/{piece.parameter}/{piece.tensor_part}/{piece.start}/{piece.component}": view.source(piece)
+            for piece in pieces
+        }
+
+    def _memory(self) -> None:
+        """Two warm buffers, for the copy that everything is compared with."""
+        import torch
+
+        self.source = torch.ones(2 * self.dense_bytes, dtype=torch.uint8)
+        self.target = torch.ones(2 * self.dense_bytes, dtype=torch.uint8)
+
+    # -- rounds -------------------------------------------------------------------------------------------
+
+    def measure(self, systems: tuple[str, ...], rounds: int) -> dict[str, Any]:
+        """Rows of all saves of all rounds."""
+        rows: list[Row] = []
+        plain, plain_cpu = [], []
+        for number in range(rounds):
+            began = time.process_time()
+            plain.append(self.iterate())
+            plain_cpu.append(time.process_time() - began)
+            turned = systems[number % len(systems) :] + systems[: number % len(systems)]
+            for name in turned:
+                rows.append(self._block(name))
+        operations = self._operations()
+        for saver in self.savers.values():
+            saver.close()
+        return {
+            "rows": rows,
+            "plain_seconds": plain,
+            "plain_cpu_seconds": plain_cpu,
+            "dense_bytes": self.dense_bytes,
+            "operations": operations,
+            "window_iterations": self.windows.planned[-1].window_iterations if self.windows.planned else NUM_SAVES,
+            "num_delayed": self.windows.num_delayed,
+        }
+
+    def _block(self, name: str) -> Row:
+        """Some iterations in a row with a save after each, and one more, whose update the last save may hold up."""
+        saver = self.savers[name]
+        num_bytes = self.windows.num_bytes
+        before = self.memcpy_bytes_per_second()
+        used = self._used()
+        if name == OURS:
+            self.windows.expect(self.engine.iteration + 1)
+        saves, settles, seconds = [], [], []
+        for index in range(NUM_SAVES + 1):
+            seconds.append(self.iterate(saver.settle))
+            if index > 0:
+                settles.append(self.settled)
+            if index < NUM_SAVES:
+                saves.append(_timed(partial(saver.save, self.result, seconds[-1])))
+        began = time.perf_counter()
+        saver.drain()
+        drained = time.perf_counter() - began
+        self._barrier()
+        spent = {key: value - used[key] for key, value in self._used().items()}
+        after = self.memcpy_bytes_per_second()
+        saved = self.windows.num_bytes - num_bytes if name == OURS else NUM_SAVES * self.dense_bytes
+        return {
+            "system": name,
+            "blocked_seconds": [save[0] + settle[0] for save, settle in zip(saves, settles, strict=True)],
+            "settle_seconds": [settle[0] for settle in settles],
+            "blocked_cpu_seconds": sum(call[1] for call in saves + settles),
+            "main_faults": sum(call[2] for call in saves + settles),
+            "iteration_seconds": seconds,
+            "drain_seconds": drained,
+            "num_bytes": saved,
+            "memcpy_seconds": saved * (1 / before + 1 / after) / 2,
+            **spent,
+        }
+
+    def iterate(self, settle: Callable[[], None] = lambda: None) -> float:
+        """One iteration, its seconds without what ``settle`` took before the update."""
+        self.settled = (0.0, 0.0, 0)
+        calls = []
+
+        def before_update() -> None:
+            calls.append(_timed(settle))
+            self.settled = (sum(c[0] for c in calls), sum(c[1] for c in calls), sum(c[2] for c in calls))
+
+        self.engine.before_update = before_update
+        began = time.perf_counter()
+        self.result = self.engine.run_iteration(self.engine.iteration + 1)
+        return time.perf_counter() - began - self.settled[0]
+
+    def memcpy_bytes_per_second(self) -> float:
+        """Of one thread between warm buffers, both ranks at once as they save."""
+        self._barrier()
+        seconds: list[float] = []
+        for _ in range(MEMCPY_REPEATS):
+            began = time.perf_counter()
+            self.target[: self.dense_bytes].copy_(self.source[: self.dense_bytes])
+            seconds.append(time.perf_counter() - began)
+        self._barrier()
+        return float(self.dense_bytes / statistics.median(seconds))
+
+    def _used(self) -> dict[str, float]:
+        """CPU seconds and pages of those that save, so far. Keepers are counted for the whole job, by one rank."""
+        thread = thread_named("capture")
+        keepers = sum(process_cpu_seconds(pid) for pid in self.keepers) if self.rank.rank == 0 else 0.0
+        return {
+            "process_cpu_seconds": time.process_time(),
+            "capture_cpu_seconds": thread_cpu_seconds(thread),
+            "capture_faults": thread_minor_faults(thread),
+            "keeper_cpu_seconds": keepers,
+        }
+
+    def _operations(self) -> list[int]:
+        """torch operations that the training thread runs for each slice of one more window."""
+        from benchmarks.operations import counted
+
+        found: list[int] = []
+        self.windows.expect(self.engine.iteration + 1)
+        for index in range(NUM_SAVES + 1):
+            with counted() as settling:
+                self.windows.settle()
+            self.iterate()
+            if index > 0:
+                found[index - 1] += settling[0]
+            if index < NUM_SAVES:
+                with counted() as saving:
+                    self.windows.save(self.result, 1.0)
+                found.append(saving[0])
+        self.windows.drain()
+        return found
+
+    def _barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier(group=self.groups.vote)
+
+
+def _timed(call: Callable[[], None]) -> Call:
+    """What a call took of this thread."""
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    cpu, began = time.thread_time(), time.perf_counter()
+    call()
+    seconds, spent = time.perf_counter() - began, time.thread_time() - cpu
+    return seconds, spent, resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
