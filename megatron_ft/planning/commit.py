@@ -39,7 +39,8 @@ class Ballot:
 
     def to_row(self) -> tuple[float, ...]:
         """The ballot as numbers that float64 holds exactly."""
-        return tuple(float(value) for value in astuple(self))
+        # Not from a generator: CPython frees such tuples to a list of up to 2,000, which looks like a leak.
+        return (*map(float, astuple(self)),)
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "Ballot":

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ft.framing import MAX_FRAME_BYTES, FrameReader, Message, send
 from megatron_ft.errors import ControlError
+from megatron_ft.framing import MAX_FRAME_BYTES, FrameReader, Message, send
 
 Pair = tuple[socket.socket, socket.socket]
 
