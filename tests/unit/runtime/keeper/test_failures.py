@@ -256,7 +256,7 @@ def test_nothing_grows_over_two_hundred_windows() -> None:
             lambda: [node.num_threads for node in nodes.nodes.values()] == [entry[1] for entry in before], "threads end"
         )
         for node, (num_descriptors, _, memory_bytes) in zip(nodes.nodes.values(), before, strict=True):
-            assert node.num_descriptors == num_descriptors
+            assert node.num_descriptors <= num_descriptors
             assert node.memory_bytes < memory_bytes + (1 << 20)
 
 
