@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 ID = "snapshot-stall"
 WORLD_SIZE, NUM_NODES = 2, 3
-ROUNDS, QUICK_ROUNDS = 9, 3
+ROUNDS, QUICK_ROUNDS = 13, 3
 NUM_SAVES = 4
 """In a row; windows have as many slices."""
 MEMCPY_REPEATS = 3
-JOB_SECONDS, QUICK_JOB_SECONDS = 540.0, 300.0
+JOB_SECONDS, QUICK_JOB_SECONDS = 900.0, 300.0
 _JOB = (
     "model=moe_tiny",
     "model.hidden_size=256",

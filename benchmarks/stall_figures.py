@@ -13,7 +13,7 @@ NAMES = {
     MEGATRON: "Megatron torch_dist, background",
 }
 MAX_SHARE, QUICK_MAX_SHARE = 0.02, 0.10
-MAX_MEMCPY = 1.2
+MAX_MEMCPY, QUICK_MAX_MEMCPY = 1.2, 4.0
 MIN_WINDOW_ITERATIONS = 3
 
 Row = dict[str, Any]
@@ -49,11 +49,12 @@ def summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def judge(figures: dict[str, Any], *, num_saves: int, quick: bool) -> tuple[bool, str, str]:
     """(whether the claim holds, the figure, the threshold)."""
-    ours, share = figures["systems"][OURS], QUICK_MAX_SHARE if quick else MAX_SHARE
+    ours = figures["systems"][OURS]
+    share, memcpy = (QUICK_MAX_SHARE, QUICK_MAX_MEMCPY) if quick else (MAX_SHARE, MAX_MEMCPY)
     checks = [
         (MIN_WINDOW_ITERATIONS <= figures["window_iterations"] == num_saves, f"W={figures['window_iterations']}"),
         (ours["share_of_iteration"] <= share, f"{ours['share_of_iteration']:.2%} of an iteration"),
-        (ours["of_memcpy"] <= MAX_MEMCPY, f"{ours['of_memcpy']:.2f}x memcpy"),
+        (ours["of_memcpy"] <= memcpy, f"{ours['of_memcpy']:.2f}x memcpy"),
         (ours["capture_faults"] == 0, f"{ours['capture_faults']} new pages while copying"),
         (sum(figures["operations"][1:]) == 0, f"torch operations by slice: {figures['operations']}"),
         (figures["num_delayed"] == 0, f"{figures['num_delayed']} windows delayed"),
@@ -65,9 +66,9 @@ def judge(figures: dict[str, Any], *, num_saves: int, quick: bool) -> tuple[bool
         f"{ours['of_memcpy']:.2f}x memcpy (first window {ours['first_of_memcpy']:.1f}x; {others}); copying "
         f"{ours['capture_cpu_seconds'] * 1e3:.1f} CPU ms an iteration and rank, keepers with r=2 "
         f"{ours['keeper_cpu_seconds'] * 1e3:.1f}; {ours['bytes_against_dense']:.2f} of dense bytes each; "
-        "0 new pages while copying; device memory n/a on CPU"
+        f"{ours['capture_faults']} new pages while copying; device memory n/a on CPU"
     )
-    threshold = f"<= {share:.0%} of an iteration, <= {MAX_MEMCPY:g}x memcpy, slowest rank, W >= 3; no allocation"
+    threshold = f"<= {share:.0%} of an iteration, <= {memcpy:g}x memcpy, slowest rank, W >= 3; no allocation"
     return not failed, "; ".join([*failed, figure] if failed else [figure]), threshold
 
 
