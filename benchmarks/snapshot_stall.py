@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ID = "snapshot-stall"
 WORLD_SIZE, NUM_NODES = 2, 3
-ROUNDS, QUICK_ROUNDS = 13, 3
+ROUNDS, QUICK_ROUNDS = 13, 2
 NUM_SAVES = 4
 """In a row; windows have as many slices."""
 MEMCPY_REPEATS = 3

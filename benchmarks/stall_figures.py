@@ -13,7 +13,7 @@ NAMES = {
     MEGATRON: "Megatron torch_dist, background",
 }
 MAX_SHARE, QUICK_MAX_SHARE = 0.02, 0.10
-MAX_MEMCPY, QUICK_MAX_MEMCPY = 1.2, 4.0
+MAX_MEMCPY, QUICK_MAX_MEMCPY = 1.2, 6.0
 MIN_WINDOW_ITERATIONS = 3
 
 Row = dict[str, Any]
