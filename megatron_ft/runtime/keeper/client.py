@@ -15,9 +15,16 @@ from megatron_ft.framing import FrameReader, Message, send
 CONNECT_SECONDS = 10.0
 MAX_UNREAD = 32
 """Answers to ``captured`` that may wait in the socket: were it full, both ends would wait for each other."""
-REPLICATED_START, REPLICATED_BYTES, WAITING_BYTES, NUM_PROBLEMS, PERSISTED_START, HASHED_BYTES, CPU_NANOSECONDS = range(
-    7
-)
+(
+    REPLICATED_START,
+    REPLICATED_BYTES,
+    WAITING_BYTES,
+    NUM_PROBLEMS,
+    PERSISTED_START,
+    HASHED_BYTES,
+    CPU_NANOSECONDS,
+    PINNED_BUFFERS,
+) = range(8)
 """Words of the status page."""
 
 
@@ -118,6 +125,7 @@ class KeeperClient:
         self._reader = FrameReader(sock)
         self._answers: deque[Message] = deque()
         self._num_unread = 0
+        self._arena: Arena | None = None
         try:
             self._call({**hello, "op": "hello"})
         except BaseException:
@@ -134,7 +142,8 @@ class KeeperClient:
             KeeperRefused: there is not so much.
         """
         answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes})
-        return Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
+        self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
+        return self._arena
 
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
         """Give a buffer to a new window; waits while the buffer is being written to storage.
@@ -206,6 +215,10 @@ class KeeperClient:
         if not self._reader.descriptors:
             raise ControlError(f"keeper: its answer to {message['op']} has no memory")
         return answer, self._reader.descriptors.popleft()
+
+    def _tell(self, message: Message) -> None:
+        self._send(message)
+        self._num_unread += 1
 
     def _call(self, message: Message) -> Message:
         self._send(message)

@@ -38,6 +38,7 @@ class Persister(threading.Thread):
         own.windows.pinned.add(window.buffer)
         url = own.settings.persist_url
         self._due.append(_Due(own=own, windows=own.windows, window=window, payload=payload, url=url))
+        own.publish()
 
     def run(self) -> None:
         """Write until the process ends."""

@@ -19,7 +19,7 @@ from megatron_ft.runtime.keeper.wire import Refused
 
 MAX_PROBLEMS = 1000
 """Problems that wait for their rank to ask; older ones are dropped, and counted in the status page."""
-_NUM_STATUS_WORDS = 7
+_NUM_STATUS_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,7 @@ class OwnRank:
             self.persisted_start,
             self.hashed_bytes,
             time.process_time_ns(),
+            sum(1 << buffer for buffer in windows.pinned),
         )
         page = self.segment.view[: _NUM_STATUS_WORDS * 8].cast("q")
         for index, value in enumerate(values):
