@@ -100,10 +100,6 @@ class TrainingEngine:
         """Called before master weights, moments and compute weights change."""
         self.replicated_window: Callable[[], int] | None = None
         """First iteration of this rank's newest replicated window, for the vote."""
-        self.before_update: Callable[[], None] = lambda: None
-        """Called before an update changes what a capture under way still copies."""
-        self.replicated_window: Callable[[], int] = lambda: -1
-        """First iteration of the newest window of this rank that is replicated; carried by the vote."""
         self._router = router_builder(config)
         training = config.training
         self.policy = CommitPolicy(
@@ -282,7 +278,7 @@ class TrainingEngine:
             aux_loss_sum=aux_loss_sum,
             z_loss_sum=z_loss_sum,
             stop_requested=int(self.stop_requested()),
-            replicated_window=self.replicated_window(),
+            replicated_window=-1 if self.replicated_window is None else self.replicated_window(),
         )
 
     def vote(self, prepared: Prepared) -> Vote:
@@ -304,7 +300,6 @@ class TrainingEngine:
 
     def commit(self, vote: Vote) -> None:
         """Update master weights, moments and this rank's compute weights with the voted values."""
-        self.before_update()
         failpoints.hit("update", vote.iteration)
         if self.before_update is not None:
             self.before_update()

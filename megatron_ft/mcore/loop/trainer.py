@@ -67,6 +67,7 @@ class Trainer:
             stop_requested=context.worker.stop_requested,
         )
         failpoints.watch(self._tell_phase)
+        self._replay_config = json.dumps(replay_config(config, self.samples["train"].fingerprint()))
         self.topology_record = asdict(Topology.of(config.parallel, context.world_size))
         self.placement = self._placement_keeper()
         self.snapshots: Snapshotter | None = None
@@ -332,7 +333,7 @@ class Trainer:
         return {
             EXTRAS: json.dumps(capture_extras(self.engine)),
             PLACEMENT: json.dumps(placement),
-            CONFIG: json.dumps(replay_config(self.config, self.samples["train"].fingerprint())),
+            CONFIG: self._replay_config,
         }
 
     def state(self, extra: dict[str, Any]) -> TrainingState:

@@ -146,14 +146,16 @@ class KeeperClient:
         return self._arena
 
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
-        """Give a buffer to a new window; waits while the buffer is being written to storage.
+        """Give a buffer to a new window; waits only while the buffer is being written to storage.
 
-        Raises:
-            KeeperRefused: the buffer holds the newest window committed, or confirmed by ``committed``, since this
-                generation greeted.
+        Otherwise it costs one send. A refusal (the buffer holds the newest window committed, or confirmed by
+        ``committed``, since this generation greeted) is raised here or by a later request.
         """
         about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
-        self._call({"op": "begin", **about})
+        if self._arena is None or self._arena.status(PINNED_BUFFERS) >> buffer & 1:
+            self._call({"op": "begin", **about})
+        else:
+            self._tell({"op": "begin", **about})
 
     def captured(
         self,
@@ -171,14 +173,14 @@ class KeeperClient:
         Costs one send; a refusal is raised by the next request.
         """
         about = {"slice": index, "iteration": iteration, "offset": offset, "num_bytes": num_bytes}
-        if self._num_unread >= MAX_UNREAD:
-            self._settle()
-        self._send({"op": "captured", "buffer": buffer, **about, "header": header, "pieces": pieces})
-        self._num_unread += 1
+        self._tell({"op": "captured", "buffer": buffer, **about, "header": header, "pieces": pieces})
 
     def committed(self, start_iteration: int) -> None:
-        """The whole job has replicated this window. Raises KeeperRefused when it is not here, or incomplete."""
-        self._call({"op": "committed", "start_iteration": start_iteration})
+        """The whole job has replicated this window. Costs one send.
+
+        A refusal (it is not here, or incomplete) is raised here or by a later request.
+        """
+        self._tell({"op": "committed", "start_iteration": start_iteration})
 
     def persist(self, start_iteration: int) -> None:
         """Write this window to storage soon. Raises KeeperRefused when it is not here, or there is no place."""
@@ -217,6 +219,9 @@ class KeeperClient:
         return answer, self._reader.descriptors.popleft()
 
     def _tell(self, message: Message) -> None:
+        """Send, and leave the answer for a later request; never too many of them."""
+        if self._num_unread >= MAX_UNREAD:
+            self._settle()
         self._send(message)
         self._num_unread += 1
 

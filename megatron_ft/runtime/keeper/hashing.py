@@ -1,11 +1,15 @@
 """Hashes what ranks have captured: a thread; each piece in one call, which lets other threads run."""
 
 import threading
+from collections.abc import Callable
 
 import xxhash
 
 from megatron_ft.runtime.keeper.store import OwnRank, Store
 from megatron_ft.runtime.keeper.windows import Slice, Window, hash_pieces
+
+_ARRIVING_BYTES = 1 << 20
+"""Received at a time: what is hashed next is still in the processor's cache."""
 
 
 class Hasher(threading.Thread):
@@ -41,3 +45,22 @@ class Hasher(threading.Thread):
             if found is not None:
                 return own, *found
         return None
+
+
+def receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> list[str]:
+    """Receive a slice into ``payload`` and hash each piece while its bytes are still in the cache."""
+    received, hashes = 0, []
+    for piece in part.pieces:
+        digest, position, end = xxhash.xxh3_128(), piece[6], piece[6] + piece[7]
+        while position < end:
+            if received <= position:
+                target = min(part.num_bytes, received + _ARRIVING_BYTES)
+                receive_into(payload[received:target])
+                received = target
+                continue
+            stop = min(end, received)
+            digest.update(payload[position:stop])
+            position = stop
+        hashes.append(digest.hexdigest())
+    receive_into(payload[received:])
+    return hashes

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 
-import xxhash
-
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 from megatron_ft.runtime.keeper import fields
 from megatron_ft.runtime.keeper.copies import NUM_COPY_BUFFERS
+from megatron_ft.runtime.keeper.hashing import receive_hashed
 from megatron_ft.runtime.keeper.store import Copy, Store
-from megatron_ft.runtime.keeper.windows import PAGE_BYTES, Origin, Slice, Window, hash_pieces
+from megatron_ft.runtime.keeper.windows import PAGE_BYTES, Origin, Slice, Window
 from megatron_ft.runtime.keeper.wire import GREETING_BYTES, Refused, Wire, is_token
 
 MAX_STRANGERS = 64
@@ -144,8 +143,7 @@ class PeerSession(threading.Thread):
             self._wire.send({"op": "go"})
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
-            self._wire.receive_into(payload)
-            if hash_pieces(part, payload, xxhash.xxh3_128_hexdigest) != part.hashes:
+            if receive_hashed(part, payload, self._wire.receive_into) != part.hashes:
                 raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
             with self._store.lock:
                 self._store.check_generation(self._generation)
@@ -202,7 +200,7 @@ class PeerSession(threading.Thread):
         self._wire.send({"op": "window", "manifest": manifest, "num_bytes": num_bytes})
         if self._wire.receive(patient=True).get("op") != "go":
             raise ControlError("a window is sent on go")
-        self._wire.send_file(segment.descriptor, offset, num_bytes)
+        self._wire.send_bytes(segment.view[offset : offset + num_bytes])
 
 
 def read_window(message: Message, rank: int, newest_generation: int) -> Window:

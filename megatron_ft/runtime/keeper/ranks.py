@@ -30,6 +30,7 @@ class RankSession(threading.Thread):
         self._persister = persister
         self._own: OwnRank | None = None
         self._settings: Settings | None = None
+        self._is_alone = False
 
     def run(self) -> None:
         """Answer until the rank has gone or is replaced."""
@@ -65,12 +66,22 @@ class RankSession(threading.Thread):
         except ControlError as error:
             answer = {"op": "error", "kind": "refused", "reason": str(error)}
         try:
-            send(self._sock, answer, descriptors)
+            self._say(answer, descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         if self._own is None:
             raise ControlError(f"greeting refused: {answer.get('reason')}")
+
+    def _say(self, answer: Message, descriptors: list[int]) -> None:
+        """Answer, as long as the rank listens. What it said before it died is served all the same."""
+        if self._is_alone:
+            return
+        try:
+            send(self._sock, answer, descriptors)
+        except OSError as error:
+            self._store.report(f"a rank does not hear its answers: {error}")
+            self._is_alone = True
 
     def _answer(self, message: Message, descriptors: list[int]) -> Message:
         operation = message.get("op")

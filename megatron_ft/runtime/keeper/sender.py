@@ -124,10 +124,10 @@ class Sender(threading.Thread):
         with self._store.lock:
             if own.windows is None or own.segment is None or window not in own.windows:
                 return
-            segment, offset = own.segment, own.offset(window) + part.offset
+            payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
         wire.call(announce(window, action.index, action.buffer, window_bytes))
-        wire.send_file(segment.descriptor, offset, part.num_bytes)
+        wire.send_bytes(payload)
         wire.answer()
         with self._store.lock:
             self._num_damaged = 0

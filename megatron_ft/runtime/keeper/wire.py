@@ -2,7 +2,6 @@
 
 import contextlib
 import hmac
-import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -92,15 +91,14 @@ class Wire:
             raise Refused(str(answer.get("reason")), str(answer.get("kind", "refused")))
         return answer
 
-    def send_file(self, descriptor: int, offset: int, num_bytes: int) -> None:
-        """Send bytes of a memory file without copying them. Raises OSError when the peer is gone or stands still."""
-        stop = offset + num_bytes
-        while offset < stop:
+    def send_bytes(self, view: memoryview) -> None:
+        """Send ``view`` as it is: from a mapping this is faster than ``sendfile``.
+
+        Raises OSError when the peer is gone or stands still.
+        """
+        while view.nbytes:
             with self._moving():
-                sent = os.sendfile(self._sock.fileno(), descriptor, offset, stop - offset)
-            if sent == 0:
-                raise ConnectionResetError(f"memory file ends at byte {offset}, {stop - offset} bytes early")
-            offset += sent
+                view = view[self._sock.send(view) :]
 
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view``. Raises OSError when the peer is gone or stands still."""
