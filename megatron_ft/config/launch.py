@@ -27,7 +27,7 @@ class LaunchConfig:
     """After a stop request, ranks that still live so long are killed."""
     max_restarts: int = 0
     """Times in a row that all ranks are started again after one has failed, without the run getting further than
-    before; they continue from the newest checkpoint. Mode ``local`` only."""
+    before; they continue from the newest window or checkpoint. Mode ``local`` only."""
     failure_domains: list[str] = field(default_factory=list)
     """Name of each node's failure domain (rack, switch); empty makes every node its own."""
     failpoints: list[str] = field(default_factory=list)

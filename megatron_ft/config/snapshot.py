@@ -22,7 +22,8 @@ class SnapshotConfig:
     persist_interval_windows: int = 0
     """Write every so many committed windows to storage; 0 only on request (a stop request is one)."""
     persist_url: str | None = None
-    """Folder for persisted windows, a path or an fsspec URL; null takes ``windows`` in the run's folder."""
+    """Where persisted windows go, a path or an fsspec URL: each run has a folder of its name there; null takes
+    ``windows`` in the run's folder."""
     keep_persisted: int = 2
     """Newest complete persisted windows kept; 0 keeps all."""
     replan_interval_windows: int = 4

@@ -156,3 +156,20 @@ def test_memory_beyond_the_limit_is_refused_before_anything_starts(tmp_path: Pat
     job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS, "snapshot.host_memory_limit_bytes=1000000")
     assert job.exit_code == 2 and "snapshot.host_memory_limit_bytes" in job.output
     assert not (tmp_path / "job").exists()
+
+
+def test_skipped_iterations_are_captured_and_replayed(tmp_path: Path, warm_forkserver: str) -> None:
+    """A loss scale that overflows: no update waits for the slices of those iterations."""
+    skipping = [
+        *LAYOUT,
+        "precision=fp16",
+        "precision.initial_loss_scale=68719476736",
+        "training.max_consecutive_skips=20",
+    ]
+    calm = train(tmp_path / "calm", warm_forkserver, *skipping)
+    assert calm.exit_code == 0 and of_kind(calm, "iteration_skipped"), calm.output
+    fault = 'kill(at_iteration=12,phase="forward",generation=0)'
+    job = train(tmp_path / "job", warm_forkserver, *skipping, *SNAPSHOTS, "launch.max_restarts=1", faults=[fault])
+    assert job.exit_code == 0, job.output
+    assert [event["source"] for event in of_kind(job, "recovery_chosen")] == ["memory"]
+    assert digests(job) == digests(calm)

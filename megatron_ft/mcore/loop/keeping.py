@@ -50,8 +50,9 @@ def connect_keeper(config: JobConfig, context: RankContext, topology: dict[str, 
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:
-    """Where windows are persisted: a path or a URL."""
-    return config.snapshot.persist_url or str(run_dir / _FOLDER)
+    """Where this run's windows are persisted: a path or a URL."""
+    url = config.snapshot.persist_url
+    return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
 
 
 def window_folder(config: JobConfig, run_dir: Path) -> WindowFolder | None:

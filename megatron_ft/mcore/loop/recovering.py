@@ -219,12 +219,15 @@ class Recovery:
         place = source.places[self._rank]
         try:
             return (self._read(place) if place.where == "persisted" else self._fetch(place)), None
-        except (CheckpointError, ControlError) as error:
+        except (CheckpointError, ControlError, OSError) as error:
             return None, str(error)
 
     def _read(self, place: StoredWindow) -> HeldWindow:
         assert self._folder is not None, "the window was found there"
-        stored = next(found for found in self._folder.list_windows() if _identity(found) == place.identity)
+        same = [found for found in self._folder.list_windows() if _identity(found) == place.identity]
+        if not same:
+            raise CheckpointError(f"persisted window of iteration {place.start_iteration}: has been deleted meanwhile")
+        stored = same[0]
         with self._folder.open(stored, self._rank) as opened:
             self._check(opened.manifest, opened.path)
             opened.verify()

@@ -87,6 +87,7 @@ class Snapshotter:
         self._stalled_before = 0.0
         self._num_problems = 0
         self._is_delayed = False
+        self._host_bytes = 0
         self._iteration_seconds: deque[float] = deque(maxlen=10)
         self._loads: deque[Rows] = deque(maxlen=_MAX_LOAD_RECORDS)
         self._plan: WindowPlan | None = None
@@ -120,10 +121,12 @@ class Snapshotter:
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         if window.is_in_arena:
             self._client.committed(start)
-        self._open(self._engine.iteration)
+            self._lengths[start] = window.plan.num_iterations
+        self._open(self._engine.iteration, is_resumed=True)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
         """The state after ``iteration`` is complete: let windows go that are no longer needed, start a slice."""
+        self.settle()  # an iteration that was skipped made no update, so nothing has waited for its slice
         self._iteration_seconds.append(seconds)
         self._take_in(iteration, vote)
         if self._capture is None and not self._can_open(iteration):
@@ -151,9 +154,16 @@ class Snapshotter:
         self._start = self._last_start = self._capture = self._view = None
 
     def persist_newest(self) -> None:
-        """Ask for the newest committed window on storage."""
+        """Ask for the newest committed window on storage; ``finish`` waits until it is there."""
         if self._buffers.committed in self._lengths:
             self._client.persist(self._buffers.committed)
+
+    def finish(self) -> None:
+        """At the end of a run: wait until storage has what it was asked to keep."""
+        self.settle()
+        if not self._client.flush():
+            self._problem(self._engine.iteration, "persist", "storage took too long: the newest window is not on it")
+        self._say_problems(self._engine.iteration)
 
     def close(self) -> None:
         """Finish the slice under way and let go of tensors and of the keeper, which keeps what it has."""
@@ -207,7 +217,12 @@ class Snapshotter:
         self._capture.begin_window(buffer, iteration)
         return True
 
-    def _open(self, iteration: int) -> None:
+    def _open(self, iteration: int, *, is_resumed: bool = False) -> None:
+        """Plan unless there is a plan, take memory, lay slices out.
+
+        Raises:
+            ConfigError: windows take more than ``snapshot.host_memory_limit_bytes``; nothing was taken.
+        """
         self._view = OperatorView(
             self._engine.model_chunks,
             self._engine.optimizer,
@@ -217,17 +232,30 @@ class Snapshotter:
         plan = self._plan
         if plan is None:
             plan = self._policy.plan(Demand(shards_by_rank=self._view.shards_by_rank), self._context())
-        self._take_memory(iteration, plan)
+        self._host_bytes = self._checked_host_bytes(plan)
+        self._take_memory(iteration, plan, is_resumed=is_resumed)
         self._lay_out(plan)
         self._say_planned(iteration, plan)
 
-    def _take_memory(self, iteration: int, plan: WindowPlan) -> None:
-        """An arena that windows of ``plan`` fit into; one that is there and large enough stays."""
+    def _checked_host_bytes(self, plan: WindowPlan) -> int:
         assert self._view is not None, "opened"
-        needed = buffer_bytes(plan, self._view.shards, plans_again=self._plans_again)
-        if self._arena is not None and window_bytes(plan, self._view.shards) <= self._arena.window_bytes:
-            return
+        per_node, shards = self._config.launch.ranks_per_node, self._view.shards_by_rank
+        nodes = host_bytes(plan, shards, per_node, self._assignment, plans_again=self._plans_again)
+        needed = max(node.total_bytes for node in nodes)
+        check_limit(needed, self._config.snapshot.host_memory_limit_bytes)
+        return needed
+
+    def _take_memory(self, iteration: int, plan: WindowPlan, *, is_resumed: bool) -> None:
+        """An arena that windows of ``plan`` fit into; one that is there and large enough on every rank stays.
+
+        Memory that survived holds the window the job has just continued from: no more than that is asked for then.
+        """
+        assert self._view is not None, "opened"
+        exact = window_bytes(plan, self._view.shards)
+        needed = exact if is_resumed else buffer_bytes(plan, self._view.shards, plans_again=self._plans_again)
         if self._arena is not None:
+            if not self._agreement.any(exact > self._arena.window_bytes):
+                return
             self._say_plan_problem(iteration, "windows have outgrown their memory: those in it are given up")
             self._buffers = WindowBuffers(committed=self._buffers.committed)
         self._arena = arena = self._client.allocate(needed)
@@ -253,7 +281,7 @@ class Snapshotter:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
         if bandwidth is None:
-            bandwidth = min(self._agreement.gather(_memory_bandwidth()))
+            bandwidth = min(self._agreement.gather(_capture_bandwidth(self._engine.device)))
         if seconds is None:
             seconds = min(self._agreement.gather(statistics.median(self._iteration_seconds)))
         return SnapshotContext(
@@ -290,10 +318,6 @@ class Snapshotter:
     def _say_planned(self, iteration: int, plan: WindowPlan) -> None:
         assert self._view is not None, "opened"
         sizes = [window_bytes(plan, shards) for shards in self._view.shards_by_rank]
-        per_node, shards = self._config.launch.ranks_per_node, self._view.shards_by_rank
-        nodes = host_bytes(plan, shards, per_node, self._assignment, plans_again=self._plans_again)
-        needed = max(node.total_bytes for node in nodes)
-        check_limit(needed, self._config.snapshot.host_memory_limit_bytes)
         self._report(
             SnapshotPlanned(
                 iteration=iteration,
@@ -301,7 +325,7 @@ class Snapshotter:
                 interval_iterations=plan.interval_iterations,
                 window_bytes=max(sizes),
                 dense_bytes=max(window_bytes(dense_plan(shards), shards) for shards in self._view.shards_by_rank),
-                host_bytes=needed,
+                host_bytes=self._host_bytes,
                 reason=plan.reason,
             )
         )
@@ -340,9 +364,10 @@ class Snapshotter:
         self._report(SnapshotProblem(iteration=iteration, node=self._node, what=what, error=error))
 
 
-def _memory_bandwidth() -> float:
-    """Bytes per second of one copying thread between warm buffers: the best of a few."""
-    source, target = torch.ones(_PROBE_BYTES, dtype=torch.uint8), torch.ones(_PROBE_BYTES, dtype=torch.uint8)
+def _capture_bandwidth(device: torch.device) -> float:
+    """Bytes per second from ``device`` into warm host memory: the best of a few."""
+    source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    target = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
     best = float("inf")
     for _ in range(_NUM_PROBES):
         began = time.perf_counter()

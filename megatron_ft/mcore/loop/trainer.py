@@ -121,6 +121,8 @@ class Trainer:
             self._save()
         self._digest(due=training.digest_interval_iterations > 0)
         self.checkpoints.finish()
+        if self.snapshots is not None:
+            self.snapshots.finish()
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups."""

@@ -186,6 +186,10 @@ class KeeperClient:
         """Write this window to storage soon. Raises KeeperRefused when it is not here, or there is no place."""
         self._call({"op": "persist", "start_iteration": start_iteration})
 
+    def flush(self) -> bool:
+        """Wait until all that was asked for is on storage; False where that takes too long."""
+        return bool(self._call({"op": "flush"})["done"])
+
     def problems(self) -> list[dict[str, Any]]:
         """``what``, ``error`` and ``start_iteration`` of each problem since the last call."""
         return list(self._call({"op": "problems"})["problems"])

@@ -40,6 +40,10 @@ class Persister(threading.Thread):
         self._due.append(_Due(own=own, windows=own.windows, window=window, payload=payload, url=url))
         own.publish()
 
+    def is_due(self, own: OwnRank) -> bool:
+        """Whether a window of this rank has yet to be written. The store's lock must be held."""
+        return any(due.own is own for due in self._due)
+
     def run(self) -> None:
         """Write until the process ends."""
         while True:

@@ -97,6 +97,7 @@ class RankSession(threading.Thread):
             "captured": self._captured,
             "committed": self._committed,
             "persist": self._persist,
+            "flush": self._flush,
             "problems": self._problems,
             "inventory": self._inventory,
             "fetch": self._fetch,
@@ -176,6 +177,11 @@ class RankSession(threading.Thread):
             self._persister.request(own, _windows(own).find(fields.integer(message, "start_iteration")))
             self._store.changed()
         return {"op": "ok"}
+
+    def _flush(self, own: OwnRank, _: Message, __: list[int]) -> Message:
+        with self._store.lock:
+            done = self._store.lock.wait_for(lambda: not self._persister.is_due(own), PINNED_SECONDS)
+        return {"op": "flushed", "done": done}
 
     def _problems(self, own: OwnRank, _: Message, __: list[int]) -> Message:
         with self._store.lock:
