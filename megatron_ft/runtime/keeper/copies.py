@@ -116,7 +116,7 @@ class PeerBuffers:
         return next(found, None)
 
     def num_received(self, window: Window) -> int:
-        """Slices of a window that the peer has verified."""
+        """Slices of a window that the peer has, or will have when it has answered."""
         found = self.find(window.key)
         return found[1].num_received if found else 0
 
@@ -143,7 +143,7 @@ class PeerBuffers:
 
     def _next_slice(self, window: Window, live: Collection[Key], generation: int) -> SendSlice | None:
         index, found = self.num_received(window), self.find(window.key)
-        if index >= len(window.slices) or window.slices[index].hashes is None:
+        if index >= len(window.slices):
             return None
         buffer = found[0] if found else self._place(live, generation)
         return None if buffer is None else SendSlice(window=window, index=index, buffer=buffer)
@@ -158,20 +158,23 @@ class PeerBuffers:
                 return number
         return None
 
-    def note_sent(self, action: SendSlice) -> None:
-        """The peer has verified a slice."""
+    def note_sent(self, action: SendSlice | SendCommit) -> None:
+        """What was sent counts as held: what cannot be taken ends the connection, and ``read_held`` begins anew."""
+        if isinstance(action, SendCommit):
+            self._note_committed(action.window.key)
+            return
         held = self.buffers[action.buffer]
         if held is None or held.key != action.window.key:
             held = Held(key=action.window.key, num_slices=action.window.num_slices, num_received=0)
             self.buffers[action.buffer] = held
         held.num_received = action.index + 1
 
-    def note_committed(self, window: Window) -> None:
-        """The peer has marked a window: it has let go of what that supersedes."""
+    def _note_committed(self, key: Key) -> None:
+        """The peer marks a window and lets go of what that supersedes."""
         for number, held in enumerate(self.buffers):
-            if held is not None and is_superseded(held.key, held.committed, window.key):
+            if held is not None and is_superseded(held.key, held.committed, key):
                 self.buffers[number] = None
-            elif held is not None and held.key == window.key:
+            elif held is not None and held.key == key:
                 held.committed = True
 
 

@@ -81,23 +81,21 @@ def host_and_port(address: object) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def pieces(message: Mapping[str, Any], slice_bytes: int, *, hashed: bool = False) -> list[list[Any]]:
-    """The pieces of a slice, each within its bytes; with ``hashed`` each ends with its xxh3_128.
+def pieces(message: Mapping[str, Any], slice_bytes: int) -> list[list[Any]]:
+    """The pieces of a slice, each within its bytes.
 
     Raises:
         ControlError: a piece is malformed or leaves the slice.
     """
     found = items(message, "pieces")
     for piece in found:
-        if not isinstance(piece, list) or len(piece) != NUM_PIECE_FIELDS + hashed:
-            raise ControlError(f"piece {piece!r:.100}: must be a list of {NUM_PIECE_FIELDS + hashed} values")
-        parameter, part, component, dtype, start, stop, offset, num_bytes = piece[:NUM_PIECE_FIELDS]
+        if not isinstance(piece, list) or len(piece) != NUM_PIECE_FIELDS:
+            raise ControlError(f"piece {piece!r:.100}: must be a list of {NUM_PIECE_FIELDS} values")
+        parameter, part, component, dtype, start, stop, offset, num_bytes = piece
         names_fit = all(isinstance(name, str) and 0 < len(name) <= MAX_TEXT for name in (parameter, component, dtype))
         numbers = (part, start, stop, offset, num_bytes)
         if not names_fit or not all(type(number) is int and number >= 0 for number in numbers) or stop < start:
             raise ControlError(f"piece {piece!r:.200}: must be names and a range")
         if offset + num_bytes > slice_bytes:
             raise ControlError(f"piece {piece!r:.200}: must lie within the {slice_bytes} bytes of its slice")
-        if hashed and not (isinstance(piece[-1], str) and len(piece[-1]) == 32):
-            raise ControlError(f"piece {piece!r:.200}: must end with its xxh3_128")
     return found

@@ -8,7 +8,7 @@ import xxhash
 from megatron_ft.runtime.keeper.store import OwnRank, Store
 from megatron_ft.runtime.keeper.windows import Slice, Window, hash_pieces
 
-_ARRIVING_BYTES = 4 << 20
+_ARRIVING_BYTES = 1 << 20
 """Received at a time: what is hashed next is still in the processor's cache."""
 
 

@@ -84,11 +84,9 @@ class PeerSession(threading.Thread):
         """Whether the connection can go on."""
         try:
             serve()
-        except Refused as error:
-            self._wire.send(error.to_json())
-            return error.kind == "hash"
         except ControlError as error:
-            self._wire.send(Refused(str(error)).to_json())
+            refused = error if isinstance(error, Refused) else Refused(str(error))
+            self._wire.send(refused.to_json())
             return False
         return True
 
@@ -128,7 +126,11 @@ class PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Announced, accepted, received, verified, acknowledged: what fails leaves the copy as far as it was."""
+        """Announced, received, verified, acknowledged: what fails leaves the copy as far as it was.
+
+        A window's first slice takes memory and waits for ``go``; the bytes of the others follow their announcement.
+        The hashes come last: bytes travel while they are computed.
+        """
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
@@ -137,14 +139,17 @@ class PeerSession(threading.Thread):
         incoming, part = read_window(message, rank, self._generation), read_slice(fields.mapping(message, "record"))
         if index == 0:
             incoming.check_slice(index, part, window_bytes)
-        copy = self._copy_of(rank, window_bytes)
+        copy = self._copy_of(rank, window_bytes, may_take=index == 0)
         window = self._reserve(rank, copy, incoming, index, part)
         try:
-            self._wire.send({"op": "go"})
+            if index == 0:
+                self._wire.send({"op": "go"})
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
-            if receive_hashed(part, payload, self._wire.receive_into) != part.hashes:
+            hashes = receive_hashed(part, payload, self._wire.receive_into)
+            if fields.items(self._wire.receive(), "hashes") != hashes:
                 raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
+            part.hashes = hashes
             with self._store.lock:
                 self._store.check_generation(self._generation)
                 window.slices.append(part)
@@ -153,12 +158,14 @@ class PeerSession(threading.Thread):
                 copy.receiving.discard(window.buffer)
         self._wire.send({"op": "ack"})
 
-    def _copy_of(self, rank: int, window_bytes: int) -> Copy:
+    def _copy_of(self, rank: int, window_bytes: int, *, may_take: bool) -> Copy:
         """Where its slices go. Much memory takes longer to get than a silent connection lasts."""
         with self._store.lock:
             copy = self._store.copies.get(rank)
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
+        if not may_take:
+            raise ControlError(f"rank={rank}: the window's first slices are not here")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._store.take_copy, rank, window_bytes)
             while not taken.done():
@@ -227,7 +234,7 @@ def read_window(message: Message, rank: int, newest_generation: int) -> Window:
 
 
 def read_slice(record: Message) -> Slice:
-    """A slice from its record in a manifest.
+    """A slice from its announcement.
 
     Raises:
         ControlError: a field is missing or cannot be.
@@ -235,8 +242,8 @@ def read_slice(record: Message) -> Slice:
     for name in ("iteration", "offset", "num_bytes"):
         fields.integer(record, name)
     fields.mapping(record, "header")
-    fields.pieces(record, record["num_bytes"], hashed=True)
-    return Slice.from_json(record)
+    fields.pieces(record, record["num_bytes"])
+    return Slice.announced(record)
 
 
 def announce(window: Window, index: int, buffer: int, window_bytes: int) -> Message:
@@ -255,5 +262,5 @@ def announce(window: Window, index: int, buffer: int, window_bytes: int) -> Mess
         "buffer": buffer,
         "window_bytes": window_bytes,
         "slice": index,
-        "record": window.slices[index].to_json(),
+        "record": window.slices[index].announcement(),
     }

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.errors import ControlError
-from megatron_ft.runtime.keeper.fields import NUM_PIECE_FIELDS
 
 PAGE_BYTES = 4096
 NUM_BUFFERS = 3
@@ -37,20 +36,18 @@ class Slice:
         """As in a manifest."""
         assert self.hashes is not None, "a slice without hashes has no record"
         listed = [[*piece, digest] for piece, digest in zip(self.pieces, self.hashes, strict=True)]
+        return {**self.announcement(), "pieces": listed}
+
+    def announcement(self) -> dict[str, Any]:
+        """As ``to_json``, without the hashes, which may not be known yet."""
         about = {"iteration": self.iteration, "offset": self.offset, "num_bytes": self.num_bytes}
-        return {**about, "header": self.header, "pieces": listed}
+        return {**about, "header": self.header, "pieces": self.pieces}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> "Slice":
-        """Inverse of ``to_json``, for a record whose fields were checked."""
-        return cls(
-            iteration=record["iteration"],
-            offset=record["offset"],
-            num_bytes=record["num_bytes"],
-            header=record["header"],
-            pieces=[piece[:NUM_PIECE_FIELDS] for piece in record["pieces"]],
-            hashes=[piece[NUM_PIECE_FIELDS] for piece in record["pieces"]],
-        )
+    def announced(cls, record: Mapping[str, Any]) -> "Slice":
+        """Inverse of ``announcement``, for a record whose fields were checked."""
+        names = ("iteration", "offset", "num_bytes", "header", "pieces")
+        return cls(**{name: record[name] for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,16 @@ class Proxy:
                 self.num_connections += 1
                 server = socket.create_connection(host_and_port(self.target))
                 self.open += [client, server]
-                for source, sink, disturb in ((client, server, self._disturbed), (server, client, lambda data: data)):
-                    threading.Thread(target=self._pump, args=(source, sink, disturb), daemon=True).start()
+                threading.Thread(target=self._join, args=(client, server), daemon=True).start()
+
+    def _join(self, client: socket.socket, server: socket.socket) -> None:
+        """Pass bytes both ways until one side ends, then close both: what still arrives is answered by a reset."""
+        back = threading.Thread(target=self._pump, args=(server, client, lambda data: data), daemon=True)
+        back.start()
+        self._pump(client, server, self._disturbed)
+        back.join()
+        client.close()
+        server.close()
 
     def _disturbed(self, data: bytes) -> bytes | None:
         passed = self.disturb(self.num_passed, data)
@@ -40,13 +48,19 @@ class Proxy:
         return passed
 
     def _pump(self, source: socket.socket, sink: socket.socket, disturb: Callable[[bytes], bytes | None]) -> None:
+        """Until the source ends. Where the sink has gone the way back may still have its last words."""
+        ended = [sink]
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 passed = disturb(data)
                 if passed is None:
+                    ended.append(source)
                     break
-                sink.sendall(passed)
-        for sock in (source, sink):
+                try:
+                    sink.sendall(passed)
+                except OSError:
+                    return
+        for sock in ended:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 

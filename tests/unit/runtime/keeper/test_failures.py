@@ -52,8 +52,9 @@ def test_a_killed_rank_leaves_its_windows_here_and_with_its_peers() -> None:
         command = [sys.executable, "-c", RANK, nodes.nodes[0].socket_path, json.dumps(hello)]
         killed = subprocess.run(command, timeout=60, check=False, cwd=Path(__file__).resolve().parents[4])
         assert killed.returncode == -signal.SIGKILL
+        same = nodes.client(0, node=0, peer_nodes=[1])
+        wait_until(lambda: len(find(same.inventory(0, ask_peers=True), complete=True)) == 2, "the rest is replicated")
         again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
-        wait_until(lambda: len(find(again.inventory(0, ask_peers=True), complete=True)) == 2, "the rest is replicated")
         for node in (0, 1):
             fetched = again.fetch(0, start_iteration=10, node=node)
             fetched.verify()
@@ -138,22 +139,24 @@ def test_a_connection_that_always_breaks_is_a_problem() -> None:
         assert rank.problems()[0]["start_iteration"] == 10
 
 
-@pytest.mark.parametrize("num_flips", [1, 100])
+@pytest.mark.parametrize("num_flips", [1, 10_000])
 def test_a_byte_flipped_on_the_way_is_refused(num_flips: int) -> None:
     with cluster(2) as nodes:
         flips = []
 
         def flip(before: int, data: bytes) -> bytes | None:
-            if len(data) > HELLO_BYTES and len(flips) < num_flips:
+            is_payload = len(data) > 2 * HELLO_BYTES and b'"op"' not in data
+            if is_payload and len(flips) < num_flips:
                 flips.append(before)
-                return data[:-1] + bytes([data[-1] ^ 1])
+                middle = len(data) // 2
+                return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
             return data
 
         with proxy(nodes.nodes[1].address, flip) as between:
             peers = {"0": nodes.nodes[0].address, "1": between.address}
             rank = nodes.client(0, node=0, peer_nodes=[1], peers=peers)
-            arena = rank.allocate(2 * PAGE)
-            window(rank, arena, 0, 0, 10)
+            arena = rank.allocate(2 * LARGE)
+            window(rank, arena, 0, 0, 10, num_bytes=LARGE)
             if num_flips == 1:
                 wait_replicated(arena, 10)
                 rank.fetch(0, start_iteration=10, node=1).verify()
@@ -163,9 +166,9 @@ def test_a_byte_flipped_on_the_way_is_refused(num_flips: int) -> None:
                 assert "damaged" in rank.problems()[0]["error"]
                 assert arena.status(words.REPLICATED_START) == -1
                 num_before = len(flips)
-                window(rank, arena, 0, 1, 12)
+                window(rank, arena, 0, 1, 12, num_bytes=LARGE)
                 wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 2, "so is the next one")
-                assert len(flips) == num_before + 3
+                assert len(flips) >= num_before + 3
         assert len(flips) >= 1
 
 

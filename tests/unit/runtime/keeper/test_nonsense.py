@@ -109,7 +109,8 @@ def test_nonsense_from_a_peer(seed: int) -> None:
             wire, _ = connect(nodes.nodes[0].address, GREETING)
             try:
                 if wire.call(mutated(rng, rng.choice(sound))) == {"op": "go"}:
-                    wire._sock.sendall(bytes(PAGE))
+                    wire.send_bytes(memoryview(bytes(PAGE)))
+                    wire.send(mutated(rng, {"op": "hashes", "hashes": ["0" * 32]}))
                     wire.answer()
             except (ControlError, OSError):
                 pass
