@@ -128,7 +128,7 @@ class PeerSession(threading.Thread):
     def _slice(self, message: Message) -> None:
         """Announced, received, verified, acknowledged: what fails leaves the copy as far as it was.
 
-        A window's first slice takes memory and waits for ``go``; the bytes of the others follow their announcement.
+        One that ``waits`` may take memory, and is sent after ``go``; the bytes of others follow their announcement.
         The hashes come last: bytes travel while they are computed.
         """
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
@@ -139,10 +139,11 @@ class PeerSession(threading.Thread):
         incoming, part = read_window(message, rank, self._generation), read_slice(fields.mapping(message, "record"))
         if index == 0:
             incoming.check_slice(index, part, window_bytes)
-        copy = self._copy_of(rank, window_bytes, may_take=index == 0)
+        waits = message.get("waits") is True
+        copy = self._copy_of(rank, window_bytes, may_take=waits)
         window = self._reserve(rank, copy, incoming, index, part)
         try:
-            if index == 0:
+            if waits:
                 self._wire.send({"op": "go"})
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
@@ -165,7 +166,7 @@ class PeerSession(threading.Thread):
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
         if not may_take:
-            raise ControlError(f"rank={rank}: the window's first slices are not here")
+            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes was asked for")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._store.take_copy, rank, window_bytes)
             while not taken.done():

@@ -55,6 +55,8 @@ class Sender(threading.Thread):
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
         """Of each rank, what the peer will hold once it has answered."""
+        self._accepted_bytes: dict[int, int] = {}
+        """Bytes of a window for which the peer has taken memory, of each rank."""
         self._unanswered: deque[Work] = deque()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None
@@ -149,11 +151,14 @@ class Sender(threading.Thread):
                 return
             payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
-        wire.send(announce(window, action.index, action.buffer, window_bytes))
-        if action.index == 0:
+        rank = window.origin.rank
+        waits = self._accepted_bytes.get(rank) != window_bytes
+        wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits})
+        if waits:
             while self._unanswered:
                 self._take_answer()
             wire.answer()
+            self._accepted_bytes[rank] = window_bytes
         wire.send_bytes(payload)
         wire.send({"op": "hashes", "hashes": self._hashes(work, part)})
         self._sent(work)
@@ -252,7 +257,7 @@ class Sender(threading.Thread):
     def _disconnect(self) -> None:
         """What was sent counts no more: ``_connect`` asks what has arrived."""
         self._unanswered.clear()
-        self._buffers = {}
+        self._buffers, self._accepted_bytes = {}, {}
         if self._wire is not None:
             self._wire.close()
             self._wire = None

@@ -41,7 +41,7 @@ def announcement(**changes: object) -> dict[str, Any]:
     about = {"run_id": "a-run", "generation": 1, "world_size": 4, "topology": {}, "plan": {}}
     place = {"start_iteration": 10, "num_slices": 2, "buffer": 0, "window_bytes": 2 * PAGE, "slice": 0}
     record |= {name: changes.pop(name) for name in list(changes) if name in record}
-    return {"op": "slice", "rank": 0, **about, **place, "record": record, **changes}
+    return {"op": "slice", "rank": 0, "waits": True, **about, **place, "record": record, **changes}
 
 
 @pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN + "0", None, 7, "\ud800" * 64])
@@ -135,7 +135,8 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"num_bytes": 3 * PAGE}, "end before byte"),
         ({"num_bytes": 10}, "must lie within"),
         ({"buffer": 2}, "buffer"),
-        ({"slice": 1}, "first slices are not here"),
+        ({"slice": 1}, "must be slice 0"),
+        ({"waits": False}, "no memory for windows of 8192 bytes"),
         ({"num_slices": 0}, "num_slices"),
         ({"rank": -1}, "rank"),
         ({"rank": "0/../1"}, "rank"),

@@ -29,10 +29,10 @@ class Peer:
         self.wire.send({"op": "welcome", "held": held})
 
     def take(self, index: int) -> None:
-        """Take one slice; the first is let go."""
+        """Take one slice; one that waits is let go."""
         announced = self.wire.receive(patient=True)
         assert (announced["op"], announced["slice"]) == ("slice", index)
-        if index == 0:
+        if announced["waits"]:
             self.wire.send({"op": "go"})
         payload = memoryview(bytearray(PAGE))
         self.wire.receive_into(payload)
