@@ -53,6 +53,7 @@ class Windows:
         self.planned: list[SnapshotPlanned] = []
         self.num_delayed = 0
         self._engine = trainer.engine
+        self._client = client
         self._fingerprint = trainer.samples["train"].fingerprint()
         self._snapshots = Snapshotter(
             config,
@@ -85,8 +86,11 @@ class Windows:
 
     def drain(self) -> None:
         """See ``Saver``: until all copies of the newest window are there."""
-        replicated: Any = self._engine.replicated_window
-        _wait(lambda: replicated() >= self._newest, f"window {self._newest} to be replicated")
+
+        def newest() -> int:
+            return max(self._client.buffer_states().replicated.values(), default=-1)
+
+        _wait(lambda: newest() >= self._newest, f"window {self._newest} to be replicated")
 
     def close(self) -> None:
         """See ``Saver``."""

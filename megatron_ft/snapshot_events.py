@@ -41,7 +41,7 @@ class WindowCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowDelayed(Record):
-    """No buffer was free for the next window: peers are behind. Training goes on."""
+    """No buffer was free for the next window on some rank: peers or storage are behind. Training goes on."""
 
     iteration: int
     """Iteration after which the window should have started."""

@@ -5,19 +5,41 @@ happens before. Its values are the per-iteration scalars that an exact replay ne
 """
 
 import math
+import operator
 import statistics
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields
+from functools import reduce
 from typing import Any
 
 from megatron_ft.errors import TrainingStopped
 
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
+_FORMER_FIELDS = ("committed_window",)
+"""What votes in windows of earlier versions say besides, and no replay needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ballot:
+class WindowReport:
+    """How the windows that the job keeps stand, on one rank or, in a vote, on all of them.
+
+    Windows are bits: bit i is the i-th oldest of them, the same one on every rank.
+    """
+
+    replicated_windows: int = 0
+    """Those that are whole here and with all peers; in a vote those that are so on every rank."""
+    given_up_windows: int = 0
+    """Those that a peer will never have; in a vote those that are so on any rank."""
+    has_free_buffer: int = 1
+    """1: once the job has a buffer to spare, the next window can have it at once; in a vote: on every rank."""
+
+
+WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot(WindowReport):
     """One rank's contribution to the vote of one iteration.
 
     Sums are over this rank's real microbatches; ranks that do not hold them give zero. ``found_inf`` and
@@ -34,8 +56,6 @@ class Ballot:
     aux_loss_sum: float
     z_loss_sum: float
     stop_requested: int = 0
-    replicated_window: int = -1
-    """First iteration of the newest window of this rank that is replicated; -1 before one is."""
 
     def to_row(self) -> tuple[float, ...]:
         """The ballot as numbers that float64 holds exactly."""
@@ -56,7 +76,7 @@ BALLOT_FIELDS = len(fields(Ballot))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
+class Vote(WindowReport):
     """What all ranks know of an iteration once its vote is settled.
 
     Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over
@@ -75,8 +95,6 @@ class Vote:
     aux_loss: float
     z_loss: float
     stop_requested: bool = False
-    committed_window: int = -1
-    """First iteration of the newest window that is replicated for every rank; -1 before one is."""
 
     def to_record(self) -> dict[str, object]:
         """A JSON object that ``from_record`` reads back to the same bits."""
@@ -85,7 +103,7 @@ class Vote:
     @classmethod
     def from_record(cls, record: dict[str, object]) -> "Vote":
         """The inverse of ``to_record``."""
-        return cls(**record)  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in record.items() if name not in _FORMER_FIELDS})  # type: ignore[arg-type]
 
 
 def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
@@ -120,7 +138,9 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
         aux_loss=sum(ballot.aux_loss_sum for ballot in ballots) * per_moe_loss,
         z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
         stop_requested=any(ballot.stop_requested for ballot in ballots),
-        committed_window=min(ballot.replicated_window for ballot in ballots),
+        replicated_windows=reduce(operator.and_, [ballot.replicated_windows for ballot in ballots]),
+        given_up_windows=reduce(operator.or_, [ballot.given_up_windows for ballot in ballots]),
+        has_free_buffer=min(ballot.has_free_buffer for ballot in ballots),
     )
 
 

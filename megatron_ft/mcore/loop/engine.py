@@ -6,7 +6,7 @@ Everything here can be called again in the same process: ``build`` after ``teard
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.planning.batch import BatchPlan
-from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, tally
+from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport, tally
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
@@ -98,8 +98,8 @@ class TrainingEngine:
         self.history = History()
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
-        self.replicated_window: Callable[[], int] | None = None
-        """First iteration of this rank's newest replicated window, for the vote."""
+        self.window_report: Callable[[], WindowReport] = WindowReport
+        """How this rank's windows stand, for the vote."""
         self._router = router_builder(config)
         training = config.training
         self.policy = CommitPolicy(
@@ -278,7 +278,7 @@ class TrainingEngine:
             aux_loss_sum=aux_loss_sum,
             z_loss_sum=z_loss_sum,
             stop_requested=int(self.stop_requested()),
-            replicated_window=-1 if self.replicated_window is None else self.replicated_window(),
+            **asdict(self.window_report()),
         )
 
     def vote(self, prepared: Prepared) -> Vote:

@@ -15,10 +15,10 @@ from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.mcore.optimizer.restoring import Payload
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.commit import Ballot, Vote
+from megatron_ft.planning.commit import WINDOW_FIELDS, Ballot, Vote
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
-_OF_THE_JOB = ("generation", "stop_requested", "committed_window")
+_OF_THE_JOB = ("generation", "stop_requested", *WINDOW_FIELDS)
 """What a vote says of the job and its time, and not of the iteration."""
 
 

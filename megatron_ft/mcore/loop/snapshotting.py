@@ -21,7 +21,7 @@ from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.recovering import HeldWindow
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.operators import is_moe_layer
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.commit import Vote, WindowReport
 from megatron_ft.planning.snapshot.activations import Activations
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, WindowBuffers
 from megatron_ft.planning.snapshot.demand import Demand
@@ -31,7 +31,7 @@ from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.report import check_limit, dense_plan
-from megatron_ft.runtime.keeper.client import NUM_PROBLEMS, REPLICATED_START, WAITING_BYTES, Arena, KeeperClient
+from megatron_ft.runtime.keeper.client import NUM_PROBLEMS, WAITING_BYTES, Arena, KeeperClient
 from megatron_ft.runtime.snapshot.capture import CaptureFigures, WindowCapture
 from megatron_ft.runtime.snapshot.copier import open_copier, pin
 
@@ -96,7 +96,7 @@ class Snapshotter:
         self._capture: WindowCapture | None = None
         self._view: OperatorView | None = None
         engine.before_update = self.settle
-        engine.replicated_window = self._replicated_window
+        engine.window_report = self._window_report
 
     @property
     def figures(self) -> CaptureFigures:
@@ -129,9 +129,13 @@ class Snapshotter:
         self.settle()  # an iteration that was skipped made no update, so nothing has waited for its slice
         self._iteration_seconds.append(seconds)
         self._take_in(iteration, vote)
-        if self._capture is None and not self._can_open(iteration):
-            return
-        if self._start is None and not self._begin_window(iteration):
+        has_buffer = bool(vote.has_free_buffer)
+        if self._capture is None:
+            if not self._can_open(iteration):
+                return
+            # Memory that survived an earlier process may hold what is still being written to storage.
+            has_buffer = self._agreement.all(bool(self._window_report().has_free_buffer))
+        if self._start is None and not self._begin_window(iteration, has_buffer=has_buffer):
             return
         assert self._start is not None and self._capture is not None, "a window is under way"
         failpoints.hit("capture", iteration)
@@ -169,7 +173,7 @@ class Snapshotter:
         """Finish the slice under way and let go of tensors and of the keeper, which keeps what it has."""
         self.settle()
         self._copier.close()
-        self._engine.before_update = self._engine.replicated_window = None
+        self._engine.before_update, self._engine.window_report = None, WindowReport
         self._capture, self._view = None, None
         self._client.close()
 
@@ -179,16 +183,19 @@ class Snapshotter:
     def _plans_again(self) -> bool:
         return self._config.snapshot.replan_interval_windows > 0
 
-    def _replicated_window(self) -> int:
-        return -1 if self._arena is None else self._arena.status(REPLICATED_START)
+    def _window_report(self) -> WindowReport:
+        return self._buffers.report(self._client.buffer_states())
 
     def _take_in(self, iteration: int, vote: Vote) -> None:
-        before = self._buffers.committed
-        self._buffers = self._buffers.after_commit(vote.committed_window)
-        if self._buffers.committed > before:
+        before, self._buffers = self._buffers, self._buffers.after_vote(vote)
+        if self._buffers.committed > before.committed:
             failpoints.hit("replicate", iteration)
             self._client.committed(self._buffers.committed)
             self._say_committed(iteration)
+        for start in before.held:
+            if start > self._buffers.committed and start not in self._buffers.held:
+                self._client.abandon(start)
+                self._start = None if start == self._start else self._start
         self._say_problems(iteration)
 
     def _can_open(self, iteration: int) -> bool:
@@ -199,22 +206,21 @@ class Snapshotter:
         self._open(iteration)
         return True
 
-    def _begin_window(self, iteration: int) -> bool:
+    def _begin_window(self, iteration: int, *, has_buffer: bool) -> bool:
         assert self._capture is not None, "opened"
         if self._last_start is not None and iteration < self._last_start + self._capture.plan.interval_iterations:
             return False
-        buffer = self._buffers.free()
-        if buffer is None:
+        if self._buffers.free() is None or not has_buffer:
             self._say_delayed(iteration)
             return False
         self._plan_again(iteration)
         self._is_delayed = False
-        self._buffers = self._buffers.begin(iteration)
+        self._buffers = self._buffers.begin(iteration, self._client.buffer_states().pinned)
         self._start = self._last_start = iteration
         self._lengths = {start: length for start, length in self._lengths.items() if start in self._buffers.held}
         self._lengths[iteration] = self._capture.plan.num_iterations
         self._num_windows += 1
-        self._capture.begin_window(buffer, iteration)
+        self._capture.begin_window(self._buffers.held[iteration], iteration)
         return True
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> None:

@@ -11,8 +11,11 @@ import xxhash
 
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, BufferStates
 
 CONNECT_SECONDS = 10.0
+FLUSH_SECONDS = 600.0
+"""How long a keeper lets ``flush`` wait for storage."""
 MAX_UNREAD = 32
 """Answers to ``captured`` that may wait in the socket: were it full, both ends would wait for each other."""
 (
@@ -24,8 +27,12 @@ MAX_UNREAD = 32
     HASHED_BYTES,
     CPU_NANOSECONDS,
     PINNED_BUFFERS,
-) = range(8)
-"""Words of the status page."""
+    COMMITTED_START,
+) = range(9)
+"""Words of the status page. Commits that the last one counts have pinned what they pin."""
+BUFFER_REPLICATED = 9
+BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
+"""First of ``NUM_BUFFERS`` words each: where the window in a buffer starts, if it is so; -1 if not."""
 
 
 class KeeperRefused(ControlError):
@@ -126,6 +133,8 @@ class KeeperClient:
         self._answers: deque[Message] = deque()
         self._num_unread = 0
         self._arena: Arena | None = None
+        self._committed = -1
+        """The newest commit the keeper was told of since it gave the arena out."""
         try:
             self._call({**hello, "op": "hello"})
         except BaseException:
@@ -143,19 +152,17 @@ class KeeperClient:
         """
         answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes})
         self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
+        self._committed = self._arena.status(COMMITTED_START)
         return self._arena
 
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
-        """Give a buffer to a new window; waits only while the buffer is being written to storage.
+        """Give a buffer to a new window. Costs one send.
 
-        Otherwise it costs one send. A refusal (the buffer holds the newest window committed, or confirmed by
+        A refusal (the buffer is being written to storage, or holds the newest window committed, or confirmed by
         ``committed``, since this generation greeted) is raised here or by a later request.
         """
         about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
-        if self._arena is None or self._arena.status(PINNED_BUFFERS) >> buffer & 1:
-            self._call({"op": "begin", **about})
-        else:
-            self._tell({"op": "begin", **about})
+        self._tell({"op": "begin", **about})
 
     def captured(
         self,
@@ -181,6 +188,30 @@ class KeeperClient:
         A refusal (it is not here, or incomplete) is raised here or by a later request.
         """
         self._tell({"op": "committed", "start_iteration": start_iteration})
+        self._committed = start_iteration
+
+    def abandon(self, start_iteration: int) -> None:
+        """The job lets go of this window without committing it. Costs one send.
+
+        A refusal (it is not here, or committed) is raised here or by a later request.
+        """
+        self._tell({"op": "abandon", "start_iteration": start_iteration})
+
+    def buffer_states(self) -> BufferStates:
+        """How the buffers of this rank's memory stand, as the keeper wrote it last."""
+        arena = self._arena
+        if arena is None:
+            return BufferStates()
+        # Read before what is pinned: the keeper writes it after.
+        knows_commits = arena.status(COMMITTED_START) == self._committed
+        pinned = arena.status(PINNED_BUFFERS)
+        buffers = range(arena.num_buffers)
+        return BufferStates(
+            replicated={buffer: arena.status(BUFFER_REPLICATED + buffer) for buffer in buffers},
+            given_up={buffer: arena.status(BUFFER_GIVEN_UP + buffer) for buffer in buffers},
+            pinned=frozenset(buffer for buffer in buffers if pinned >> buffer & 1),
+            knows_commits=knows_commits,
+        )
 
     def persist(self, start_iteration: int) -> None:
         """Write this window to storage soon. Raises KeeperRefused when it is not here, or there is no place."""

@@ -8,15 +8,14 @@ from typing import Any
 
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 from megatron_ft.runtime.keeper import fields
 from megatron_ft.runtime.keeper.asking import ask_inventories, fetch_window
+from megatron_ft.runtime.keeper.client import FLUSH_SECONDS
 from megatron_ft.runtime.keeper.persisting import Persister
 from megatron_ft.runtime.keeper.store import OwnRank, Settings, Store
-from megatron_ft.runtime.keeper.windows import NUM_BUFFERS, PAGE_BYTES, Origin, OwnWindows, Slice, Window, align
+from megatron_ft.runtime.keeper.windows import PAGE_BYTES, Origin, OwnWindows, Slice, Window, align
 from megatron_ft.runtime.keeper.wire import Refused, hang_up, is_token
-
-PINNED_SECONDS = 600.0
-"""How long ``begin`` waits for a buffer that is being written to storage."""
 
 
 class RankSession(threading.Thread):
@@ -96,6 +95,7 @@ class RankSession(threading.Thread):
             "begin": self._begin,
             "captured": self._captured,
             "committed": self._committed,
+            "abandon": self._abandon,
             "persist": self._persist,
             "flush": self._flush,
             "problems": self._problems,
@@ -135,10 +135,7 @@ class RankSession(threading.Thread):
             buffer=buffer,
         )
         with self._store.lock:
-            windows = _windows(own)
-            if not self._store.lock.wait_for(lambda: buffer not in windows.pinned, PINNED_SECONDS):
-                raise ControlError(f"buffer={buffer}: still being written to storage after {PINNED_SECONDS} s")
-            windows.begin(buffer, window)
+            _windows(own).begin(buffer, window)
             own.publish()
             self._store.changed()
         return {"op": "ok"}
@@ -170,6 +167,13 @@ class RankSession(threading.Thread):
             self._store.changed()
         return {"op": "ok"}
 
+    def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        with self._store.lock:
+            _windows(own).abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
+            own.publish()
+            self._store.changed()
+        return {"op": "ok"}
+
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._store.lock:
             if own.settings.persist_url is None:
@@ -180,7 +184,7 @@ class RankSession(threading.Thread):
 
     def _flush(self, own: OwnRank, _: Message, __: list[int]) -> Message:
         with self._store.lock:
-            done = self._store.lock.wait_for(lambda: not self._persister.is_due(own), PINNED_SECONDS)
+            done = self._store.lock.wait_for(lambda: not self._persister.is_due(own), FLUSH_SECONDS)
         return {"op": "flushed", "done": done}
 
     def _problems(self, own: OwnRank, _: Message, __: list[int]) -> Message:

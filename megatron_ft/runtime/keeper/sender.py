@@ -242,6 +242,7 @@ class Sender(threading.Thread):
         if self._num_damaged >= MAX_DAMAGED:
             self._num_damaged = 0
             self._given_up.add(work.action.window)
+            work.own.give_up(work.action.window)
             self._note(work, error)
 
     def _note(self, work: Work, error: Exception) -> None:

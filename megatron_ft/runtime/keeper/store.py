@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 from megatron_ft.runtime.keeper.copies import NUM_COPY_BUFFERS, CopyWindows
 from megatron_ft.runtime.keeper.memory import Memory, Segment
-from megatron_ft.runtime.keeper.windows import NUM_BUFFERS, PAGE_BYTES, Origin, OwnWindows, Slice, Window, best
+from megatron_ft.runtime.keeper.windows import PAGE_BYTES, Origin, OwnWindows, Slice, Window, best
 from megatron_ft.runtime.keeper.wire import Refused
 
 MAX_PROBLEMS = 1000
 """Problems that wait for their rank to ask; older ones are dropped, and counted in the status page."""
-_NUM_STATUS_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +68,20 @@ class OwnRank:
         self.num_problems += 1
         self.problems.append({"what": what, "error": str(error), "start_iteration": start_iteration})
 
+    def give_up(self, window: Window) -> None:
+        """A peer will never hold ``window``."""
+        window.given_up = True
+        self.publish()
+
     def publish(self) -> None:
-        """Write the status page, each word with one store."""
+        """Write the status page, each word with one store, in order."""
         settings, windows = self.settings, self.windows
         if windows is None or self.segment is None:
             return
         generation = settings.origin.generation
-        windows.note_replicated(settings.peer_nodes, generation)
+        replicated, given_up = windows.replicated(settings.peer_nodes, generation), windows.given_up(generation)
         values = (
-            windows.replicated_start,
+            max(replicated.values(), default=-1),
             self.replicated_bytes,
             windows.waiting_bytes(settings.peer_nodes, generation),
             self.num_problems,
@@ -84,8 +89,11 @@ class OwnRank:
             self.hashed_bytes,
             time.process_time_ns(),
             sum(1 << buffer for buffer in windows.pinned),
+            windows.confirmed_start,
+            *(replicated.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
+            *(given_up.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
         )
-        page = self.segment.view[: _NUM_STATUS_WORDS * 8].cast("q")
+        page = self.segment.view[: len(values) * 8].cast("q")
         for index, value in enumerate(values):
             page[index] = value
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.errors import ControlError
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 
 PAGE_BYTES = 4096
-NUM_BUFFERS = 3
 FORMAT_VERSION = 1
 
 Key = tuple[int, int]
@@ -73,6 +73,8 @@ class Window:
     slices: list[Slice] = field(default_factory=list)
     acknowledged: dict[int, int] = field(default_factory=dict)
     """For each peer node, how many slices it holds and has verified."""
+    given_up: bool = False
+    """Whether there is a peer that will never hold it."""
     committed: bool = False
 
     @property
@@ -174,8 +176,6 @@ class OwnWindows:
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
-        self.replicated_start = -1
-        """First iteration of the window of this generation that was replicated last; -1: none."""
         self.pinned: set[int] = set()
         """Buffers that somebody reads and needs unchanged."""
         self._buffers: list[Window | None] = [None] * NUM_BUFFERS
@@ -198,19 +198,17 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Windows stay until they are overwritten or confirmed by a commit; commits count from one again.
-
-        Nothing of the new generation is replicated yet.
-        """
-        self.replicated_start = -1
+        """Windows stay until they are overwritten or confirmed by a commit; commits count from one again."""
         self._num_commits, self._is_new_commit, self._protected = 0, False, None
 
     def begin(self, buffer: int, window: Window) -> None:
         """Give a buffer to a new window. Incomplete windows and an earlier try at the same window are forgotten.
 
         Raises:
-            ControlError: the buffer holds the newest window that was committed in this generation.
+            ControlError: the buffer is pinned, or holds the newest window that was committed in this generation.
         """
+        if buffer in self.pinned:
+            raise ControlError(f"buffer={buffer}: is being written to storage")
         held = self._buffers[buffer]
         if held is not None and held is self._protected:
             raise ControlError(f"buffer={buffer}: holds window {held.start_iteration}, the newest committed one")
@@ -242,18 +240,23 @@ class OwnWindows:
         """A peer holds the first ``num_slices`` of a window."""
         window.acknowledged[node] = num_slices
 
-    def note_replicated(self, peers: Sequence[int], generation: int) -> bool:
-        """Whether another window of this generation has become complete here and with all ``peers``."""
-        done = [
-            window.start_iteration
+    def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
+        """Windows of this generation that are complete here and with all ``peers``: buffer to first iteration."""
+        return {
+            window.buffer: window.start_iteration
             for window in self._order
             if window.origin.generation == generation
             and window.complete
             and all(window.acknowledged.get(node, 0) == window.num_slices for node in peers)
-        ]
-        newest = done[-1] if done else self.replicated_start
-        changed, self.replicated_start = newest != self.replicated_start, newest
-        return changed
+        }
+
+    def given_up(self, generation: int) -> dict[int, int]:
+        """Windows of this generation that a peer will never hold: buffer to first iteration."""
+        return {
+            window.buffer: window.start_iteration
+            for window in self._order
+            if window.origin.generation == generation and window.given_up
+        }
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
         """Bytes of this generation that have yet to reach peers, each peer counted."""
@@ -282,6 +285,22 @@ class OwnWindows:
                 self._forget(other)
         window.committed, self._protected = True, window
         return window
+
+    def abandon(self, start_iteration: int, generation: int) -> None:
+        """Forget a window that the job will not commit.
+
+        Raises:
+            ControlError: none of ``generation`` starts there, or it is committed.
+        """
+        found = [window for window in self._order if window.key == (generation, start_iteration)]
+        if not found or found[0].committed:
+            raise ControlError(f"start_iteration={start_iteration}: no window that could be given up starts there")
+        self._forget(found[0])
+
+    @property
+    def confirmed_start(self) -> int:
+        """First iteration of the newest window that was committed, or confirmed to be, in this generation; -1: none."""
+        return -1 if self._protected is None else self._protected.start_iteration
 
     def is_persist_due(self, persist_every: int) -> bool:
         """Whether the commit just made is one of every ``persist_every`` of this generation; 0: never."""

@@ -27,6 +27,9 @@ BALLOTS = st.builds(
     aux_loss_sum=FLOATS,
     z_loss_sum=FLOATS,
     stop_requested=st.integers(0, 1),
+    replicated_windows=st.integers(0, 7),
+    given_up_windows=st.integers(0, 7),
+    has_free_buffer=st.integers(0, 1),
 )
 VOTES = st.builds(
     Vote,
@@ -99,6 +102,25 @@ def test_tally_by_hand() -> None:
     assert (vote.loss, vote.num_tokens, vote.aux_loss, vote.z_loss) == (4.5, 40, 2.5, 2.0)
     assert vote.clip_coefficient == 1.0 / (2.0 + 1e-6)
     assert vote.stop_requested and not vote.found_inf
+
+
+def test_a_vote_logged_by_an_earlier_version_is_read() -> None:
+    vote = settled(ballot())
+    assert Vote.from_record({**vote.to_record(), "committed_window": 5}) == vote
+    with pytest.raises(TypeError, match="unheard_of"):
+        Vote.from_record({**vote.to_record(), "unheard_of": 5})
+
+
+def test_windows_in_the_vote() -> None:
+    """Replicated is what every rank has, given up what any rank has; a buffer must be there for all."""
+    vote = settled(
+        ballot(replicated_windows=0b110, given_up_windows=0b001),
+        ballot(replicated_windows=0b011, has_free_buffer=0),
+        ballot(replicated_windows=0b111, given_up_windows=0b100),
+    )
+    assert (vote.replicated_windows, vote.given_up_windows, vote.has_free_buffer) == (0b010, 0b101, 0)
+    idle = settled(ballot(), ballot())
+    assert (idle.replicated_windows, idle.given_up_windows, idle.has_free_buffer) == (0, 0, 1)
 
 
 def test_one_overflow_and_one_request_are_everybodys() -> None:

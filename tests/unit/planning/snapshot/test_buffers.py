@@ -2,7 +2,12 @@
 
 import random
 
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, WindowBuffers
+import pytest
+
+from megatron_ft.planning.commit import WindowReport
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, BufferStates, WindowBuffers
+
+FULL = WindowBuffers(held={4: 0, 7: 1, 1: 2}, committed=1)
 
 
 def test_windows_go_round_the_buffers_while_commits_keep_up() -> None:
@@ -35,3 +40,49 @@ def test_the_committed_window_and_newer_ones_are_never_reused() -> None:
         elif buffers.held:
             buffers = buffers.after_commit(dice.choice(sorted(buffers.held)))
         assert len(set(buffers.held.values())) == len(buffers.held) <= NUM_BUFFERS
+
+
+def test_windows_are_reported_oldest_first_whatever_buffers_they_are_in() -> None:
+    """After a recovery a window is in another buffer on every rank."""
+    states = BufferStates(replicated={0: 4, 1: 5, 2: -1}, given_up={1: 7})
+    assert FULL.report(states) == WindowReport(replicated_windows=0b010, given_up_windows=0b100)
+    assert FULL.report(BufferStates(replicated={0: 2, 1: 2, 2: 2})).replicated_windows == 0, "of earlier windows there"
+
+
+def test_a_window_that_one_rank_has_given_up_is_not_committed_when_a_newer_one_is() -> None:
+    """Rank 0 gave window 4 up and has 7, rank 1 has 4: the older of the newest ones is not on every rank."""
+    ranks = [BufferStates(replicated={1: 7}), BufferStates(replicated={0: 4})]
+    reports = [FULL.report(states) for states in ranks]
+    both = reports[0].replicated_windows & reports[1].replicated_windows
+    assert FULL.after_vote(WindowReport(replicated_windows=both)).committed == 1
+
+
+def test_a_window_that_any_rank_has_given_up_is_let_go_of_and_a_newer_one_committed() -> None:
+    without = FULL.after_vote(WindowReport(replicated_windows=0b001, given_up_windows=0b010))
+    assert without == WindowBuffers(held={1: 2, 7: 1}, committed=1)
+    assert without.after_vote(WindowReport(replicated_windows=0b10)) == WindowBuffers(held={7: 1}, committed=7)
+
+
+def test_what_is_committed_is_kept_though_a_new_peer_does_not_get_it() -> None:
+    assert FULL.after_vote(WindowReport(given_up_windows=0b001)) == FULL
+    assert FULL.after_vote(WindowReport(replicated_windows=0b010, given_up_windows=0b010)).committed == 4
+
+
+@pytest.mark.parametrize(
+    ("held", "pinned", "has_buffer"),
+    [
+        ({}, {0, 1}, 1),
+        ({}, {0, 1, 2}, 0),
+        ({1: 0, 4: 1}, {0, 1}, 1),
+        ({1: 0, 4: 1}, {2}, 0),
+        ({1: 1, 4: 2, 7: 0}, {0, 2}, 1),
+        ({1: 1, 4: 2, 7: 0}, {1}, 0),
+    ],
+)
+def test_a_buffer_that_storage_reads_is_not_free(held: dict[int, int], pinned: set[int], has_buffer: int) -> None:
+    """With every buffer held it is the oldest window that goes first."""
+    buffers = WindowBuffers(held=held)
+    assert buffers.report(BufferStates(pinned=frozenset(pinned))).has_free_buffer == has_buffer
+    assert not buffers.report(BufferStates(pinned=frozenset(pinned), knows_commits=False)).has_free_buffer
+    if len(held) < NUM_BUFFERS:
+        assert (buffers.free(pinned) is not None) == bool(has_buffer)

@@ -164,6 +164,7 @@ def test_a_byte_flipped_on_the_way_is_refused(num_flips: int) -> None:
             else:
                 wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 1, "it is given up")
                 assert "damaged" in rank.problems()[0]["error"]
+                assert rank.buffer_states().given_up == {0: 10, 1: -1, 2: -1}
                 assert arena.status(words.REPLICATED_START) == -1
                 num_before = len(flips)
                 window(rank, arena, 0, 1, 12, num_bytes=LARGE)

@@ -47,6 +47,7 @@ def requests() -> list[dict[str, Any]]:
         {"op": "begin", "buffer": 0, "start_iteration": 10, "num_slices": 2, "plan": {}},
         {"op": "captured", **place, "header": {}, "pieces": pieces_of(PAGE)},
         {"op": "committed", "start_iteration": 10},
+        {"op": "abandon", "start_iteration": 10},
         {"op": "persist", "start_iteration": 10},
         {"op": "problems"},
         {"op": "inventory", "rank": 0, "ask_peers": False},

@@ -1,53 +1,21 @@
 """One rank's connection, served in this process."""
 
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_ft.runtime.keeper import ranks
+from megatron_ft.planning.snapshot.buffers import BufferStates
 from megatron_ft.runtime.keeper.client import MAX_UNREAD, REPLICATED_START, KeeperClient, KeeperRefused
-from megatron_ft.runtime.keeper.hashing import Hasher
-from megatron_ft.runtime.keeper.memory import Memory
-from megatron_ft.runtime.keeper.persisting import Persister
-from megatron_ft.runtime.keeper.ranks import RankSession
-from megatron_ft.runtime.keeper.store import Store
-from tests.unit.runtime.keeper.nodes import PAGE, TOKEN, Cluster, begin, capture, wait_replicated, wait_until, window
-
-
-class Served:
-    """A store whose storage thread has not started yet."""
-
-    def __init__(self, folder: Path) -> None:
-        self.store = Store(0, TOKEN, Memory())
-        self.persister = Persister(self.store)
-        self.path = str(folder / "s")
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(self.path)
-        self.listener.listen()
-        self.url = str(folder / "windows")
-        Hasher(self.store).start()
-
-    def client(self) -> KeeperClient:
-        """Rank 0, which persists every window."""
-        accept = threading.Thread(target=self._accept)
-        accept.start()
-        hello = Cluster(Path()).hello(0, node=0, peer_nodes=[], persist_every=1, persist_url=self.url, world_size=1)
-        client = KeeperClient(self.path, hello=hello)
-        accept.join()
-        return client
-
-    def _accept(self) -> None:
-        RankSession(self.listener.accept()[0], self.store, self.persister).start()
+from tests.unit.runtime.keeper.nodes import PAGE, begin, capture, wait_replicated, wait_until, window
+from tests.unit.runtime.keeper.served import Served
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     running = Served(tmp_path)
     yield running
-    running.listener.close()
+    running.close()
 
 
 def committed_and_next(served: Served) -> KeeperClient:
@@ -61,25 +29,53 @@ def committed_and_next(served: Served) -> KeeperClient:
     return client
 
 
-def test_a_buffer_waits_until_it_is_written(served: Served) -> None:
+def test_a_buffer_that_is_being_written_is_named_and_not_given_away(served: Served) -> None:
     client = committed_and_next(served)
-    done = threading.Event()
-    waiting = threading.Thread(target=lambda: (begin(client, 0, 14), done.set()))
-    waiting.start()
-    assert not done.wait(0.3), "the buffer is given away before it was written"
+    wait_until(lambda: client.buffer_states().pinned == {0, 1}, "both are due")
+    begin(client, 0, 14)
+    with pytest.raises(KeeperRefused, match="buffer=0: is being written to storage"):
+        client.problems()
     served.persister.start()
-    assert done.wait(20)
-    waiting.join()
-    wait_until(lambda: len(list(Path(served.url).rglob("*.window"))) == 2, "both are written")
+    wait_until(lambda: not client.buffer_states().pinned, "both are written")
+    begin(client, 0, 14)
+    assert len(list(Path(served.url).rglob("*.window"))) == 2
     assert client.problems() == []
     client.close()
 
 
-def test_a_storage_that_stands_still_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "PINNED_SECONDS", 0.1)
-    client = committed_and_next(served)
-    with pytest.raises(KeeperRefused, match="still being written to storage after 0.1 s"):
-        begin(client, 0, 14)
+def test_a_commit_that_the_keeper_has_yet_to_take_in_is_known_to_be_missing(served: Served) -> None:
+    """It may pin a buffer: what the status page says of pinned ones is then not all."""
+    client = served.client()
+    assert client.buffer_states() == BufferStates()
+    arena = client.allocate(2 * PAGE)
+    window(client, arena, 0, 1, 10)
+    wait_replicated(arena, 10)
+    assert client.buffer_states().knows_commits
+    with served.store.lock:
+        client.committed(10)
+        states = client.buffer_states()
+        assert states.replicated == {0: -1, 1: 10, 2: -1} and not states.pinned and not states.knows_commits
+    wait_until(lambda: client.buffer_states().knows_commits, "it is taken in")
+    assert client.buffer_states().pinned == {1}
+    client.allocate(4 * PAGE)
+    assert client.buffer_states() == BufferStates(
+        replicated={0: -1, 1: -1, 2: -1}, given_up={0: -1, 1: -1, 2: -1}, pinned=frozenset()
+    ), "new memory holds nothing, and no commit is outstanding"
+    client.close()
+
+
+def test_a_window_the_job_lets_go_of_is_forgotten(served: Served) -> None:
+    client = served.client()
+    arena = client.allocate(2 * PAGE)
+    for number in range(2):
+        window(client, arena, 0, number, 10 + 2 * number)
+    wait_replicated(arena, 12)
+    client.abandon(10)
+    assert [entry["start_iteration"] for entry in client.inventory(0)] == [12]
+    client.committed(12)
+    client.abandon(12)
+    with pytest.raises(KeeperRefused, match="start_iteration=12: no window that could be given up"):
+        client.problems()
     client.close()
 
 

@@ -192,8 +192,9 @@ def test_a_greeting_that_cannot_be_is_refused(changes: dict[str, Any], message: 
 def test_requests_out_of_order_are_refused_and_the_connection_goes_on() -> None:
     with cluster(1) as nodes:
         rank = nodes.client(0, node=0, peer_nodes=[])
+        begin(rank, 0, 10)
         with pytest.raises(KeeperRefused, match="no memory"):
-            begin(rank, 0, 10)
+            rank.problems()
         arena = rank.allocate(2 * PAGE)
         with pytest.raises(KeeperRefused, match="persist_url"):
             rank.persist(10)

@@ -152,15 +152,37 @@ def test_replicated_means_complete_here_and_with_every_peer(windows: OwnWindows)
     windows.note_acknowledged(window, 2, 1)
     assert windows.waiting_bytes([1, 2], 1) == 100
     windows.note_acknowledged(window, 2, 2)
-    assert not windows.note_replicated([1, 2], 1)
+    assert not windows.replicated([1, 2], 1)
     for one in window.slices:
         one.hashes = ["0" * 32]
-    assert not windows.note_replicated([1, 2, 3], 1)
-    assert not windows.note_replicated([1, 2], 2)
-    assert windows.note_replicated([1, 2], 1)
-    assert windows.replicated_start == 0
-    windows.new_generation()
-    assert windows.replicated_start == -1
+    assert not windows.replicated([1, 2, 3], 1)
+    assert not windows.replicated([1, 2], 2)
+    assert windows.replicated([1, 2], 1) == {0: 0}
+
+
+def test_a_window_given_up_is_named_and_a_newer_one_does_not_stand_for_it(windows: OwnWindows) -> None:
+    full(windows, 0, 2).given_up = True
+    windows.note_acknowledged(full(windows, 2, 0), 1, NUM_SLICES)
+    assert windows.replicated([1], 1) == {0: 2}
+    assert windows.given_up(1) == {2: 0} and not windows.given_up(2)
+
+
+def test_only_what_is_not_committed_is_let_go_of(windows: OwnWindows) -> None:
+    for buffer in range(2):
+        full(windows, 2 * buffer, buffer)
+    windows.commit(0, 1)
+    for start, generation in ((0, 1), (2, 2), (4, 1)):
+        with pytest.raises(ControlError, match="could be given up"):
+            windows.abandon(start, generation)
+    windows.abandon(2, 1)
+    assert starts(windows) == [0]
+
+
+def test_a_pinned_buffer_is_not_given_away(windows: OwnWindows) -> None:
+    windows.pinned.add(1)
+    with pytest.raises(ControlError, match="buffer=1: is being written"):
+        windows.begin(1, new(0, 1))
+    windows.begin(0, new(0, 0))
 
 
 def test_the_oldest_slice_is_hashed_first(windows: OwnWindows) -> None:
