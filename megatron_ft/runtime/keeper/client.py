@@ -14,8 +14,12 @@ from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, BufferStates
 
 CONNECT_SECONDS = 10.0
+ANSWER_SECONDS = 60.0
+"""A keeper that says nothing for so long while an answer is due, or takes nothing in, is stuck."""
 FLUSH_SECONDS = 600.0
 """How long a keeper lets ``flush`` wait for storage."""
+PATIENT_SECONDS = FLUSH_SECONDS + 300.0
+"""The limit where a keeper takes memory, asks other nodes or waits for storage before it answers."""
 MAX_UNREAD = 32
 """Answers to ``captured`` that may wait in the socket: were it full, both ends would wait for each other."""
 (
@@ -125,7 +129,6 @@ class KeeperClient:
         try:
             sock.settimeout(CONNECT_SECONDS)
             sock.connect(socket_path)
-            sock.settimeout(None)
         except OSError as error:
             sock.close()
             raise ControlError(f"keeper at {socket_path}: {error}") from error
@@ -133,6 +136,7 @@ class KeeperClient:
         self._answers: deque[Message] = deque()
         self._num_unread = 0
         self._arena: Arena | None = None
+        self._socket_path = socket_path
         self._committed = -1
         """The newest commit the keeper was told of since it gave the arena out."""
         try:
@@ -219,7 +223,7 @@ class KeeperClient:
 
     def flush(self) -> bool:
         """Wait until all that was asked for is on storage; False where that takes too long."""
-        return bool(self._call({"op": "flush"})["done"])
+        return bool(self._call({"op": "flush"}, PATIENT_SECONDS)["done"])
 
     def problems(self) -> list[dict[str, Any]]:
         """``what``, ``error`` and ``start_iteration`` of each problem since the last call."""
@@ -231,7 +235,8 @@ class KeeperClient:
         ``start_iteration``, ``num_slices``, ``generation``, ``world_size``, ``committed``, ``complete``, ``where``
         (``own`` memory of the rank or a ``copy``), ``node``, and ``buffer`` of the rank's memory on this node.
         """
-        return list(self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers})["windows"])
+        seconds = PATIENT_SECONDS if ask_peers else ANSWER_SECONDS
+        return list(self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers}, seconds)["windows"])
 
     def fetch(self, rank: int, *, start_iteration: int, node: int, generation: int | None = None) -> FetchedWindow:
         """A complete window that a node holds. Verify it before use.
@@ -248,7 +253,7 @@ class KeeperClient:
         self._reader.close()
 
     def _call_for_memory(self, message: Message) -> tuple[Message, int]:
-        answer = self._call(message)
+        answer = self._call(message, PATIENT_SECONDS)
         if not self._reader.descriptors:
             raise ControlError(f"keeper: its answer to {message['op']} has no memory")
         return answer, self._reader.descriptors.popleft()
@@ -260,13 +265,14 @@ class KeeperClient:
         self._send(message)
         self._num_unread += 1
 
-    def _call(self, message: Message) -> Message:
+    def _call(self, message: Message, seconds: float | None = None) -> Message:
         self._send(message)
         self._num_unread += 1
-        return self._settle()
+        return self._settle(seconds)
 
-    def _settle(self) -> Message:
-        """Read all answers that are due: the last one, unless one is a refusal."""
+    def _settle(self, seconds: float | None = None) -> Message:
+        """Read all answers that are due, each within ``seconds``: the last one, unless one is a refusal."""
+        self._reader.sock.settimeout(ANSWER_SECONDS if seconds is None else seconds)
         answers = [self._receive() for _ in range(self._num_unread)]
         self._num_unread = 0
         for answer in answers:
@@ -277,15 +283,25 @@ class KeeperClient:
         return answers[-1]
 
     def _send(self, message: Message) -> None:
+        self._reader.sock.settimeout(ANSWER_SECONDS)
         try:
             send(self._reader.sock, message)
+        except TimeoutError as error:
+            raise self._stuck() from error
         except OSError as error:
             raise ControlError(f"keeper: the connection is lost: {error}") from error
 
     def _receive(self) -> Message:
         while not self._answers:
-            messages, closed = self._reader.pump()
+            try:
+                messages, closed = self._reader.pump()
+            except TimeoutError as error:
+                raise self._stuck() from error
             self._answers.extend(messages)
             if closed and not self._answers:
                 raise ControlError("keeper: the connection is lost")
         return self._answers.popleft()
+
+    def _stuck(self) -> ControlError:
+        seconds = self._reader.sock.gettimeout()
+        return ControlError(f"keeper at {self._socket_path}: says nothing for {seconds:g} s: it is stopped or stuck")

@@ -232,6 +232,26 @@ def test_an_absent_peer_holds_up_nobody() -> None:
             rank.fetch(0, start_iteration=10, node=1)
 
 
+def test_a_keeper_that_is_stopped_is_named_and_holds_its_ranks_up_no_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with cluster(1) as nodes:
+        asking, telling = [nodes.client(rank, node=0, peer_nodes=[]) for rank in range(2)]
+        arena = telling.allocate(PAGE)
+        begin(telling, 0, 0, num_slices=words.MAX_UNREAD + 1)
+        nodes.nodes[0].process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(words, "ANSWER_SECONDS", 0.2)
+        stuck = f"keeper at {nodes.nodes[0].socket_path}: says nothing for 0.2 s"
+        with pytest.raises(ControlError, match=stuck):
+            asking.problems()
+        with pytest.raises(ControlError, match=stuck):
+            for index in range(words.MAX_UNREAD):
+                capture(telling, arena, 1, 0, 0, index, num_bytes=0)
+        with pytest.raises(ControlError, match=stuck):
+            nodes.client(2, node=0, peer_nodes=[])
+        nodes.nodes[0].process.send_signal(signal.SIGCONT)
+
+
 def run_windows(nodes: Cluster, first: int, num_windows: int) -> None:
     """Windows of two ranks that replicate to each other, committed one after the other; a multiple of three before."""
     ranks = [nodes.client(0, node=0, peer_nodes=[1]), nodes.client(1, node=1, peer_nodes=[0])]
