@@ -120,7 +120,7 @@ class Snapshotter:
         self._plan = window.plan
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         if window.is_in_arena:
-            self._client.committed(start)
+            self._client.committed(start, captured_in=window.manifest.generation)
             self._lengths[start] = window.plan.num_iterations
         self._open(self._engine.iteration, is_resumed=True)
 

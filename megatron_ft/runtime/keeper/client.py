@@ -186,12 +186,14 @@ class KeeperClient:
         about = {"slice": index, "iteration": iteration, "offset": offset, "num_bytes": num_bytes}
         self._tell({"op": "captured", "buffer": buffer, **about, "header": header, "pieces": pieces})
 
-    def committed(self, start_iteration: int) -> None:
-        """The whole job has replicated this window. Costs one send.
+    def committed(self, start_iteration: int, *, captured_in: int | None = None) -> None:
+        """The whole job has replicated this window, or has just continued from it. Costs one send.
 
-        A refusal (it is not here, or incomplete) is raised here or by a later request.
+        ``captured_in`` is the generation that captured it; None for this client's own. A refusal (it is not here, or
+        incomplete) is raised here or by a later request.
         """
-        self._tell({"op": "committed", "start_iteration": start_iteration})
+        captured = {} if captured_in is None else {"captured_in": captured_in}
+        self._tell({"op": "committed", "start_iteration": start_iteration, **captured})
         self._committed = start_iteration
 
     def abandon(self, start_iteration: int) -> None:

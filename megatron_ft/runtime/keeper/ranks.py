@@ -159,7 +159,9 @@ class RankSession(threading.Thread):
     def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._store.lock:
             windows = _windows(own)
-            window = windows.commit(fields.integer(message, "start_iteration"), own.settings.origin.generation)
+            generation = own.settings.origin.generation
+            captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
+            window = windows.commit(fields.integer(message, "start_iteration"), generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
             self._store.let_go(window.origin.generation)

@@ -156,6 +156,8 @@ def is_superseded(old: Key, was_committed: bool, by: Key) -> bool:
 def best(windows: Sequence[Window], start_iteration: int, generation: int | None = None) -> Window:
     """The complete window that starts at ``start_iteration``; of several the committed, then the newest one.
 
+    A committed one comes before one that was captured again since, for every rank has the same one.
+
     Raises:
         ControlError: there is none.
     """
@@ -268,17 +270,19 @@ class OwnWindows:
             for part in window.slices[window.acknowledged.get(node, 0) :]
         )
 
-    def commit(self, start_iteration: int, generation: int) -> Window:
+    def commit(self, start_iteration: int, generation: int, captured_in: int | None = None) -> Window:
         """Note in ``generation`` that the whole job holds a window: what it supersedes is forgotten.
 
-        One of an earlier generation is confirmed by it, which does not count for ``is_persist_due``: a rank that
-        resumed from elsewhere has nothing to confirm.
+        One that an earlier generation captured, ``captured_in``, is confirmed by it, which does not count for
+        ``is_persist_due``: a rank that resumed from elsewhere has nothing to confirm. A window that was captured
+        again is another one, with copies of its own, though its bytes are the same.
 
         Raises:
-            ControlError: no complete window starts there.
+            ControlError: no complete window of that generation starts there.
         """
-        window = best(self._order, start_iteration)
-        self._is_new_commit = not window.committed and window.origin.generation == generation
+        captured_in = generation if captured_in is None else captured_in
+        window = best(self._order, start_iteration, captured_in)
+        self._is_new_commit = not window.committed and captured_in == generation
         self._num_commits += self._is_new_commit
         for other in self:
             if is_superseded(other.key, other.committed, window.key):

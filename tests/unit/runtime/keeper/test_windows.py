@@ -100,8 +100,19 @@ def test_a_commit_of_a_newer_generation_ends_all_of_older_ones(windows: OwnWindo
     full(windows, 20, 0, generation=1)
     windows.commit(20, 1)
     full(windows, 10, 1, generation=2)
-    windows.commit(10, 1)
+    windows.commit(10, 2)
     assert [window.key for window in windows] == [(2, 10)]
+
+
+def test_a_committed_window_that_was_captured_again_is_another_one(windows: OwnWindows) -> None:
+    """Its copies may be gone with the membership that made them: those of the new one count."""
+    before = full(windows, 0, 0, generation=1)
+    windows.commit(0, 1)
+    windows.new_generation()
+    again = full(windows, 0, 1, generation=2)
+    assert windows.find(0) is before
+    assert windows.commit(0, 2) is again and windows.is_persist_due(1)
+    assert windows.committed is again and before not in windows
 
 
 def test_what_a_new_generation_does_not_confirm_may_be_overwritten(windows: OwnWindows) -> None:
@@ -111,7 +122,9 @@ def test_what_a_new_generation_does_not_confirm_may_be_overwritten(windows: OwnW
     windows.new_generation()
     windows.begin(2, new(4, 2, 2))
     assert starts(windows) == [0, 2, 4]
-    windows.commit(0, 2)
+    with pytest.raises(ControlError, match="no complete window"):
+        windows.commit(0, 2)
+    windows.commit(0, 2, captured_in=1)
     with pytest.raises(ControlError, match="newest committed"):
         windows.begin(0, new(4, 0, 2))
     assert not windows.is_persist_due(1), "a confirmation is no new commit"
