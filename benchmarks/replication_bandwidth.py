@@ -21,6 +21,7 @@ from benchmarks.processor import process_cpu_seconds
 from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 from megatron_ft.runtime.keeper.client import REPLICATED_START, KeeperClient
 from tests.unit.runtime.keeper.nodes import Cluster, cluster
 
@@ -30,7 +31,6 @@ MIB = 1 << 20
 SLICE_BYTES = tuple(size * MIB for size in (1, 4, 16, 64))
 NUM_SLICES = 4
 PAIRS, QUICK_PAIRS, WARM_UP = 15, 7, 6
-NUM_BUFFERS = 3
 PIECE_BYTES = MIB
 WAIT_SECONDS, POLL_SECONDS = 60.0, 2e-4
 

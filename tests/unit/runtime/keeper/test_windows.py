@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ControlError
-from megatron_ft.runtime.keeper.windows import NUM_BUFFERS, PAGE_BYTES, Origin, OwnWindows, Slice, Window, best
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
+from megatron_ft.runtime.keeper.windows import PAGE_BYTES, Origin, OwnWindows, Slice, Window, best
 
 NUM_SLICES = 2
 
