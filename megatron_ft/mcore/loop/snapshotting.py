@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +24,7 @@ from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.commit import Vote, WindowReport
 from megatron_ft.planning.snapshot.activations import Activations
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, WindowBuffers
+from megatron_ft.planning.snapshot.buffers import WindowBuffers
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import buffer_bytes, host_bytes
 from megatron_ft.planning.snapshot.peers import PeerAssignment
@@ -31,9 +32,10 @@ from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.report import check_limit, dense_plan
-from megatron_ft.runtime.keeper.client import NUM_PROBLEMS, WAITING_BYTES, Arena, KeeperClient
+from megatron_ft.runtime.keeper.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
 from megatron_ft.runtime.snapshot.capture import CaptureFigures, WindowCapture
-from megatron_ft.runtime.snapshot.copier import open_copier, pin
+from megatron_ft.runtime.snapshot.copier import open_copier
+from megatron_ft.runtime.snapshot.window_memory import WindowMemory
 
 Rows = tuple[tuple[int, ...], ...]
 """Tokens [layer][expert]."""
@@ -45,6 +47,20 @@ _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
 _PROBE_BYTES = 32 << 20
 _NUM_PROBES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """What capturing works with for as long as tensors stay where they are and the plan is in force."""
+
+    view: OperatorView
+    capture: WindowCapture
+    host_bytes: int
+    """Memory that windows and copies take on the node that needs most."""
+
+    @property
+    def plan(self) -> WindowPlan:
+        return self.capture.plan
 
 
 class Snapshotter:
@@ -87,21 +103,18 @@ class Snapshotter:
         self._stalled_before = 0.0
         self._num_problems = 0
         self._is_delayed = False
-        self._host_bytes = 0
         self._iteration_seconds: deque[float] = deque(maxlen=10)
         self._loads: deque[Rows] = deque(maxlen=_MAX_LOAD_RECORDS)
         self._plan: WindowPlan | None = None
-        self._arena: Arena | None = None
-        self._memory: list[torch.Tensor] = []
-        self._capture: WindowCapture | None = None
-        self._view: OperatorView | None = None
+        self._memory: WindowMemory | None = None
+        self._opened: _Opened | None = None
         engine.before_update = self.settle
         engine.window_report = self._window_report
 
     @property
     def figures(self) -> CaptureFigures:
         """What capturing has cost this rank since the plan in force."""
-        return CaptureFigures() if self._capture is None else self._capture.figures
+        return CaptureFigures() if self._opened is None else self._opened.capture.figures
 
     @property
     def wants_loads(self) -> bool:
@@ -122,7 +135,7 @@ class Snapshotter:
         if window.is_in_arena:
             self._client.committed(start, captured_in=window.manifest.generation)
             self._lengths[start] = window.plan.num_iterations
-        self._open(self._engine.iteration, is_resumed=True)
+        self._opened = self._open(self._engine.iteration, is_resumed=True)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
         """The state after ``iteration`` is complete: let windows go that are no longer needed, start a slice."""
@@ -130,32 +143,33 @@ class Snapshotter:
         self._iteration_seconds.append(seconds)
         self._take_in(iteration, vote)
         has_buffer = bool(vote.has_free_buffer)
-        if self._capture is None:
-            if not self._can_open(iteration):
+        if self._opened is None:
+            if not self._knows_enough:
                 return
+            self._opened = self._open(iteration)
             # Memory that survived an earlier process may hold what is still being written to storage.
             has_buffer = self._agreement.all(bool(self._window_report().has_free_buffer))
-        if self._start is None and not self._begin_window(iteration, has_buffer=has_buffer):
+        if self._start is None and not self._begin_window(iteration, self._opened, has_buffer=has_buffer):
             return
-        assert self._start is not None and self._capture is not None, "a window is under way"
+        assert self._start is not None, "a window is under way"
         failpoints.hit("capture", iteration)
         index = iteration - self._start
         header = {"vote": json.dumps(vote.to_record()), **self._header(index)}
-        self._capture.begin_slice(self._buffers.held[self._start], index, iteration=iteration, header=header)
-        if index == self._capture.plan.num_iterations - 1:
+        self._opened.capture.begin_slice(self._buffers.held[self._start], index, iteration=iteration, header=header)
+        if index == self._opened.plan.num_iterations - 1:
             self._start = None
 
     def settle(self) -> None:
         """Wait for the slice under way: what it copies may change from here on."""
-        if self._capture is not None:
-            self._capture.settle()
+        if self._opened is not None:
+            self._opened.capture.settle()
 
     def pause(self) -> None:
         """Before tensors move: give up the window under way. The next one begins with where they are then."""
         self.settle()
         if self._start is not None:
             self._buffers = self._buffers.abandon(self._start)
-        self._start = self._last_start = self._capture = self._view = None
+        self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
         """Ask for the newest committed window on storage; ``finish`` waits until it is there."""
@@ -170,11 +184,12 @@ class Snapshotter:
         self._say_problems(self._engine.iteration)
 
     def close(self) -> None:
-        """Finish the slice under way and let go of tensors and of the keeper, which keeps what it has."""
+        """Finish the slice under way and let go of tensors, memory and the keeper, which keeps what it has."""
         self.settle()
         self._copier.close()
         self._engine.before_update, self._engine.window_report = None, WindowReport
-        self._capture, self._view = None, None
+        self._opened = None
+        self._release_memory()
         self._client.close()
 
     # -- parts --------------------------------------------------------------------------------------------
@@ -198,38 +213,35 @@ class Snapshotter:
                 self._start = None if start == self._start else self._start
         self._say_problems(iteration)
 
-    def _can_open(self, iteration: int) -> bool:
-        """Plan and take memory, once what a plan needs is known."""
+    @property
+    def _knows_enough(self) -> bool:
+        """Whether there is what a plan needs."""
         known = self._plan is not None or self._config.snapshot.iteration_seconds is not None
-        if not known and len(self._iteration_seconds) < _MEASURED_ITERATIONS:
-            return False
-        self._open(iteration)
-        return True
+        return known or len(self._iteration_seconds) >= _MEASURED_ITERATIONS
 
-    def _begin_window(self, iteration: int, *, has_buffer: bool) -> bool:
-        assert self._capture is not None, "opened"
-        if self._last_start is not None and iteration < self._last_start + self._capture.plan.interval_iterations:
+    def _begin_window(self, iteration: int, opened: _Opened, *, has_buffer: bool) -> bool:
+        if self._last_start is not None and iteration < self._last_start + opened.plan.interval_iterations:
             return False
         if self._buffers.free() is None or not has_buffer:
             self._say_delayed(iteration)
             return False
-        self._plan_again(iteration)
+        self._opened = opened = self._plan_again(iteration, opened)
         self._is_delayed = False
         self._buffers = self._buffers.begin(iteration, self._client.buffer_states().pinned)
         self._start = self._last_start = iteration
         self._lengths = {start: length for start, length in self._lengths.items() if start in self._buffers.held}
-        self._lengths[iteration] = self._capture.plan.num_iterations
+        self._lengths[iteration] = opened.plan.num_iterations
         self._num_windows += 1
-        self._capture.begin_window(self._buffers.held[iteration], iteration)
+        opened.capture.begin_window(self._buffers.held[iteration], iteration)
         return True
 
-    def _open(self, iteration: int, *, is_resumed: bool = False) -> None:
+    def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
         """Plan unless there is a plan, take memory, lay slices out.
 
         Raises:
             ConfigError: windows take more than ``snapshot.host_memory_limit_bytes``; nothing was taken.
         """
-        self._view = OperatorView(
+        view = OperatorView(
             self._engine.model_chunks,
             self._engine.optimizer,
             groups=self._engine.groups,
@@ -237,51 +249,56 @@ class Snapshotter:
         )
         plan = self._plan
         if plan is None:
-            plan = self._policy.plan(Demand(shards_by_rank=self._view.shards_by_rank), self._context())
-        self._host_bytes = self._checked_host_bytes(plan)
-        self._take_memory(iteration, plan, is_resumed=is_resumed)
-        self._lay_out(plan)
-        self._say_planned(iteration, plan)
+            plan = self._policy.plan(Demand(shards_by_rank=view.shards_by_rank), self._context())
+        needed = self._checked_host_bytes(plan, view)
+        self._memory = self._take_memory(iteration, plan, view, is_resumed=is_resumed)
+        return self._lay_out(iteration, plan, view, self._memory, needed)
 
-    def _checked_host_bytes(self, plan: WindowPlan) -> int:
-        assert self._view is not None, "opened"
-        per_node, shards = self._config.launch.ranks_per_node, self._view.shards_by_rank
+    def _checked_host_bytes(self, plan: WindowPlan, view: OperatorView) -> int:
+        per_node, shards = self._config.launch.ranks_per_node, view.shards_by_rank
         nodes = host_bytes(plan, shards, per_node, self._assignment, plans_again=self._plans_again)
         needed = max(node.total_bytes for node in nodes)
         check_limit(needed, self._config.snapshot.host_memory_limit_bytes)
         return needed
 
-    def _take_memory(self, iteration: int, plan: WindowPlan, *, is_resumed: bool) -> None:
-        """An arena that windows of ``plan`` fit into; one that is there and large enough on every rank stays.
+    def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
+        """Memory that windows of ``plan`` fit into; what is there and large enough on every rank stays.
 
         Memory that survived holds the window the job has just continued from: no more than that is asked for then.
         """
-        assert self._view is not None, "opened"
-        exact = window_bytes(plan, self._view.shards)
-        needed = exact if is_resumed else buffer_bytes(plan, self._view.shards, plans_again=self._plans_again)
-        if self._arena is not None:
-            if not self._agreement.any(exact > self._arena.window_bytes):
-                return
+        exact = window_bytes(plan, view.shards)
+        needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
+        if self._memory is not None:
+            if not self._agreement.any(exact > self._memory.arena.window_bytes):
+                return self._memory
             self._say_plan_problem(iteration, "windows have outgrown their memory: those in it are given up")
             self._buffers = WindowBuffers(committed=self._buffers.committed)
-        self._arena = arena = self._client.allocate(needed)
-        self._memory = [torch.frombuffer(arena.buffer(number), dtype=torch.uint8) for number in range(NUM_BUFFERS)]
-        if self._engine.device.type == "cuda":
-            for buffer in self._memory:
-                pin(buffer)
+            self._release_memory()
+        return WindowMemory(self._client.allocate(needed), self._engine.device)
 
-    def _lay_out(self, plan: WindowPlan) -> None:
-        assert self._view is not None and self._arena is not None, "opened"
+    def _release_memory(self) -> None:
+        """Before more is taken, so that a node never has room for both."""
+        if self._memory is not None:
+            self._memory.release()
+        self._memory = None
+
+    def _lay_out(
+        self, iteration: int, plan: WindowPlan, view: OperatorView, memory: WindowMemory, needed: int
+    ) -> _Opened:
+        """``plan`` in force from now on."""
         self._plan = plan
-        self._capture = WindowCapture(
+        capture = WindowCapture(
             plan,
-            self._view.shards,
+            view.shards,
             keeper=self._client,
             copier=self._copier,
-            buffers=self._memory,
-            source=self._view.source,
+            buffers=memory.buffers,
+            source=view.source,
         )
         self._stalled_before = 0.0
+        opened = _Opened(view=view, capture=capture, host_bytes=needed)
+        self._say_planned(iteration, opened)
+        return opened
 
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot
@@ -303,35 +320,34 @@ class Snapshotter:
         records = tuple(tuple(rows[layer - 1] for layer in layers) for rows in self._loads)
         return Activations(layers=layers, tokens=records)
 
-    def _plan_again(self, iteration: int) -> None:
+    def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:
         """Before a window, where it is due: look at what was measured, and whether the order still fits."""
         interval = self._config.snapshot.replan_interval_windows
         if interval == 0 or self._num_windows == 0 or self._num_windows % interval:
-            return
-        assert self._view is not None and self._plan is not None and self._arena is not None, "opened"
-        demand = Demand(shards_by_rank=self._view.shards_by_rank)
-        plan = replan(self._policy, demand, self._context(), self._plan)
-        if plan == self._plan:
-            return
-        if self._agreement.any(window_bytes(plan, self._view.shards) > self._arena.window_bytes):
+            return opened
+        assert self._memory is not None, "opened"
+        view = opened.view
+        plan = replan(self._policy, Demand(shards_by_rank=view.shards_by_rank), self._context(), opened.plan)
+        if plan == opened.plan:
+            return opened
+        if self._agreement.any(window_bytes(plan, view.shards) > self._memory.arena.window_bytes):
             self._say_plan_problem(iteration, f"does not fit the buffers and is not used: {plan.summary()}")
-            return
-        self._lay_out(plan)
-        self._say_planned(iteration, plan)
+            return opened
+        return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes)
 
     # -- what is said -------------------------------------------------------------------------------------
 
-    def _say_planned(self, iteration: int, plan: WindowPlan) -> None:
-        assert self._view is not None, "opened"
-        sizes = [window_bytes(plan, shards) for shards in self._view.shards_by_rank]
+    def _say_planned(self, iteration: int, opened: _Opened) -> None:
+        plan, shards_by_rank = opened.plan, opened.view.shards_by_rank
+        sizes = [window_bytes(plan, shards) for shards in shards_by_rank]
         self._report(
             SnapshotPlanned(
                 iteration=iteration,
                 window_iterations=plan.num_iterations,
                 interval_iterations=plan.interval_iterations,
                 window_bytes=max(sizes),
-                dense_bytes=max(window_bytes(dense_plan(shards), shards) for shards in self._view.shards_by_rank),
-                host_bytes=self._host_bytes,
+                dense_bytes=max(window_bytes(dense_plan(shards), shards) for shards in shards_by_rank),
+                host_bytes=opened.host_bytes,
                 reason=plan.reason,
             )
         )
@@ -350,12 +366,12 @@ class Snapshotter:
 
     def _say_delayed(self, iteration: int) -> None:
         if not self._is_delayed:
-            waiting = 0 if self._arena is None else self._arena.status(WAITING_BYTES)
+            waiting = 0 if self._memory is None else self._memory.arena.status(WAITING_BYTES)
             self._report(WindowDelayed(iteration=iteration, replicating_bytes=waiting))
         self._is_delayed = True
 
     def _say_problems(self, iteration: int) -> None:
-        number = 0 if self._arena is None else self._arena.status(NUM_PROBLEMS)
+        number = 0 if self._memory is None else self._memory.arena.status(NUM_PROBLEMS)
         if number > self._num_problems:
             self._num_problems = number
             for problem in self._client.problems():

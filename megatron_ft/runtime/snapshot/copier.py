@@ -175,7 +175,7 @@ def open_copier(device: torch.device) -> Copier:
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Make host memory reachable for asynchronous copies from CUDA, for as long as it is mapped.
+    """Make host memory reachable for asynchronous copies from CUDA. ``unpin`` it before it is unmapped.
 
     Raises:
         RuntimeError: the driver refuses, for instance at the limit of locked memory.
@@ -184,3 +184,15 @@ def pin(memory: torch.Tensor) -> None:
     code = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) != 0:
         raise RuntimeError(f"cannot pin {memory.numel()} bytes of snapshot memory: CUDA error {code} (check ulimit -l)")
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Take back what ``pin`` did; nothing may be copied to ``memory`` any more.
+
+    Raises:
+        RuntimeError: the driver refuses: it was not pinned.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = cudart.cudaHostUnregister(memory.data_ptr())
+    if int(code) != 0:
+        raise RuntimeError(f"cannot unpin {memory.numel()} bytes of snapshot memory: CUDA error {code}")

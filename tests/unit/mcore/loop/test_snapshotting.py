@@ -103,3 +103,30 @@ def test_a_window_that_another_rank_gave_up_is_never_committed_and_the_next_one_
         assert [record.start_iteration for record in run.of_kind(WindowCommitted)] == [1, 3, 7]
         run.snapshots.finish()
         assert not run.of_kind(SnapshotProblem)
+
+
+def test_memory_that_is_too_small_is_unmapped_before_more_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_of(tmp_path, interval_iterations=1) as (run, served):
+        served.persister.start()
+        allocate, arenas = run.client.allocate, []
+
+        def spy(window_bytes: int) -> Any:
+            for arena in arenas:
+                with pytest.raises(ValueError, match="released"):
+                    arena.status(0)
+            arenas.append(allocate(window_bytes * (1 + len(arenas))))
+            return arenas[-1]
+
+        monkeypatch.setattr(run.client, "allocate", spy)
+        run.train(3)
+        run.snapshots.pause()
+        arenas[0].window_bytes = 1  # as if windows had grown
+        run.train(3)
+        assert len(arenas) == 2 and run.held[-1] == 6
+        assert [record.what for record in run.of_kind(SnapshotProblem)] == ["plan"]
+        assert run.of_kind(WindowCommitted)[-1].start_iteration == 5
+        run.snapshots.finish()
+    with pytest.raises(ValueError, match="released"):
+        arenas[1].status(0)
