@@ -22,8 +22,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
 from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.runtime.storage.checkpoints import iteration_of
-from megatron_ft.runtime.storage.window_folder import StoredWindow as FolderEntry
-from megatron_ft.runtime.storage.window_folder import WindowFolder
+from megatron_ft.runtime.storage.window_folder import FolderEntry, WindowFolder
 from megatron_ft.runtime.storage.window_manifest import WindowManifest
 from megatron_ft.runtime.storage.windows import check_pieces
 

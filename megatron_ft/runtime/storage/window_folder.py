@@ -24,7 +24,7 @@ _SHARED = ("run_id", "generation", "topology", "world_size", "start_iteration", 
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class StoredWindow:
+class FolderEntry:
     """One directory of the folder; ordered by age, oldest first."""
 
     start_iteration: int
@@ -48,16 +48,16 @@ class WindowFolder:
     def __init__(self, folder: Path | str) -> None:
         self._place = place_of(folder)
 
-    def describe(self, stored: StoredWindow) -> str:
+    def describe(self, stored: FolderEntry) -> str:
         """Full path or URL of a window."""
         return self._place.describe(stored.name)
 
-    def list_windows(self) -> list[StoredWindow]:
+    def list_windows(self) -> list[FolderEntry]:
         """All windows, complete or not, oldest first."""
         matches = map(_DIRECTORY.fullmatch, self._place.list_directories())
-        return sorted(StoredWindow(int(match[1]), int(match[2] or 0), match[0]) for match in matches if match)
+        return sorted(FolderEntry(int(match[1]), int(match[2] or 0), match[0]) for match in matches if match)
 
-    def open(self, stored: StoredWindow, rank: int) -> OpenedWindow:
+    def open(self, stored: FolderEntry, rank: int) -> OpenedWindow:
         """Open a rank's file; its manifest must name the window, the generation and the rank that its path names.
 
         Raises:
@@ -67,7 +67,7 @@ class WindowFolder:
         where = self._place.describe(stored.name, rank_name(rank))
         return OpenedWindow(where, lambda: self._place.open(stored.name, rank_name(rank)), expect)
 
-    def verify(self, stored: StoredWindow, world_size: int, *, part: int = 0, num_parts: int = 1) -> WindowManifest:
+    def verify(self, stored: FolderEntry, world_size: int, *, part: int = 0, num_parts: int = 1) -> WindowManifest:
         """Check that a window is complete and return the manifest of rank ``part``.
 
         Every caller opens the files of all ranks and compares their manifests; the payload is read of every
@@ -83,16 +83,16 @@ class WindowFolder:
                 manifests.append(opened.verify() if rank % num_parts == part else opened.manifest)
         return manifests[part]
 
-    def complete(self, start_iteration: int, world_size: int) -> StoredWindow | None:
+    def complete(self, start_iteration: int, world_size: int) -> FolderEntry | None:
         """The window that starts at ``start_iteration`` and verifies, of the newest generation; None without one."""
         same = [stored for stored in self.list_windows() if stored.start_iteration == start_iteration]
         return self._first_sound(same[::-1], world_size)[0]
 
-    def newest(self, world_size: int) -> tuple[StoredWindow | None, list[DamagedWindow]]:
+    def newest(self, world_size: int) -> tuple[FolderEntry | None, list[DamagedWindow]]:
         """The newest window that verifies, and a report on each newer one that did not."""
         return self._first_sound(self.list_windows()[::-1], world_size)
 
-    def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[StoredWindow]:
+    def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[FolderEntry]:
         """Keep the newest ``num_windows`` that verify and whatever is newer than the oldest of them; delete the rest.
 
         Nothing goes while fewer than ``num_windows`` verify. Call it from one process of the job; ``part`` and
@@ -136,8 +136,8 @@ class WindowFolder:
         return moved
 
     def _first_sound(
-        self, candidates: Sequence[StoredWindow], world_size: int, part: int = 0, num_parts: int = 1
-    ) -> tuple[StoredWindow | None, list[DamagedWindow]]:
+        self, candidates: Sequence[FolderEntry], world_size: int, part: int = 0, num_parts: int = 1
+    ) -> tuple[FolderEntry | None, list[DamagedWindow]]:
         reports = []
         for stored in candidates:
             try:
@@ -148,13 +148,13 @@ class WindowFolder:
             return stored, reports
         return None, reports
 
-    def _delete(self, stored: StoredWindow) -> None:
+    def _delete(self, stored: FolderEntry) -> None:
         try:
             self._place.delete(stored.name)
         except OSError as error:
             raise CheckpointError(f"{self.describe(stored)}: cannot be deleted: {error}") from error
 
-    def _move(self, stored: StoredWindow, target: str) -> None:
+    def _move(self, stored: FolderEntry, target: str) -> None:
         try:
             self._place.move(stored.name, target)
         except OSError as error:

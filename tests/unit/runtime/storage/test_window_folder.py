@@ -11,7 +11,7 @@ import pytest
 from benchmarks.stored_samples import WORLD_SIZE, sample_window
 from megatron_ft.errors import CheckpointError
 from megatron_ft.runtime.storage import places
-from megatron_ft.runtime.storage.window_folder import StoredWindow, WindowFolder
+from megatron_ft.runtime.storage.window_folder import FolderEntry, WindowFolder
 from megatron_ft.runtime.storage.windows import rank_name, window_name, write_window
 
 
@@ -24,12 +24,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | st
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]
 
 
-def save(folder: Path | str, iteration: int, ranks: range = range(WORLD_SIZE), generation: int = 0) -> StoredWindow:
+def save(folder: Path | str, iteration: int, ranks: range = range(WORLD_SIZE), generation: int = 0) -> FolderEntry:
     """Write the files of some ranks of a window."""
     for rank in ranks:
         manifest, payload = sample_window(iteration, rank)
         write_window(folder, replace(manifest, generation=generation), [memoryview(content) for content in payload])
-    return StoredWindow(iteration, generation, window_name(iteration, generation))
+    return FolderEntry(iteration, generation, window_name(iteration, generation))
 
 
 def test_nothing_there(folder: Path | str) -> None:
@@ -45,10 +45,10 @@ def test_the_newest_that_verifies_and_reports_on_the_others(folder: Path | str) 
     save(folder, 30, ranks=range(1))
     found, damaged = windows.newest(WORLD_SIZE)
     assert found == sound
-    assert [report.path for report in damaged] == [windows.describe(StoredWindow(30, 0, window_name(30)))]
+    assert [report.path for report in damaged] == [windows.describe(FolderEntry(30, 0, window_name(30)))]
     assert rank_name(1) in damaged[0].reason
     assert windows.complete(30, WORLD_SIZE) is None
-    assert windows.complete(10, WORLD_SIZE) == StoredWindow(10, 0, window_name(10))
+    assert windows.complete(10, WORLD_SIZE) == FolderEntry(10, 0, window_name(10))
 
 
 def test_another_generation_of_a_window_is_newer(folder: Path | str) -> None:
@@ -132,7 +132,7 @@ def test_an_interrupted_deletion_is_finished_by_the_next(tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match="cannot be deleted: crash"):
         windows.retain(1, WORLD_SIZE)
     monkeypatch.undo()
-    assert windows.newest(WORLD_SIZE)[0] == StoredWindow(20, 0, window_name(20))
+    assert windows.newest(WORLD_SIZE)[0] == FolderEntry(20, 0, window_name(20))
     save(tmp_path, 10)
     windows.retain(1, WORLD_SIZE)
     assert [path.name for path in tmp_path.iterdir()] == [window_name(20)]
@@ -145,5 +145,5 @@ def test_windows_of_an_abandoned_future_are_set_aside(folder: Path | str) -> Non
             save(folder, iteration)
         moved = windows.set_aside_from(20)
         assert len(moved) == 2
-        assert windows.newest(WORLD_SIZE) == (StoredWindow(10, 0, window_name(10)), [])
+        assert windows.newest(WORLD_SIZE) == (FolderEntry(10, 0, window_name(10)), [])
     assert moved == ["superseded_window_0000020_1", "superseded_window_0000030_1"]
