@@ -19,7 +19,8 @@ from megatron_ft.config.snapshot import SnapshotConfig
 from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowDelayed
 from megatron_ft.mcore.loop.engine import IterationResult
 from megatron_ft.mcore.loop.extras import capture_extras
-from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, replay_config
+from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT
+from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.planning.snapshot.peers import assign_peers
@@ -100,7 +101,10 @@ class Windows:
         """What the trainer sends with a slice."""
         if index > 0:
             return {}
-        extras, settings = capture_extras(self._engine), replay_config(self._engine.config, self._fingerprint)
+        engine, extras = self._engine, capture_extras(self._engine)
+        settings = replay_config(
+            engine.config, self._fingerprint, device=engine.device.type, transformer_impl=engine.transformer_impl
+        )
         return {EXTRAS: json.dumps(extras), PLACEMENT: "null", CONFIG: json.dumps(settings)}
 
     def _take(self, record: Record) -> None:

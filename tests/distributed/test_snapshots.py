@@ -1,13 +1,20 @@
 """Jobs that take snapshots, die, and go on from them to the same bits."""
 
+import dataclasses
 import json
+import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.loop.recovering import VOTE
+from megatron_ft.runtime.storage.refusals import read_refusals
 from megatron_ft.runtime.storage.window_folder import WindowFolder
+from megatron_ft.runtime.storage.windows import open_window, rank_name, write_window
 from tests.helpers.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
@@ -173,3 +180,60 @@ def test_skipped_iterations_are_captured_and_replayed(tmp_path: Path, warm_forks
     assert job.exit_code == 0, job.output
     assert [event["source"] for event in of_kind(job, "recovery_chosen")] == ["memory"]
     assert digests(job) == digests(calm)
+
+
+def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
+    tmp_path: Path, warm_forkserver: str, undisturbed: JobResult
+) -> None:
+    """With another logged loss nothing is damaged, and still the replay differs: an older source is next."""
+    persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1", "checkpoint.save_interval_iterations=4"]
+    died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=1)'])
+    assert died.exit_code != 0 and died.records("failpoints.jsonl")
+    newest, _ = WindowFolder(died.run_dir / "windows").newest(2)
+    assert newest is not None
+    for rank in range(2):
+        alter_vote(died.run_dir / "windows" / newest.name / rank_name(rank))
+    resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "launch.max_restarts=3")
+    assert resumed.exit_code == 0, resumed.output
+    refused, chosen = of_kind(resumed, "recovery_chosen")
+    assert refused["source"] == "persisted" and chosen["source"] in ("persisted", "checkpoint")
+    assert 0 < chosen["iteration"] < refused["iteration"]
+    (declined,) = [text for text in chosen["declined"] if "refused before" in text]
+    assert f"iteration {newest.start_iteration}:" in declined and "was replayed to something else: loss=" in declined
+    assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
+    assert len(of_kind(resumed, "ranks_restarted")) == 1
+    assert [refusal.start_iteration for refusal in read_refusals(resumed.run_dir)] == [newest.start_iteration]
+    assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
+
+
+def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
+    tmp_path: Path, warm_forkserver: str
+) -> None:
+    persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1", "checkpoint.save_at_end=false"]
+    died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=1)'])
+    assert died.exit_code != 0
+    folder = WindowFolder(died.run_dir / "windows")
+    newest, _ = folder.newest(2)
+    assert newest is not None
+    for stored in folder.list_windows():
+        if stored != newest:
+            shutil.rmtree(died.run_dir / "windows" / stored.name)
+    for rank in range(2):
+        alter_vote(died.run_dir / "windows" / newest.name / rank_name(rank))
+    for _ in range(2):
+        stopped = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
+        assert stopped.exit_code == RecoveryError.exit_code, stopped.output
+    assert "nothing is left to continue from" in stopped.output
+    assert [event["source"] for event in of_kind(stopped, "recovery_chosen")] == ["persisted", "nothing"]
+
+
+def alter_vote(path: Path) -> None:
+    """Let a sound file say another loss of the first iteration that a replay of it runs."""
+    with open_window(path) as opened:
+        manifest, payload = opened.manifest, [opened.read_slice(index) for index in range(opened.manifest.num_slices)]
+    slices = list(manifest.slices)
+    vote = json.loads(slices[1].header[VOTE])
+    vote["loss"] = math.nextafter(vote["loss"], math.inf)
+    slices[1] = dataclasses.replace(slices[1], header={**slices[1].header, VOTE: json.dumps(vote)})
+    path.unlink()
+    write_window(path.parents[1], dataclasses.replace(manifest, slices=tuple(slices)), payload)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
@@ -16,12 +15,13 @@ from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.replaying import CapturedSlice, Replayer
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.replay import plan_replay
+from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
 from megatron_ft.planning.snapshot.plan import WindowPlan
-from megatron_ft.runtime.execute.replay import carry_out
+from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.runtime.storage.checkpoints import iteration_of
+from megatron_ft.runtime.storage.refusals import Refusal, add_refusal, read_refusals, window_digest
 from megatron_ft.runtime.storage.window_folder import FolderEntry, WindowFolder
 from megatron_ft.runtime.storage.window_manifest import WindowManifest
 from megatron_ft.runtime.storage.windows import check_pieces
@@ -30,9 +30,6 @@ _INVENTORY = ("start_iteration", "num_slices", "generation", "where", "node", "c
 
 EXTRAS, PLACEMENT, CONFIG, VOTE = "extras", "placement", "config", "vote"
 """What the header of a slice holds, as JSON text: NaN and the like are no JSON of the manifest's kind."""
-_REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
-_OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
-"""Keys of ``training`` that change no iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +48,33 @@ class HeldWindow:
         """The plan it was captured by."""
         return WindowPlan.from_json(self.manifest.plan)
 
+    @property
+    def digest(self) -> str:
+        """What this rank's part contains."""
+        return window_digest([self.manifest.to_bytes().decode()])
+
     def header(self, index: int, name: str) -> Any:
         """What the header of slice ``index`` says under ``name``; None if nothing."""
         text = self.manifest.slices[index].header.get(name)
         return None if text is None else json.loads(text)
+
+    def replay_plan(self) -> ReplayPlan:
+        """How it becomes a dense state.
+
+        Raises:
+            RecoveryError: plan, votes or extras are missing or cannot be read.
+        """
+        start, where = self.manifest.start_iteration, f"window of iteration {self.manifest.start_iteration}"
+        try:
+            votes = [Vote.from_record(self.header(index, VOTE)) for index in range(self.manifest.num_slices)]
+            replay = plan_replay(self.plan, start, {vote.iteration: vote for vote in votes})
+            extras = self.header(0, EXTRAS)
+            self.header(0, PLACEMENT)
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise RecoveryError(f"{where}: plan or headers cannot be read: {error!r}") from error
+        if len(replay.steps) != self.manifest.num_slices or not isinstance(extras, dict):
+            raise RecoveryError(f"{where}: its plan has {len(replay.steps)} slices, or slice 0 has no extras")
+        return replay
 
 
 class Recovery:
@@ -64,7 +84,8 @@ class Recovery:
         client: connection to the node's keeper; None where the job takes no snapshots.
         folder: persisted windows; None where the run has none.
         topology: parallel sizes, as manifests record them.
-        fingerprint: of the training data.
+        run_dir: the run's folder; rank 0 keeps there which windows were refused.
+        settings: what ``replay_settings.replay_config`` says of this job.
         report: takes records; called on every rank.
     """
 
@@ -74,9 +95,9 @@ class Recovery:
         *,
         rank: int,
         node: int,
-        run_id: str,
+        run_dir: Path,
         topology: dict[str, int],
-        fingerprint: str,
+        settings: dict[str, Any],
         agreement: Agreement,
         client: KeeperClient | None,
         folder: WindowFolder | None,
@@ -85,23 +106,29 @@ class Recovery:
         self._config = config
         self._rank = rank
         self._node = node
-        self._run_id = run_id
+        self._run_dir = run_dir
         self._topology = topology
-        self._fingerprint = fingerprint
+        self._settings = settings
         self._agreement = agreement
         self._client = client
         self._folder = folder
         self._report = report
         self._foreign: list[tuple[int, str]] = []
         self._committed_buffer: int | None = None
+        self._refused: list[str] = []
+        self._chosen_digest = ""
 
     def find(self, checkpoint: Path | None) -> HeldWindow | None:
         """The newest window that every rank can have, verified on all of them; None where the checkpoint is as new.
 
-        Damage is named and passed over.
+        Damage is named and passed over, and so is a window that was refused before.
 
         Args:
             checkpoint: the newest dense checkpoint that verifies.
+
+        Raises:
+            RecoveryError: windows were refused, and nothing else is left.
+            CheckpointError: it cannot be read which windows were refused.
         """
         if self._client is None and self._folder is None:
             return None
@@ -109,33 +136,82 @@ class Recovery:
         by_rank = [[StoredWindow(**window) for window in windows] for windows in self._agreement.gather(mine)]
         at = None if checkpoint is None else iteration_of(checkpoint)
         reasons = [reason for last, reason in self._foreign if at is None or last > at]
+        refusals = self._refusals()
         while True:
             source = choose_source(by_rank, at, reasons=reasons)
             if not source.places:
                 self._say(source)
+                if source.kind == "nothing" and self._refused:
+                    raise RecoveryError(
+                        f"nothing is left to continue from: {'; '.join(self._refused)}; "
+                        "another run.name starts from iteration 0"
+                    )
                 return None
             window, error = self._open(source)
             if error is not None:
                 self._problem(f"load {source.kind}", error)
             errors = self._agreement.gather(error)
-            if not any(errors):
-                self._say(source)
-                return window
             for rank, text in enumerate(errors):
                 if text is not None:
                     by_rank[rank].remove(source.places[rank])
                     reasons.append(f"{source.kind} window, rank {rank}: {text}")
+            if any(errors):
+                continue
+            assert window is not None, "without an error it was opened"
+            self._chosen_digest = window_digest(self._agreement.gather(window.digest))
+            refusal = refusals.get(self._chosen_digest)
+            if refusal is None:
+                self._say(source)
+                return window
+            for windows, place in zip(by_rank, source.places, strict=True):
+                windows.remove(place)
+            text = f"{source.kind} window of iteration {refusal.start_iteration}: refused before: {refusal.reason}"
+            if text not in self._refused:  # each copy in memory is the same window
+                self._refused.append(text)
+                reasons.append(text)
 
     def replay(self, engine: TrainingEngine, window: HeldWindow) -> None:
         """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
 
         Raises:
-            RecoveryError: the window was captured from other ranges, or a replayed iteration differs.
+            RecoveryError: the window was captured from other ranges, or a replayed iteration differs. It is kept with
+                the run that this window was refused: another start chooses the next older source. What ``engine``
+                holds is of no use any more.
         """
         began = time.monotonic()
-        start, plan = window.manifest.start_iteration, window.plan
-        votes = [Vote.from_record(window.header(index, VOTE)) for index in range(plan.num_iterations)]
-        replay = plan_replay(plan, start, {vote.iteration: vote for vote in votes})
+        try:
+            result = self._carry_out(engine, window)
+        except RecoveryError as error:
+            self._refuse(window, str(error))
+            raise
+        self._report(
+            WindowReplayed(
+                iteration=result.final_iteration,
+                start_iteration=window.manifest.start_iteration,
+                num_iterations=result.num_iterations,
+                seconds=time.monotonic() - began,
+            )
+        )
+
+    def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
+        """Rename persisted windows that begin after ``iteration``, where they may be written anew.
+
+        By another job, or by this one where it went back behind a refused window.
+        """
+        error = None
+        if self._folder is not None and self._rank == 0 and (is_new_job or self._refused):
+            try:
+                self._folder.set_aside_from(iteration + 1)
+            except CheckpointError as failure:
+                error = str(failure)
+        error = self._agreement.errors(error)
+        if error is not None:
+            raise CheckpointError(error)
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    def _carry_out(self, engine: TrainingEngine, window: HeldWindow) -> ReplayResult:
+        replay, plan = window.replay_plan(), window.plan
         view = OperatorView(
             engine.model_chunks, engine.optimizer, groups=engine.groups, num_layers=self._config.model.num_layers
         )
@@ -146,32 +222,43 @@ class Recovery:
             CapturedSlice(payload=content, extras=window.header(index, EXTRAS))
             for index, content in enumerate(window.slices)
         ]
-        replayer = Replayer(
-            engine, view, window=plan, slices=slices, skip_frozen=self._config.snapshot.skip_frozen_gradients
-        )
-        result = carry_out(replay, replayer)
-        self._report(
-            WindowReplayed(
-                iteration=result.final_iteration,
-                start_iteration=start,
-                num_iterations=result.num_iterations,
-                seconds=time.monotonic() - began,
-            )
-        )
+        skip_frozen = self._config.snapshot.skip_frozen_gradients
+        return carry_out(replay, Replayer(engine, view, window=plan, slices=slices, skip_frozen=skip_frozen))
 
-    def set_aside_later(self, iteration: int) -> None:
-        """Rename persisted windows that begin after ``iteration``, from where another job writes them anew."""
+    def _refusals(self) -> dict[str, Refusal]:
+        """Windows of this run that were refused, by digest."""
+        refusals: list[Refusal] = []
         error = None
-        if self._folder is not None and self._rank == 0:
+        if self._rank == 0:
             try:
-                self._folder.set_aside_from(iteration + 1)
+                refusals = read_refusals(self._run_dir)
             except CheckpointError as failure:
                 error = str(failure)
         error = self._agreement.errors(error)
         if error is not None:
             raise CheckpointError(error)
+        known = self._agreement.from_first([asdict(refusal) for refusal in refusals])
+        return {refusal.digest: refusal for refusal in map(Refusal.from_json, known)}
 
-    # -- parts --------------------------------------------------------------------------------------------
+    def _refuse(self, window: HeldWindow, reason: str) -> None:
+        """Name the chosen window, and keep with the run that it was refused; no rank ends before that is on disk."""
+        error = None
+        if self._rank == 0:
+            manifest = window.manifest
+            refusal = Refusal(
+                start_iteration=manifest.start_iteration,
+                generation=manifest.generation,
+                digest=self._chosen_digest,
+                reason=reason,
+            )
+            self._problem("replay", f"window of iteration {manifest.start_iteration}: {reason}")
+            try:
+                add_refusal(self._run_dir, refusal)
+            except CheckpointError as failure:
+                error = str(failure)
+        error = self._agreement.errors(error)
+        if error is not None:
+            raise CheckpointError(f"{reason}; that cannot be kept: {error}")
 
     def _say(self, source: RecoverySource) -> None:
         source.validate()
@@ -217,8 +304,10 @@ class Recovery:
         """This rank's part, verified; or what is wrong with it."""
         place = source.places[self._rank]
         try:
-            return (self._read(place) if place.where == "persisted" else self._fetch(place)), None
-        except (CheckpointError, ControlError, OSError) as error:
+            window = self._read(place) if place.where == "persisted" else self._fetch(place)
+            window.replay_plan()
+            return window, None
+        except (CheckpointError, ControlError, OSError, RecoveryError) as error:
             return None, str(error)
 
     def _read(self, place: StoredWindow) -> HeldWindow:
@@ -260,7 +349,7 @@ class Recovery:
 
     def _difference(self, manifest: WindowManifest) -> str | None:
         """How the window's run or layout differs from this job's; None where it does not."""
-        if manifest.run_id != self._run_id or manifest.rank != self._rank:
+        if manifest.run_id != self._run_dir.name or manifest.rank != self._rank:
             return f"is of run {manifest.run_id}, rank {manifest.rank}"
         before, now = manifest.topology, self._topology
         changed = [
@@ -276,24 +365,12 @@ class Recovery:
     def _other_key(self, manifest: WindowManifest) -> str | None:
         """A key that the window's iterations were trained with otherwise: replaying them would give another state."""
         before = json.loads(manifest.slices[0].header.get(CONFIG, "{}"))
-        now = replay_config(self._config, self._fingerprint)
+        now = self._settings
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if not changed:
             return None
         key = changed[0]
         return f"was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}"
-
-
-def replay_config(config: JobConfig, fingerprint: str) -> dict[str, Any]:
-    """The keys that decide what an iteration computes, dotted, with their values; of the data its fingerprint."""
-    groups = to_dict(config)
-    placement = {f"placement.{name}": groups["placement"][name] for name in ("algorithm", "num_slots_per_rank")}
-    return {"data": fingerprint, **placement} | {
-        f"{group}.{name}": value
-        for group in _REPLAYED_GROUPS
-        for name, value in groups[group].items()
-        if not (group == "training" and name in _OF_THE_RUN)
-    }
 
 
 def _other_pieces(view: OperatorView, window: HeldWindow) -> str | None:

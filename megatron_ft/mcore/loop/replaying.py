@@ -67,9 +67,9 @@ class Replayer:
         captured = self._slices[index]
         self._view.restore(self._window, index, captured.payload)
         if index == 0:
-            if captured.extras is None:
-                raise RecoveryError("slice 0 has no extras: random numbers, buffers and history are missing")
-            restore_extras(self._engine, captured.extras)
+            error = self._agreement.errors(self._restore_extras(captured.extras))
+            if error is not None:
+                raise RecoveryError(error)
 
     def replay(self, vote: Vote, operators: Collection[OperatorId]) -> None:
         """Run the iteration of ``vote`` again, operators ``operators`` frozen, and carry out what was decided on it.
@@ -93,6 +93,18 @@ class Replayer:
         else:
             raise RecoveryError(f"iteration {vote.iteration} stopped the run and was not captured: {decision.reason}")
         engine.advance(vote, decision)
+
+    def _restore_extras(self, extras: Mapping[str, Any] | None) -> str | None:
+        """What is wrong with the extras of this rank; they are its own, so the others have to be told."""
+        if extras is None:
+            return "slice 0 has no extras: random numbers, buffers and history are missing"
+        try:
+            restore_extras(self._engine, extras)
+        except RecoveryError as error:
+            return str(error)
+        except (KeyError, TypeError, ValueError) as error:
+            return f"extras of slice 0 cannot be read: {error!r}"
+        return None
 
     def _accumulate(self, vote: Vote, unchanged: Collection[Any]) -> Ballot:
         engine = self._engine

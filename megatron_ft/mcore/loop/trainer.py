@@ -33,7 +33,8 @@ from megatron_ft.mcore.loop.extras import capture_extras
 from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, window_folder
 from megatron_ft.mcore.loop.migration import migrate
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
-from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, HeldWindow, Recovery, replay_config
+from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, HeldWindow, Recovery
+from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.mcore.loop.reporting import (
     config_digest,
     expert_load_record,
@@ -67,7 +68,9 @@ class Trainer:
             stop_requested=context.worker.stop_requested,
         )
         failpoints.watch(self._tell_phase)
-        self._replay_config = json.dumps(replay_config(config, self.samples["train"].fingerprint()))
+        self._replay_config = replay_config(
+            config, self.samples["train"].fingerprint(), device=device.type, transformer_impl=transformer_impl
+        )
         self.topology_record = asdict(Topology.of(config.parallel, context.world_size))
         self.placement = self._placement_keeper()
         self.snapshots: Snapshotter | None = None
@@ -94,8 +97,7 @@ class Trainer:
             self._load(source)
         if window is not None:
             self.recovery.replay(self.engine, window)
-        if self.context.generation == 0:
-            self.recovery.set_aside_later(self.engine.iteration)
+        self.recovery.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
         self._keep_copies()
         origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
         resumed = None if origin is None else (str(origin), self.engine.iteration)
@@ -285,9 +287,9 @@ class Trainer:
             self.config,
             rank=self.context.rank,
             node=self.context.node,
-            run_id=self.context.run_dir.name,
+            run_dir=self.context.run_dir,
             topology=self.topology_record,
-            fingerprint=self.samples["train"].fingerprint(),
+            settings=self._replay_config,
             agreement=self.agreement,
             client=client,
             folder=window_folder(self.config, self.context.run_dir),
@@ -335,7 +337,7 @@ class Trainer:
         return {
             EXTRAS: json.dumps(capture_extras(self.engine)),
             PLACEMENT: json.dumps(placement),
-            CONFIG: self._replay_config,
+            CONFIG: json.dumps(self._replay_config),
         }
 
     def state(self, extra: dict[str, Any]) -> TrainingState:

@@ -1,0 +1,170 @@
+"""What a job of one rank continues from, with windows on storage that are sound and still no good."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.stored_samples import sample_window
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import RecoveryError
+from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem
+from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, VOTE, HeldWindow, Recovery
+from megatron_ft.mcore.loop.replay_settings import replay_config
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.runtime.storage.refusals import read_refusals
+from megatron_ft.runtime.storage.window_folder import WindowFolder
+from megatron_ft.runtime.storage.windows import write_window
+
+SETTINGS = {"data": "fingerprint"}
+TOPOLOGY = {"data_parallel": 1}
+UNITS = [Unit(operator=OperatorId(layer=0, kind="embedding")), Unit(operator=OperatorId(layer=3, kind="head"))]
+PLAN = WindowPlan(slices=((UNITS[0],), (UNITS[1],)), interval_iterations=2, reason="by hand")
+GOOD = {EXTRAS: "{}", PLACEMENT: "null", CONFIG: json.dumps(SETTINGS)}
+
+
+class OneRank:
+    """``Agreement`` of a job of one rank."""
+
+    def gather(self, record: Any) -> list[Any]:
+        return [json.loads(json.dumps(record))]
+
+    def from_first(self, record: Any) -> Any:
+        return self.gather(record)[0]
+
+    def errors(self, error: str | None) -> str | None:
+        return None if error is None else f"rank 0: {error}"
+
+
+def vote(iteration: int) -> dict[str, object]:
+    losses = {"loss": 2.0, "aux_loss": 0.0, "z_loss": 0.0, "grad_norm": 0.5, "clip_coefficient": 1.0, "loss_scale": 1.0}
+    return Vote(generation=0, iteration=iteration, found_inf=False, num_tokens=64, **losses).to_record()
+
+
+def save(run_dir: Path, start: int, *, plan: dict[str, Any] | None = None, **headers: str) -> None:
+    """A window of two slices; ``headers`` replace those of slice 0."""
+    manifest, payload = sample_window(start, 0)
+    slices = [replace(part, header={VOTE: json.dumps(vote(part.iteration))}) for part in manifest.slices]
+    slices[0] = replace(slices[0], header={**slices[0].header, **GOOD, **headers})
+    manifest = replace(
+        manifest,
+        run_id=run_dir.name,
+        world_size=1,
+        topology=TOPOLOGY,
+        plan=json.loads(json.dumps(plan or PLAN.to_json())),
+        slices=tuple(slices),
+    )
+    write_window(run_dir / "windows", manifest, [memoryview(content) for content in payload])
+
+
+def recovery(run_dir: Path) -> tuple[Recovery, list[Record]]:
+    """That of a start, and what it reports."""
+    records: list[Record] = []
+    found = Recovery(
+        JobConfig(),
+        rank=0,
+        node=0,
+        run_dir=run_dir,
+        topology=TOPOLOGY,
+        settings=SETTINGS,
+        agreement=OneRank(),  # type: ignore[arg-type]
+        client=None,
+        folder=WindowFolder(run_dir / "windows"),
+        report=records.append,
+    )
+    return found, records
+
+
+def choose(run_dir: Path, checkpoint: Path | None = None) -> tuple[HeldWindow | None, RecoveryChosen, list[Record]]:
+    found, records = recovery(run_dir)
+    window = found.find(checkpoint)
+    (chosen,) = [record for record in records if isinstance(record, RecoveryChosen)]
+    return window, chosen, records
+
+
+def refuse(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A start whose replay differs; the first iteration of its window."""
+    found, records = recovery(run_dir)
+    window = found.find(None)
+    assert window is not None
+
+    def differ(*_: object) -> None:
+        raise RecoveryError("iteration 31 was replayed to something else")
+
+    monkeypatch.setattr(found, "_carry_out", differ)
+    with pytest.raises(RecoveryError, match="replayed to something else"):
+        found.replay(None, window)  # type: ignore[arg-type]
+    assert [record.what for record in records if isinstance(record, SnapshotProblem)] == ["replay"]
+    return window.manifest.start_iteration
+
+
+def test_a_refused_window_is_not_chosen_by_later_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 20)
+    save(tmp_path, 30)
+    assert refuse(tmp_path, monkeypatch) == 30
+    window, chosen, _ = choose(tmp_path)
+    assert window is not None and window.manifest.start_iteration == 20
+    reason = "persisted window of iteration 30: refused before: iteration 31 was replayed to something else"
+    assert chosen.declined == (reason,)
+    assert refuse(tmp_path, monkeypatch) == 20
+    assert [refusal.start_iteration for refusal in read_refusals(tmp_path)] == [30, 20]
+    window, chosen, _ = choose(tmp_path, tmp_path / "iter_0000010")
+    assert window is None and (chosen.source, chosen.iteration, len(chosen.declined)) == ("checkpoint", 10, 2)
+
+
+def test_where_refused_windows_leave_nothing_the_job_stops_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 30)
+    refuse(tmp_path, monkeypatch)
+    found, records = recovery(tmp_path)
+    with pytest.raises(RecoveryError, match=r"nothing is left to continue from: persisted window of iteration 30"):
+        found.find(None)
+    assert [record.source for record in records if isinstance(record, RecoveryChosen)] == ["nothing"]
+
+
+def test_a_window_captured_anew_under_the_same_name_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 20)
+    save(tmp_path, 30)
+    refuse(tmp_path, monkeypatch)
+    found, _ = recovery(tmp_path)
+    found.find(None)
+    found.set_aside_later(21, is_new_job=False)
+    save(tmp_path, 30, **{EXTRAS: '{"iteration": 30}'})
+    window, chosen, _ = choose(tmp_path)
+    assert window is not None and window.manifest.start_iteration == 30 and not chosen.declined
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"plan": {"slices": [[1, 2], [3]]}},
+        {"plan": {**PLAN.to_json(), "slices": PLAN.to_json()["slices"][:1]}},
+        {EXTRAS: "{"},
+        {EXTRAS: "null"},
+        {PLACEMENT: "}"},
+        {VOTE: '{"iteration": 30}'},
+    ],
+)
+def test_a_plan_or_header_that_cannot_be_read_costs_no_restart(tmp_path: Path, damage: dict[str, Any]) -> None:
+    save(tmp_path, 20)
+    save(tmp_path, 30, **damage)
+    window, chosen, records = choose(tmp_path)
+    assert window is not None and window.manifest.start_iteration == 20
+    assert "window of iteration 30" in chosen.declined[0]
+    assert [record.what for record in records if isinstance(record, SnapshotProblem)] == ["load persisted"]
+    assert not read_refusals(tmp_path)
+
+
+def test_what_auto_came_to_is_compared() -> None:
+    config = JobConfig()
+    assert (config.training.device, config.training.transformer_impl) == ("auto", "auto")
+    cpu = replay_config(config, "data", device="cpu", transformer_impl="local")
+    gpu = replay_config(config, "data", device="cuda", transformer_impl="transformer_engine")
+    assert {key for key in cpu if cpu[key] != gpu[key]} == {"training.device", "training.transformer_impl"}
