@@ -22,6 +22,18 @@ _READ_BYTES = 256 * 1024
 _MAX_DESCRIPTORS = 16
 
 
+def encode(message: Message) -> bytes:
+    """One message as it travels.
+
+    Raises:
+        ControlError: the message is larger than ``MAX_FRAME_BYTES``.
+    """
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ControlError(f"message of {len(payload)} bytes: must have at most {MAX_FRAME_BYTES}")
+    return len(payload).to_bytes(_HEADER_BYTES, "big") + payload
+
+
 def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
     """Send one message, blocking while the peer's buffer is full.
 
@@ -29,10 +41,7 @@ def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ())
         ControlError: the message is larger than ``MAX_FRAME_BYTES``.
         OSError: the peer is gone.
     """
-    payload = json.dumps(message, separators=(",", ":")).encode()
-    if len(payload) > MAX_FRAME_BYTES:
-        raise ControlError(f"message of {len(payload)} bytes: must have at most {MAX_FRAME_BYTES}")
-    data = len(payload).to_bytes(_HEADER_BYTES, "big") + payload
+    data = encode(message)
     sent = socket.send_fds(sock, [data], list(descriptors)) if descriptors else 0
     sock.sendall(memoryview(data)[sent:])
 

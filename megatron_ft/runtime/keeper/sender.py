@@ -153,13 +153,13 @@ class Sender(threading.Thread):
             window_bytes = own.windows.window_bytes
         rank = window.origin.rank
         waits = self._accepted_bytes.get(rank) != window_bytes
-        wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits})
+        wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits}, goes_on=not waits)
         if waits:
             while self._unanswered:
                 self._take_answer()
             wire.answer()
             self._accepted_bytes[rank] = window_bytes
-        wire.send_bytes(payload)
+        wire.send_bytes(payload, goes_on=True)
         wire.send({"op": "hashes", "hashes": self._hashes(work, part)})
         self._sent(work)
 
@@ -192,7 +192,6 @@ class Sender(threading.Thread):
             if own.windows is not None and window in own.windows:
                 own.windows.note_acknowledged(window, self._node, index + 1)
             own.publish()
-            self._store.changed()
 
     def _failed(self, work: Work | None, generation: int, error: ControlError | OSError) -> None:
         """Decide what a failure means; the window may have been forgotten while it was sent, which is none.

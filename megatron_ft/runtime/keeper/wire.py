@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_ft.errors import ControlError
-from megatron_ft.framing import MAX_FRAME_BYTES, Message, decode, send
+from megatron_ft.framing import MAX_FRAME_BYTES, Message, decode, encode
 from megatron_ft.runtime.keeper.fields import host_and_port
 
 CONNECT_SECONDS = 5.0
@@ -47,10 +47,13 @@ class Wire:
         self._sock = sock
         self._stall_seconds = stall_seconds
 
-    def send(self, message: Message) -> None:
-        """Send one frame. Raises OSError when the peer is gone or stands still."""
+    def send(self, message: Message, *, goes_on: bool = False) -> None:
+        """Send one frame; ``goes_on``: more is sent at once, and the kernel may put both into one packet.
+
+        Raises OSError when the peer is gone or stands still.
+        """
         with self._moving():
-            send(self._sock, message)
+            self._sock.sendall(encode(message), socket.MSG_MORE if goes_on else 0)
 
     def receive(self, *, most_bytes: int = MAX_FRAME_BYTES, patient: bool = False) -> Message:
         """The next frame; ``patient`` waits for its beginning without a limit.
@@ -60,14 +63,16 @@ class Wire:
             OSError: the peer is gone, or stands still.
         """
         header = bytearray(_HEADER_BYTES)
-        while patient:
+        while True:
             try:
-                if not self._sock.recv(1, socket.MSG_PEEK):
-                    raise ConnectionResetError("the peer has closed the connection")
+                begun = self._sock.recv_into(header)
                 break
             except BlockingIOError:
-                continue
-        self.receive_into(memoryview(header))
+                if not patient:
+                    raise TimeoutError(f"nothing moved for {self._stall_seconds} s") from None
+        if begun == 0:
+            raise ConnectionResetError("the peer has closed the connection")
+        self.receive_into(memoryview(header)[begun:])
         size = int.from_bytes(header, "big")
         if size > most_bytes:
             raise ControlError(f"a peer announced a message of {size} bytes: at most {most_bytes} are read")
@@ -101,14 +106,15 @@ class Wire:
             return False
         return True
 
-    def send_bytes(self, view: memoryview) -> None:
-        """Send ``view`` as it is: from a mapping this is faster than ``sendfile``.
+    def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
+        """Send ``view`` as it is: from a mapping this is no slower than ``sendfile``. ``goes_on`` as for ``send``.
 
         Raises OSError when the peer is gone or stands still.
         """
+        flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():
-                view = view[self._sock.send(view[:_CALL_BYTES]) :]
+                view = view[self._sock.send(view[:_CALL_BYTES], flags) :]
 
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view``. Raises OSError when the peer is gone or stands still."""
