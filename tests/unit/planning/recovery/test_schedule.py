@@ -1,0 +1,46 @@
+"""Membership changes read from text."""
+
+import pytest
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.recovery.schedule import MembershipChange, change_before, parse_membership_change
+
+
+@pytest.mark.parametrize("text", ["lose(nodes=[1,2],before_iteration=5)", " lose( before_iteration=5, nodes=[1, 2] ) "])
+def test_an_entry_says_who_leaves_before_which_iteration(text: str) -> None:
+    assert parse_membership_change(text) == MembershipChange(nodes=(1, 2), before_iteration=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "one call"),
+        ("lose", "a call like"),
+        ("gain(nodes=[1],before_iteration=5)", "a call like"),
+        ("lose([1],before_iteration=5)", "a call like"),
+        ("lose(nodes=[1],before_iteration=5).x()", "a call like"),
+        ("lose(nodes=[1])", "once each"),
+        ("lose(nodes=[1],before_iteration=5,rank=1)", "once each"),
+        ("lose(**{})", "once each"),
+        ("lose(nodes=[1],nodes=[2],before_iteration=5)", "one call|once each"),
+        ("lose(nodes=list(),before_iteration=5)", "literals"),
+        ("lose(nodes=[],before_iteration=5)", "list of node numbers"),
+        ("lose(nodes=(1,),before_iteration=5)", "list of node numbers"),
+        ("lose(nodes=[True],before_iteration=5)", "list of node numbers"),
+        ("lose(nodes=[-1],before_iteration=5)", "list of node numbers"),
+        ("lose(nodes=[2,1],before_iteration=5)", "rising order"),
+        ("lose(nodes=[1,1],before_iteration=5)", "rising order"),
+        ("lose(nodes=[1],before_iteration=0)", "at least 1"),
+        ("lose(nodes=[1],before_iteration=5.0)", "at least 1"),
+        ("lose(nodes=[1],before_iteration=True)", "at least 1"),
+    ],
+)
+def test_anything_else_is_refused_by_name(text: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=rf"launch\.membership_schedule(?s:.*)({word})"):
+        parse_membership_change(text)
+
+
+def test_a_schedule_is_asked_by_iteration() -> None:
+    schedule = ["lose(nodes=[2],before_iteration=3)", "lose(nodes=[0],before_iteration=6)"]
+    found = {iteration: change.nodes for iteration in range(8) if (change := change_before(schedule, iteration))}
+    assert found == {3: (2,), 6: (0,)}
