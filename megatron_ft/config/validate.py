@@ -10,6 +10,7 @@ from megatron_ft.config.checks.parallel import check_parallel, check_transformer
 from megatron_ft.config.checks.placement import check_placement
 from megatron_ft.config.checks.primitives import finite_numbers
 from megatron_ft.config.checks.snapshot import check_snapshot
+from megatron_ft.config.checks.survival import check_survival
 from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
@@ -41,6 +42,7 @@ def validate(config: JobConfig) -> None:
     check_transformer_engine(config)
     check_placement(config)
     check_snapshot(config)
+    check_survival(config)
     _check_failpoints(config)
 
 
@@ -53,7 +55,10 @@ def _check_failpoints(config: JobConfig) -> None:
             if value is not None and not 0 <= value < bound:
                 raise ConfigError.of("launch.failpoints", text, f"must name a {name} in 0..{bound - 1}")
         if failpoint.generation is not None and not 0 <= failpoint.generation <= _last_generation(config):
-            constraint = f"must name a generation from 0 that launch.max_restarts={config.launch.max_restarts} allows"
+            constraint = (
+                f"must name a generation from 0 that launch.max_restarts={config.launch.max_restarts} and "
+                "launch.min_nodes allow"
+            )
             raise ConfigError.of("launch.failpoints", text, constraint)
         last = config.training.train_iterations
         if failpoint.at_iteration is not None and not 0 <= failpoint.at_iteration <= last:
@@ -62,5 +67,6 @@ def _check_failpoints(config: JobConfig) -> None:
 
 
 def _last_generation(config: JobConfig) -> int:
-    """Each restart that counts anew takes a further iteration."""
-    return config.launch.max_restarts * (config.training.train_iterations + 1)
+    """Each restart that counts anew takes a further iteration; after each start nodes can be lost one by one."""
+    num_restarts = config.launch.max_restarts * (config.training.train_iterations + 1)
+    return num_restarts + (num_restarts + 1) * (config.launch.num_nodes - config.launch.fewest_nodes)

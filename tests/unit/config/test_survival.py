@@ -1,0 +1,96 @@
+"""Losing nodes: what is refused by name, and what passes."""
+
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.validate import validate
+from megatron_ft.errors import ConfigError
+
+SEARCH = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}
+POLICY = {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"}
+LOSE_ONE = ["lose(nodes=[2],before_iteration=5)"]
+
+
+def job(changes: dict[str, Any]) -> JobConfig:
+    """Three nodes of two ranks, replica slots, no sharded optimizer; dotted keys changed."""
+    values: dict[str, Any] = {
+        "launch": {"num_nodes": 3, "ranks_per_node": 2},
+        "parallel": {"use_distributed_optimizer": False},
+        "placement": {"algorithm": SEARCH},
+        "training": {"train_iterations": 10},
+    }
+    for key, value in changes.items():
+        group, name = key.split(".")
+        values.setdefault(group, {})[name] = value
+    return from_dict(values)
+
+
+UNCOVERED: list[tuple[dict[str, Any], str]] = [
+    ({"launch.mode": "torchrun"}, "launch.mode"),
+    ({"launch.master_port": 20001}, "launch.master_port"),
+    ({"parallel.pipeline_model_parallel_size": 2}, "parallel.pipeline_model_parallel_size"),
+    ({"parallel.tensor_model_parallel_size": 2}, "parallel.tensor_model_parallel_size"),
+    ({"parallel.use_distributed_optimizer": True}, "parallel.use_distributed_optimizer"),
+    ({"placement.algorithm": None}, "placement.algorithm"),
+    ({"placement.schedule": ["3:plan.json"]}, "placement.schedule"),
+    ({"snapshot.policy": POLICY}, "snapshot.policy"),
+]
+
+
+@pytest.mark.parametrize("asked", [{"launch.min_nodes": 1}, {"launch.membership_schedule": LOSE_ONE}], ids=str)
+@pytest.mark.parametrize(("changes", "key"), UNCOVERED, ids=[key for _, key in UNCOVERED])
+def test_what_is_not_covered_is_refused_by_key(asked: dict[str, Any], changes: dict[str, Any], key: str) -> None:
+    validate(job(changes | {"model.num_layers": 6}))
+    with pytest.raises(ConfigError, match=rf"^{key}.*must be.*launch\.(min_nodes=1|membership_schedule)"):
+        validate(job(changes | asked | {"model.num_layers": 6}))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"launch.min_nodes": 0}, "launch.min_nodes"),
+    ({"launch.min_nodes": 4}, "launch.min_nodes"),
+    ({"launch.min_nodes": 1, "placement.num_slots_per_rank": 2}, "placement.num_slots_per_rank"),
+    ({"launch.reform_timeout_seconds": 0.0}, "launch.reform_timeout_seconds"),
+    *(
+        ({"launch.membership_schedule": schedule}, "launch.membership_schedule")
+        for schedule in (
+            ["lose(2)"],
+            ["lose(nodes=[3],before_iteration=5)"],
+            ["lose(nodes=[0,1,2],before_iteration=5)"],
+            ["lose(nodes=[0,1],before_iteration=5)", "lose(nodes=[2],before_iteration=6)"],
+            ["lose(nodes=[1],before_iteration=5)", "lose(nodes=[1],before_iteration=6)"],
+            ["lose(nodes=[1],before_iteration=5)", "lose(nodes=[2],before_iteration=5)"],
+            ["lose(nodes=[1],before_iteration=11)"],
+        )
+    ),
+    ({"launch.membership_schedule": LOSE_ONE, "launch.min_nodes": 2}, "launch.membership_schedule"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_what_cannot_be_is_refused_by_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}.*must"):
+        validate(job(changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"launch.min_nodes": 1},
+        {"launch.min_nodes": 3, "snapshot.policy": POLICY, "placement.algorithm": None},
+        {"launch.membership_schedule": [*LOSE_ONE, "lose(nodes=[0],before_iteration=10)"]},
+        {"launch.membership_schedule": LOSE_ONE, "launch.min_nodes": 3},
+        {"launch.min_nodes": 1, "launch.failpoints": ['kill(generation=2, phase="forward")']},
+    ],
+    ids=str,
+)
+def test_what_can_be_passes(changes: dict[str, Any]) -> None:
+    validate(job(changes))
+
+
+def test_a_failpoint_names_a_generation_that_losses_can_reach() -> None:
+    fault = {"launch.failpoints": ['kill(generation=2, phase="forward")']}
+    with pytest.raises(ConfigError, match=r"launch\.failpoints.*launch\.min_nodes"):
+        validate(job(fault | {"launch.min_nodes": 2}))
