@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 
 from megatron_ft.control import membership
 from megatron_ft.control.facts import Fact, NodeJoined, RankExited, RankRaised, RankReported, Tick
-from megatron_ft.control.membership import Decision, Failure, MembershipPolicy, Outcome, Phase, State
+from megatron_ft.control.membership_state import (
+    Decision,
+    Failure,
+    MembershipPolicy,
+    Outcome,
+    Phase,
+    State,
+    Step,
+    first_of,
+)
 from megatron_ft.control.rpc import RpcServer
 from megatron_ft.errors import (
     CheckpointError,
@@ -25,7 +34,7 @@ from megatron_ft.errors import (
 from megatron_ft.framing import Message
 
 RecordSink = Callable[[Message], None]
-StepSink = Callable[[membership.Step], None]
+StepSink = Callable[[Step], None]
 
 StartOrder = Callable[[int], Message]
 """Generation to those fields of the order ``start`` that the controller does not know."""
@@ -116,8 +125,8 @@ class Controller:
             if self._execute(step):
                 return self._end_of(step)
 
-    def _end_of(self, step: membership.Step) -> JobEnd:
-        firsts = [membership.first_of(failures) for failures in step.state.survived]
+    def _end_of(self, step: Step) -> JobEnd:
+        firsts = [first_of(failures) for failures in step.state.survived]
         survived = tuple(first.detail for first in firsts if first is not None)
         return JobEnd(step.state.outcome, step.reason, step.state.first_failure, self._details, survived)
 
@@ -161,7 +170,7 @@ class Controller:
         details["at_seconds"] = failed_at_seconds
         details["caused_by_us"] = details.get("caused_by_us", self._state.phase is Phase.KILLING)
 
-    def _execute(self, step: membership.Step) -> bool:
+    def _execute(self, step: Step) -> bool:
         """Carry a decision out; whether the job has ended."""
         match step.decision:
             case Decision.START | Decision.RESTART:

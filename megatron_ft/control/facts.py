@@ -1,6 +1,11 @@
-"""What can happen to a job: the facts that the state machine of ``membership`` takes in."""
+"""What can happen to a job: the facts that the state machine of ``membership`` takes in.
+
+Ranks go by the number they were started with, whatever number later memberships give them.
+"""
 
 from dataclasses import dataclass
+
+from megatron_ft.planning.recovery.target import Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,20 @@ class RankRaised:
 
 
 @dataclass(frozen=True, slots=True)
+class RankBroken:
+    """A rank's iteration ended with an error, probably because others are gone; it waits to be told how to go on.
+
+    ``final``: another try cannot mend its error.
+    """
+
+    rank: int
+    position: Position
+    at_seconds: float
+    iteration: int = 0
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RankExited:
     """A rank's process ended; ``returncode`` is negative for a signal, ``done`` says that its work was.
 
@@ -65,4 +84,6 @@ class Tick:
     """Time went on."""
 
 
-Fact = NodeJoined | NodeLost | RankReported | RankRaised | RankExited | StopRequested | KillRequested | Tick
+Fact = (
+    NodeJoined | NodeLost | RankReported | RankRaised | RankBroken | RankExited | StopRequested | KillRequested | Tick
+)

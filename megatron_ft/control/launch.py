@@ -26,11 +26,12 @@ import megatron_ft
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control import facts, membership, report
+from megatron_ft.control import facts, report
 from megatron_ft.control.agent import AgentSpec, tail_of
 from megatron_ft.control.controller import Controller, JobEnd
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.control.membership import Decision, MembershipPolicy, Outcome, describe_returncode
+from megatron_ft.control.membership import describe_returncode
+from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.rpc import check_interface, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_state
 from megatron_ft.control.services import STOP_SECONDS
@@ -236,7 +237,7 @@ class _Job:
         self._run_finished = self._run_finished or record.get("kind") == "run_finished"
         self._sinks.write(record)
 
-    def _on_step(self, step: membership.Step) -> None:
+    def _on_step(self, step: Step) -> None:
         if step.decision is Decision.STOP and not step.state.failures:
             self._sinks.write(StopRequested(source=self._interrupted_by).to_record())
         if step.decision is Decision.RESTART:
@@ -269,7 +270,7 @@ class _Job:
             self._wait_or_kill([processes.forkserver])
 
     def _wait_or_kill(self, started: Sequence["subprocess.Popen[bytes]"]) -> None:
-        ended_normally = self._controller.state.phase is membership.Phase.ENDED
+        ended_normally = self._controller.state.phase is Phase.ENDED
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._services else 0.0)
         deadline = time.monotonic() + (patience_seconds if ended_normally else 0.5)
         for process in started:

@@ -6,14 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.control.controller import JobEnd
-from megatron_ft.control.membership import (
-    MembershipPolicy,
-    Outcome,
-    Step,
-    describe_returncode,
-    first_of,
-    signal_name,
-)
+from megatron_ft.control.membership import describe_returncode, signal_name
+from megatron_ft.control.membership_state import MembershipPolicy, Outcome, Step, first_of
 from megatron_ft.events import RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
 

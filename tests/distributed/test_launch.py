@@ -403,7 +403,7 @@ def test_a_run_in_use_is_refused(runs: Path) -> None:
 
 def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
     from megatron_ft.control.controller import Controller
-    from megatron_ft.control.membership import MembershipPolicy, Phase
+    from megatron_ft.control.membership_state import MembershipPolicy, Phase
     from tests.helpers.jobs import REPOSITORY
 
     policy = MembershipPolicy(num_nodes=1, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=1)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ft.control.controller import FINAL_ERRORS, Controller, JobEnd
 from megatron_ft.control.facts import KillRequested
-from megatron_ft.control.membership import Decision, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.errors import MegatronFtError
 

@@ -17,18 +17,8 @@ from megatron_ft.control.facts import (
     StopRequested,
     Tick,
 )
-from megatron_ft.control.membership import (
-    Decision,
-    MembershipPolicy,
-    Outcome,
-    Phase,
-    State,
-    Step,
-    advance,
-    describe_returncode,
-    first_of,
-    initial,
-)
+from megatron_ft.control.membership import advance, describe_returncode, initial
+from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, State, Step, first_of
 
 POLICY = MembershipPolicy(
     num_nodes=2,

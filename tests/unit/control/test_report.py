@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_ft.control.controller import JobEnd
 from megatron_ft.control.launch import exit_code_of
-from megatron_ft.control.membership import Decision, Failure, MembershipPolicy, Outcome, State, Step
+from megatron_ft.control.membership_state import Decision, Failure, MembershipPolicy, Outcome, State, Step
 from megatron_ft.control.report import failed_records, failure_screen, restart_records, resume_advice
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent
