@@ -42,6 +42,11 @@ class RecordFile:
         """Nobody asks."""
         return False
 
+    @property
+    def can_survive(self) -> bool:
+        """Nobody outlives the others."""
+        return False
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

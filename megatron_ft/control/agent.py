@@ -15,17 +15,18 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.forkserver import listen
 from megatron_ft.control.outbox import Outbox
+from megatron_ft.control.ranks import Ranks
 from megatron_ft.control.services import Services
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 POLL_SECONDS = 10.0
-_LOG_TAIL_BYTES = 8192
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
 
@@ -54,16 +55,6 @@ class AgentSpec:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-@dataclass
-class _Rank:
-    rank: int
-    generation: int
-    log: Path
-    reader: FrameReader | None = None
-    last: Message = field(default_factory=dict)
-    done: bool = False
-
-
 class Agent:
     """The node's main thread."""
 
@@ -77,20 +68,18 @@ class Agent:
         self._wake_receive.setblocking(False)
         self._orders: deque[Message] = deque()
         self._outbox = Outbox(self._wake)
-        self._ranks: dict[int, _Rank] = {}
-        self._strangers: set[FrameReader] = set()
-        self._paused = False
         self._exit_code: int | None = None
         self._socket_path = Path(spec.runtime_dir) / f"node-{spec.node:03d}.sock"
         self._listener = listen(self._socket_path)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
+        self._ranks = Ranks(spec.node, self._listener, self._selector, self._outbox)
         self._forkserver = FrameReader(_connect(spec.forkserver_socket))
 
     def run(self) -> int:
         """Serve until the controller says ``end`` or is lost; the process's exit code."""
         for source, callback in (
-            (self._listener, self._accept),
+            (self._listener, self._ranks.accept),
             (self._forkserver.sock, self._read_forkserver),
             (self._wake_receive, self._woken),
             (sys.stdin.fileno(), self._launcher_closed),
@@ -173,20 +162,22 @@ class Agent:
             self._wake_receive.recv(4096)
         while self._orders and self._exit_code is None:
             self._obey(self._orders.popleft())
-        if self._paused and not self._outbox.is_full:
-            self._paused = False
-            for state in self._ranks.values():
-                if state.reader is not None:
-                    self._watch(state, state.reader)
+        self._ranks.resume()
 
     def _obey(self, order: Message) -> None:
         match order["op"]:
             case "start":
                 self._start(order)
+            case "break":
+                self._break(order)
+            case "reform":
+                self._reform(order["next"])
             case "stop":
-                self._signal_all(signal.SIGTERM)
+                if order["survivors_end"]:
+                    self._tell({"op": "end", "reason": order["reason"]})
+                self._signal(self._ranks.numbers, signal.SIGTERM)
             case "kill":
-                self._signal_all(signal.SIGKILL)
+                self._signal(self._ranks.numbers, signal.SIGKILL)
             case "end":
                 self._exit_code = 0
             case "lost":
@@ -207,7 +198,7 @@ class Agent:
         shared["services"] = self._services.for_ranks(order["services"])
         for local_rank, rank in enumerate(order["ranks"][str(self._spec.node)]):
             log = Path(order["run_dir"]) / "logs" / f"rank-{rank:05d}.log"
-            self._ranks[rank] = _Rank(rank, order["generation"], log)
+            self._ranks.expect(rank, order["generation"], log)
             spec = {
                 **shared,
                 "rank": rank,
@@ -222,102 +213,35 @@ class Agent:
             finally:
                 os.close(descriptor)
 
-    def _signal_all(self, number: signal.Signals) -> None:
-        for rank in self._ranks:
+    def _break(self, order: Message) -> None:
+        """End the membership: ranks of a lost node are killed, others are told."""
+        if self._spec.node in order["lost"]:
+            self._signal(self._ranks.numbers, signal.SIGKILL)
+        else:
+            self._tell({name: order[name] for name in ("op", "generation", "reason")})
+
+    def _reform(self, following: Message) -> None:
+        """Begin the next membership; ranks of a node that is not of it are killed."""
+        if self._spec.node not in following["nodes"]:
+            self._signal(self._ranks.numbers, signal.SIGKILL)
+            return
+        self._ranks.generation = following["generation"]
+        self._tell({"op": "reform", "next": following})
+
+    def _tell(self, message: Message) -> None:
+        self._signal(self._ranks.tell(message), signal.SIGKILL)
+
+    def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        for rank in ranks:
             send(self._forkserver.sock, {"op": "signal", "rank": rank, "signal": int(number)})
 
     def _read_forkserver(self) -> None:
         messages, closed = self._forkserver.pump()
         for message in messages:
             if message["op"] == "exited":
-                self._rank_exited(self._ranks[message["rank"]], message)
+                self._ranks.exited(message)
         if closed:
             self._lost("the fork server has gone")
-
-    def _rank_exited(self, state: _Rank, message: Message) -> None:
-        """Everything the rank said comes before its exit: it waits in sockets of this process."""
-        self._accept()
-        for stranger in list(self._strangers):
-            self._read_stranger(stranger)
-        if state.reader is not None:
-            self._read_rank(state, state.reader, until_empty=True)
-        tail = "" if state.done else tail_of(state.log)
-        about = {"node": self._spec.node, "done": state.done, "log": str(state.log), "log_tail": tail}
-        self._outbox.put({**message, **about, **state.last})
-        del self._ranks[state.rank]
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._greet(FrameReader(connection))
-
-    def _greet(self, reader: FrameReader) -> None:
-        self._strangers.add(reader)
-        self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_stranger(reader))
-
-    def _read_stranger(self, reader: FrameReader) -> None:
-        """The first message of a connection says which rank it is."""
-        if reader not in self._strangers:
-            return
-        messages, closed = reader.pump()
-        if not messages and not closed:
-            return
-        self._strangers.discard(reader)
-        self._selector.unregister(reader.sock)
-        state = self._ranks.get(messages[0].get("rank", -1)) if messages else None
-        if state is None or state.reader is not None or not _greets(messages[0], state):
-            reader.close()
-            return
-        state.reader = reader
-        self._outbox.put({"op": "reported", "rank": state.rank})
-        for message in messages[1:]:
-            self._rank_said(state, message)
-        if not closed and not self._paused:
-            self._watch(state, reader)
-
-    def _watch(self, state: _Rank, reader: FrameReader) -> None:
-        self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_rank(state, reader))
-
-    def _read_rank(self, state: _Rank, reader: FrameReader, *, until_empty: bool = False) -> None:
-        if state.reader is None:
-            return
-        while True:
-            messages, closed = reader.pump()
-            for message in messages:
-                self._rank_said(state, message)
-            if closed:
-                self._forget(state, reader)
-                return
-            if not (until_empty and messages):
-                break
-        if self._outbox.is_full and not self._paused:
-            self._pause()
-
-    def _pause(self) -> None:
-        """Read no rank until the controller has caught up; their sockets fill and they wait."""
-        self._paused = True
-        for state in self._ranks.values():
-            if state.reader is not None:
-                self._selector.unregister(state.reader.sock)
-
-    def _forget(self, state: _Rank, reader: FrameReader) -> None:
-        if reader.sock in self._selector.get_map():
-            self._selector.unregister(reader.sock)
-        reader.close()
-        state.reader = None
-
-    def _rank_said(self, state: _Rank, message: Message) -> None:
-        match message["op"]:
-            case "record":
-                self._outbox.put({"op": "record", "rank": state.rank, "record": message["record"]})
-            case "progress":
-                state.last = {"iteration": message["iteration"], "phase": message["phase"]}
-            case "done":
-                state.done = True
-            case "raised":
-                self._outbox.put({**message, "rank": state.rank, "node": self._spec.node, **state.last})
 
 
 def _start_services(spec: AgentSpec) -> Services:
@@ -329,10 +253,6 @@ def _start_services(spec: AgentSpec) -> Services:
         interface=spec.interface,
         token=spec.token,
     )
-
-
-def _greets(message: Message, state: _Rank) -> bool:
-    return message["op"] == "hello" and message.get("generation") == state.generation
 
 
 def _connect(path: str) -> socket.socket:
@@ -348,18 +268,6 @@ def _connect(path: str) -> socket.socket:
             if time.monotonic() > deadline:
                 raise ControlError(f"launch.forkserver_socket={path}: nobody listens there ({error})") from error
             threading.Event().wait(0.02)
-
-
-def tail_of(path: Path) -> str:
-    """The last lines of a log."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            size = file.tell()
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-30:])
-    except OSError as error:
-        return f"(cannot read {path}: {error})"
 
 
 def _read_spec() -> AgentSpec:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ft.control import membership
-from megatron_ft.control.facts import Fact, NodeJoined, RankExited, RankRaised, RankReported, Tick
+from megatron_ft.control.facts import Fact, NodeJoined, RankBroken, RankExited, RankRaised, RankReported, Tick
 from megatron_ft.control.membership_state import (
     Decision,
     Failure,
@@ -28,10 +28,13 @@ from megatron_ft.errors import (
     ConfigError,
     ControlError,
     DataError,
+    RecoveryError,
     SoftwareError,
     TrainingStopped,
 )
 from megatron_ft.framing import Message
+from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.planning.recovery.target import Position
 
 RecordSink = Callable[[Message], None]
 StepSink = Callable[[Step], None]
@@ -39,11 +42,17 @@ StepSink = Callable[[Step], None]
 StartOrder = Callable[[int], Message]
 """Generation to those fields of the order ``start`` that the controller does not know."""
 
+RecordDecision = Callable[[Message], None]
+"""Returns when the decision is on disk."""
+
 FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
 """Errors that come again when the ranks are started again."""
 _FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
 
 MAX_WAITING_ITEMS = 4096
+_ITEMS = ("record", "reported", "raised", "broken", "exited")
+_NOT_NOTED = ("op", "rank", "generation", "position")
+_FIRST_WORDS = ("error", "traceback", "exit_code")
 _MAX_POLL_SECONDS = 30.0
 _ACCEPT_SECONDS = 20.0
 
@@ -56,14 +65,16 @@ class JobEnd:
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """Rank to what was said of its end: ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase,
-    log, log_tail``, as far as known."""
+    """Rank, by its number at the start, to what was said of its end: ``number`` (in its membership), ``node,
+    returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``, as far as known."""
     survived: tuple[str, ...] = ()
     """Why each earlier generation ended."""
+    num_reforms: int = 0
+    """Those of them after which ranks went on in their processes."""
 
 
 class Controller:
-    """One job, one membership."""
+    """One job, one membership at a time."""
 
     def __init__(
         self,
@@ -72,17 +83,22 @@ class Controller:
         interface: str,
         token: str,
         start_order: StartOrder,
+        record_decision: RecordDecision,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind the service.
 
         Args:
-            start_order: called at each start, in the thread of ``run``.
+            start_order: called at each start and each next membership, in the thread of ``run``.
+            record_decision: called before ranks are told how they go on without lost nodes, or that they do not.
         """
         self._policy = policy
         self._clock = clock
         self._start_order = start_order
+        self._record_decision = record_decision
         self._state = membership.initial(policy, clock())
+        self._members = {0: self._state.members}
+        self._started_generation = 0
         self._inbox: queue.SimpleQueue[Message | Fact] = queue.SimpleQueue()
         self._room = threading.BoundedSemaphore(MAX_WAITING_ITEMS)
         self._orders: list[Message] = []
@@ -113,22 +129,25 @@ class Controller:
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobEnd:
         """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread.
 
-        At a restart ``details`` are still those of the generation that failed.
+        At a restart, and when a next membership begins, ``details`` are still those of the generation before.
         """
         self._server.start()
         while True:
             fact = self._fact_of(self._take(), on_record)
-            step = membership.advance(self._policy, self._state, fact, self._clock())
+            before = self._state
+            step = membership.advance(self._policy, before, fact, self._clock())
             self._state = step.state
+            self._members[step.state.generation] = step.state.members
             if step.decision is not Decision.WAIT:
                 on_step(step)
-            if self._execute(step):
+            if self._execute(before, step):
                 return self._end_of(step)
 
     def _end_of(self, step: Step) -> JobEnd:
         firsts = [first_of(failures) for failures in step.state.survived]
         survived = tuple(first.detail for first in firsts if first is not None)
-        return JobEnd(step.state.outcome, step.reason, step.state.first_failure, self._details, survived)
+        state, details = step.state, self._details
+        return JobEnd(state.outcome, step.reason, state.first_failure, details, survived, state.num_reforms)
 
     def close(self) -> None:
         """Stop serving."""
@@ -151,12 +170,19 @@ class Controller:
             case "record":
                 on_record(item["record"])
                 return Tick()
+            case _ if item["generation"] < self._started_generation:
+                return Tick()  # of a process that ended before the present ones were started
             case "reported":
                 return RankReported(item["rank"])
             case "raised":
                 self._note(item)
                 final = item.get("exit_code") in _FINAL_EXIT_CODES
                 return RankRaised(item["rank"], item["at_seconds"], item.get("iteration", 0), final)
+            case "broken":
+                self._note(item)
+                final = item.get("exit_code") in _FINAL_EXIT_CODES
+                about = (item["at_seconds"], item.get("iteration", 0), final)
+                return RankBroken(item["rank"], Position.from_json(item["position"]), *about)
             case "exited":
                 self._note(item)
                 how = (item["returncode"], item["at_seconds"], item["done"], item.get("iteration", 0))
@@ -164,20 +190,36 @@ class Controller:
         raise ControlError(f"unknown item {item['op']!r}")
 
     def _note(self, item: Message) -> None:
-        details = self._details.setdefault(item["rank"], {})
+        """Keep what is said of an end. The first error counts: a rank that could not survive raises another."""
+        node, members = self._policy.node_of(item["rank"]), self._members[item["generation"]]
+        if node not in self._state.members:
+            return
+        details = self._details.setdefault(item["rank"], {"number": self._policy.number_among(members, item["rank"])})
+        if "error" in details:
+            item = {name: value for name, value in item.items() if name not in _FIRST_WORDS}
         failed_at_seconds = min(item["at_seconds"], details.get("at_seconds", item["at_seconds"]))
-        details.update({name: value for name, value in item.items() if name not in ("op", "rank")})
+        details.update({name: value for name, value in item.items() if name not in _NOT_NOTED})
         details["at_seconds"] = failed_at_seconds
-        details["caused_by_us"] = details.get("caused_by_us", self._state.phase is Phase.KILLING)
+        killed_by_us = self._state.phase is Phase.KILLING or node in self._state.lost
+        details["caused_by_us"] = details.get("caused_by_us", killed_by_us)
 
-    def _execute(self, step: Step) -> bool:
-        """Carry a decision out; whether the job has ended."""
+    def _execute(self, before: State, step: Step) -> bool:
+        """Carry a decision made in the state ``before`` out; whether the job has ended."""
         match step.decision:
             case Decision.START | Decision.RESTART:
                 self._details = {}
                 self._start(step.state.generation)
+            case Decision.BREAK:
+                about = {"generation": step.state.generation, "lost": sorted(step.state.announced)}
+                self._order({"op": "break", "reason": step.reason, **about})
+            case Decision.REFORM:
+                self._details = {}
+                self._reform(before, step)
             case Decision.STOP:
-                self._order({"op": "stop", "reason": step.reason})
+                declines = self._policy.may_lose_nodes and bool(step.state.failures)
+                if declines:
+                    self._record(before, step, {"declined": step.reason, "lost_nodes": sorted(before.lost)})
+                self._order({"op": "stop", "reason": step.reason, "survivors_end": declines})
             case Decision.KILL:
                 self._order({"op": "kill", "reason": step.reason})
             case Decision.END:
@@ -185,8 +227,31 @@ class Controller:
                 return True
         return False
 
+    def _reform(self, before: State, step: Step) -> None:
+        """Begin the next membership, once the decision and all that it rests on are on disk."""
+        assert step.reform is not None, "a decision to reform"
+        order = self._start_order(step.state.generation)
+        following = NextMembership(
+            generation=step.state.generation,
+            previous_ranks=step.reform.previous_ranks,
+            nodes=step.reform.nodes,
+            target=step.reform.target,
+            master_addr=order["master_addr"],
+            master_port=order["master_port"],
+            reason=step.reason,
+        )
+        following.validate()
+        self._record(before, step, {"next": following.to_json(), "lost_nodes": list(step.reform.lost)})
+        self._order({"op": "reform", "next": following.to_json()})
+
+    def _record(self, before: State, step: Step, decision: Message) -> None:
+        positions = [fact.position for fact in before.broken] if step.reform is None else step.reform.positions
+        about = {"generation": before.generation, "time_unix_seconds": time.time(), "reason": step.reason}
+        self._record_decision({**about, "positions": [position.to_json() for position in positions], **decision})
+
     def _start(self, generation: int) -> None:
         """Start the ranks of all nodes; each learns where every node's services listen."""
+        self._started_generation = generation
         ranks = {str(node): list(self._policy.ranks_of(node)) for node in range(self._policy.num_nodes)}
         services: dict[str, dict[str, str]] = {}
         for node, addresses in sorted(self._services.items()):
@@ -239,11 +304,30 @@ class Controller:
 
     def _check(self, node: int, item: Message) -> None:
         """Refuse items that are malformed or speak for another node's ranks."""
-        if item["op"] not in ("record", "reported", "raised", "exited"):
+        if item["op"] not in _ITEMS:
             raise ControlError(f"unknown item {item['op']!r}")
         if int(item["rank"]) not in self._policy.ranks_of(node):
             raise ControlError(f"rank {item['rank']} is not of node {node}")
-        if item["op"] in ("raised", "exited"):
+        if node not in self._members.get(int(item["generation"]), ()):
+            raise ControlError(f"rank {item['rank']}: node {node} is not of generation {item['generation']}")
+        if item["op"] in ("raised", "broken", "exited"):
             float(item["at_seconds"]), int(item.get("iteration", 0))
         if item["op"] == "exited":
             int(item["returncode"]), bool(item["done"])
+        if item["op"] == "broken":
+            self._check_position(item)
+
+    def _check_position(self, item: Message) -> None:
+        """Refuse a position that is none, or another rank's."""
+        generation, rank = int(item["generation"]), int(item["rank"])
+        number = self._policy.number_among(self._members[generation], rank)
+        try:
+            position = Position.from_json(item["position"])
+            numbers = (position.rank, position.generation, position.completed, position.contributed)
+            if any(type(value) is not int for value in numbers):
+                raise TypeError(f"not all of {numbers} are whole numbers")
+            position.validate()
+        except (KeyError, TypeError, ValueError, RecoveryError) as error:
+            raise ControlError(f"rank {rank}: malformed position: {error!r}") from None
+        if (position.rank, position.generation) != (number, generation):
+            raise ControlError(f"rank {number} of generation {generation} speaks for {position}")

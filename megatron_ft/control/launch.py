@@ -23,15 +23,17 @@ from types import FrameType
 from typing import Any, Protocol
 
 import megatron_ft
+from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import facts, report
-from megatron_ft.control.agent import AgentSpec, tail_of
+from megatron_ft.control.agent import AgentSpec
 from megatron_ft.control.controller import Controller, JobEnd
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.membership import describe_returncode
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.ranks import tail_of
 from megatron_ft.control.rpc import check_interface, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_state
 from megatron_ft.control.services import STOP_SECONDS
@@ -142,7 +144,7 @@ def _check_places(config: LaunchConfig) -> None:
 
 
 def start_order(config: JobConfig, run_dir: RunDir, entry: str, generation: int) -> Message:
-    """What every rank of a generation is told, whatever the membership. Ranks started again continue the run."""
+    """What every rank that starts in a generation is told. Ranks started again continue the run."""
     resume_from = run_dir.resume_from if generation == 0 else run_dir.path / "checkpoints"
     return {
         "entry": entry,
@@ -152,6 +154,7 @@ def start_order(config: JobConfig, run_dir: RunDir, entry: str, generation: int)
         "working_dir": os.getcwd(),
         "world_size": config.launch.num_nodes * config.launch.ranks_per_node,
         "num_nodes": config.launch.num_nodes,
+        "can_survive": config.launch.may_lose_nodes,
         "master_addr": config.launch.interface,
         "master_port": config.launch.master_port or free_port(config.launch.interface),
     }
@@ -181,6 +184,8 @@ class _Job:
             start_timeout_seconds=config.launch.start_timeout_seconds,
             stop_timeout_seconds=config.launch.stop_timeout_seconds,
             max_restarts=config.launch.max_restarts,
+            min_nodes=config.launch.min_nodes,
+            reform_timeout_seconds=config.launch.reform_timeout_seconds,
         )
         self._token = new_token()
         self._controller = Controller(
@@ -188,6 +193,7 @@ class _Job:
             interface=config.launch.interface,
             token=self._token,
             start_order=functools.partial(start_order, config, run_dir, entry),
+            record_decision=failpoints.append_to(run_dir.path / "decisions.jsonl"),
         )
 
     def run(self) -> JobEnd:
@@ -242,6 +248,9 @@ class _Job:
             self._sinks.write(StopRequested(source=self._interrupted_by).to_record())
         if step.decision is Decision.RESTART:
             for event in report.restart_records(step, self._controller.details, self._policy):
+                self._sinks.write(event.to_record())
+        if step.decision is Decision.REFORM:
+            for event in report.lost_records(step, self._controller.details, self._policy):
                 self._sinks.write(event.to_record())
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ def run(spec: Message) -> int:
     """Be the rank that ``spec`` describes; the process's exit code.
 
     ``spec`` holds ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
-    ``environment``, ``working_dir`` and the fields of ``RankContext``.
+    ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``) and the fields of ``RankContext``.
     """
     faulthandler.enable()
     stop = StopFlag()
@@ -31,7 +31,8 @@ def run(spec: Message) -> int:
     os.environ.clear()
     os.environ.update(spec["environment"])
     os.chdir(spec["working_dir"])
-    worker = AgentClient(spec["agent_socket"], rank=spec["rank"], generation=spec["generation"], stop=stop)
+    identity = {name: spec[name] for name in ("rank", "generation", "can_survive")}
+    worker = AgentClient(spec["agent_socket"], stop=stop, **identity)
     try:
         module, _, function = spec["entry"].partition(":")
         getattr(import_module(module), function)(from_dict(spec["config"]), _context(spec, worker))

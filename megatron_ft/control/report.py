@@ -40,7 +40,12 @@ def _headline(end: JobEnd, rank: int | None, details: Message) -> str:
     if "iteration" in details:
         where += f", iteration {details['iteration']}"
         where += f", phase {details['phase']}" if details["phase"] != "iteration" else ""
-    return f"RANK {rank} FAILED FIRST ({where}), at {_clock(details)}\n  {_how(details)}"
+    return f"RANK {_number(rank, details)} FAILED FIRST ({where}), at {_clock(details)}\n  {_how(details)}"
+
+
+def _number(rank: int, details: Message) -> int:
+    """Number of a rank in its membership, which is not the one it was started with once nodes have been lost."""
+    return int(details.get("number", rank))
 
 
 def _last_lines(details: Message) -> str:
@@ -85,10 +90,11 @@ def _others(end: JobEnd, first: int | None) -> str:
     # Each node reads its own clock: a later death can bear an earlier time.
     delays = [(max(0.0, at - begin), rank, about) for at, rank, about in failed]
     delays.sort(key=lambda entry: entry[:2])
-    lines = [f"  rank {rank}, {delay:.3f} s later: {_how(about)}" for delay, rank, about in delays[:8]]
+    lines = [f"  rank {_number(rank, about)}, {delay:.3f} s later: {_how(about)}" for delay, rank, about in delays[:8]]
     if len(failed) > 8:
         lines.append(f"  and {len(failed) - 8} more")
-    ended = sorted(rank for rank, about in end.details.items() if about["caused_by_us"] and rank != first)
+    ours = {rank: about for rank, about in end.details.items() if about["caused_by_us"] and rank != first}
+    ended = sorted(_number(rank, about) for rank, about in ours.items())
     if ended:
         lines.append(f"  ended by the launcher: {'ranks' if len(ended) > 1 else 'rank'} {_ranges(ended)}")
     return "\n".join(["The others:", *lines]) if lines else ""
@@ -96,7 +102,9 @@ def _others(end: JobEnd, first: int | None) -> str:
 
 def _survived(end: JobEnd) -> str:
     lines = [f"  generation {number}: {reason}" for number, reason in enumerate(end.survived)][-8:]
-    return "\n".join([f"Its ranks had been started again {len(end.survived)} times:", *lines]) if lines else ""
+    again = f"Its ranks had been started again {len(end.survived) - end.num_reforms} times"
+    went_on = f" and had gone on without lost nodes {end.num_reforms} times" if end.num_reforms else ""
+    return "\n".join([f"{again}{went_on}:", *lines]) if lines else ""
 
 
 def _ranges(ranks: Sequence[int]) -> str:
@@ -148,12 +156,23 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
     return [*failed, restarted]
 
 
+def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[RankFailed]:
+    """The deaths that ended a membership whose other ranks go on; errors they saw because of them are none.
+
+    Args:
+        details: what is known of its ranks, see ``JobEnd``.
+    """
+    assert step.reform is not None, "a decision to reform"
+    lost = {rank: about for rank, about in details.items() if policy.node_of(rank) in step.reform.lost}
+    return failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(step.state.survived[-1]), lost), policy)
+
+
 def failed_records(end: JobEnd, policy: MembershipPolicy) -> list[RankFailed]:
     """One event for each rank that failed, the first one first; those the launcher ended are not among them."""
     first = end.first_failure.rank if end.first_failure else None
     failed = [item for item in end.details.items() if not item[1]["caused_by_us"] and not item[1].get("done")]
     return [
-        _failed_record(rank, details, first=rank == first, node=policy.node_of(rank))
+        _failed_record(_number(rank, details), details, first=rank == first, node=policy.node_of(rank))
         for rank, details in sorted(failed, key=lambda item: (item[0] != first, item[1]["at_seconds"]))
     ]
 

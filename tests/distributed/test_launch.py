@@ -407,7 +407,13 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
     from tests.helpers.jobs import REPOSITORY
 
     policy = MembershipPolicy(num_nodes=1, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=1)
-    controller = Controller(policy, interface="127.0.0.1", token="a" * 64, start_order=lambda _generation: {})
+    controller = Controller(
+        policy,
+        interface="127.0.0.1",
+        token="a" * 64,
+        start_order=lambda _generation: {},
+        record_decision=lambda _decision: None,
+    )
     server = threading.Thread(target=controller.run, args=(lambda _: None, lambda _: None), daemon=True)
     server.start()
     (tmp_path / "sockets").mkdir(mode=0o700)

@@ -26,7 +26,14 @@ class Running:
     """A controller in a thread, and a client that plays agents."""
 
     def __init__(self) -> None:
-        self.controller = Controller(POLICY, interface="127.0.0.1", token=TOKEN, start_order=start_order)
+        self.decisions: list[Any] = []
+        self.controller = Controller(
+            POLICY,
+            interface="127.0.0.1",
+            token=TOKEN,
+            start_order=start_order,
+            record_decision=self.decisions.append,
+        )
         self.records: list[Any] = []
         self.end: JobEnd | None = None
         self.details_at_restart: dict[int, Any] = {}
@@ -68,7 +75,7 @@ def job() -> Iterator[Running]:
     running.controller.post(KillRequested())
     for rank in range(2):
         number = running.deliver(rank, 10**6)
-        running.deliver(rank, number, exited(rank, -9))
+        running.deliver(rank, number, exited(rank, -9, running.controller.state.generation))
     running.thread.join(timeout=20)
     assert not running.thread.is_alive()
     running.client.close()
@@ -76,11 +83,20 @@ def job() -> Iterator[Running]:
 
 
 def record(rank: int, number: int) -> dict[str, Any]:
-    return {"op": "record", "rank": rank, "record": {"n": number}}
+    return {"op": "record", "rank": rank, "generation": 0, "record": {"n": number}}
 
 
-def exited(rank: int, returncode: int = 0) -> dict[str, Any]:
-    return {"op": "exited", "rank": rank, "returncode": returncode, "at_seconds": 1.0, "done": returncode == 0}
+def reported(rank: int, generation: int = 0) -> dict[str, Any]:
+    return {"op": "reported", "rank": rank, "generation": generation}
+
+
+def raised(rank: int, at_seconds: float, exit_code: int | None = None) -> dict[str, Any]:
+    return {"op": "raised", "rank": rank, "generation": 0, "at_seconds": at_seconds, "exit_code": exit_code}
+
+
+def exited(rank: int, returncode: int = 0, generation: int = 0) -> dict[str, Any]:
+    about = {"returncode": returncode, "at_seconds": 1.0, "done": returncode == 0}
+    return {"op": "exited", "rank": rank, "generation": generation, **about}
 
 
 def test_a_job_from_start_to_end(job: Running) -> None:
@@ -90,7 +106,7 @@ def test_a_job_from_start_to_end(job: Running) -> None:
     (start,) = job.call("poll", node=1, after=0, wait_seconds=10)["orders"]
     assert (start["op"], start["generation"], start["ranks"], start["config"]) == ("start", 0, {"0": [0], "1": [1]}, 1)
     for rank in (0, 1):
-        job.deliver(rank, 0, {"op": "reported", "rank": rank}, record(rank, 7), exited(rank))
+        job.deliver(rank, 0, reported(rank), record(rank, 7), exited(rank))
     (end,) = job.call("poll", node=0, after=1, wait_seconds=10)["orders"]
     job.thread.join(timeout=10)
     assert end["op"] == "end"
@@ -101,17 +117,17 @@ def test_a_job_from_start_to_end(job: Running) -> None:
 def test_ranks_start_again_after_a_failure_with_an_order_of_their_own(job: Running) -> None:
     job.start()
     for rank in (0, 1):
-        job.deliver(rank, 0, {"op": "reported", "rank": rank})
+        job.deliver(rank, 0, reported(rank))
     job.deliver(1, 1, {**exited(1, -9), "iteration": 4, "phase": "backward"})
     assert job.order(1)["op"] == "stop"
-    job.deliver(0, 1, {"op": "raised", "rank": 0, "at_seconds": 1.5, "exit_code": None}, exited(0, 1))
+    job.deliver(0, 1, raised(0, 1.5), exited(0, 1))
     start = job.order(2)
     assert (start["op"], start["generation"], start["master_port"]) == ("start", 1, 20001)
     assert start["ranks"] == {"0": [0], "1": [1]}
     assert {rank: about["returncode"] for rank, about in job.details_at_restart.items()} == {0: 1, 1: -9}
     assert job.controller.state.furthest_iteration == 4
     for rank, number in ((0, 3), (1, 2)):
-        job.deliver(rank, number, {"op": "reported", "rank": rank}, exited(rank))
+        job.deliver(rank, number, reported(rank, 1), exited(rank, generation=1))
     job.thread.join(timeout=10)
     assert job.end is not None and job.end.outcome is Outcome.FINISHED
     assert job.end.survived == ("rank 1 was killed by SIGKILL",)
@@ -121,7 +137,7 @@ def test_ranks_start_again_after_a_failure_with_an_order_of_their_own(job: Runni
 def test_an_error_that_another_try_cannot_mend_ends_the_job(job: Running, error: type[MegatronFtError]) -> None:
     job.start()
     for rank in (0, 1):
-        job.deliver(rank, 0, {"op": "raised", "rank": rank, "at_seconds": 1.0, "exit_code": error.exit_code})
+        job.deliver(rank, 0, raised(rank, 1.0, error.exit_code))
         job.deliver(rank, 1, exited(rank, error.exit_code))
     job.thread.join(timeout=10)
     assert job.end is not None and job.end.outcome is Outcome.FAILED
@@ -152,9 +168,11 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "nodes 0 to 1"),
         ("poll", {"node": 0, "after": 0}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not of node 0"),
-        ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0}]}, "unknown item"),
-        ("deliver", {"node": 0, "first": 0, "items": [{"op": "exited", "rank": 0}]}, "malformed"),
+        ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0, "generation": 0}]}, "unknown item"),
+        ("deliver", {"node": 0, "first": 0, "items": [{"op": "exited", "rank": 0, "generation": 0}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{**exited(0), "iteration": "many"}]}, "malformed"),
+        ("deliver", {"node": 0, "first": 0, "items": [{"op": "reported", "rank": 0}]}, "malformed"),
+        ("deliver", {"node": 0, "first": 0, "items": [reported(0, 1)]}, "not of generation 1"),
         ("deliver", {"node": 0, "first": 0, "items": [7]}, "malformed"),
         ("deliver", {"node": 0, "first": 0}, "malformed"),
     ],
