@@ -162,9 +162,9 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
     Args:
         details: what is known of its ranks, see ``JobEnd``.
     """
-    assert step.reform is not None, "a decision to reform"
-    lost = {rank: about for rank, about in details.items() if policy.node_of(rank) in step.reform.lost}
-    return failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(step.state.survived[-1]), lost), policy)
+    failures = step.state.survived[-1]
+    dead = {failure.rank: details[failure.rank] for failure in failures if failure.rank is not None}
+    return failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
 
 
 def failed_records(end: JobEnd, policy: MembershipPolicy) -> list[RankFailed]:

@@ -1,6 +1,9 @@
 """Ranks without a model: what tests of ``launch`` run instead of the training loop."""
 
+import dataclasses
+import json
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -9,8 +12,11 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.framing import FrameReader, send
+from megatron_ft.planning.recovery.target import Position
 
 ITERATION_SECONDS = 0.02
+LAST_COMPLETED = 4
+"""What every rank of ``run_surviving`` says in generation 0; ten more in each later one."""
 
 
 def run(config: JobConfig, context: RankContext) -> None:
@@ -40,6 +46,60 @@ def run_restarted(config: JobConfig, context: RankContext) -> None:
     started = {name: getattr(context, name) for name in names} | {"resume_from": resume_from}
     context.worker.report({"kind": "started", **started})
     run(config, context)
+
+
+def run_surviving(config: JobConfig, context: RankContext) -> None:
+    """Count iterations in one membership after the other, and report each that begins.
+
+    A rank passes the phase ``replay`` before it says how far it is, and ``build`` when it goes on.
+    """
+    record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
+    _wait_for_all(context)
+    iteration = 1
+    while True:
+        where = {"rank": context.rank, "node": context.node, "generation": context.generation}
+        failpoints.arm(config.launch.failpoints, **where, record=record)
+        failpoints.watch(context.worker.progress)
+        broken = threading.Event()
+        context.worker.on_break(lambda _reason, broken=broken: broken.set())
+        failpoints.hit("build", iteration)
+        try:
+            while iteration <= config.training.train_iterations:
+                failpoints.hit("forward", iteration)
+                if broken.wait(ITERATION_SECONDS):
+                    raise RuntimeError("connection closed by peer")
+                if context.worker.stop_requested():
+                    return
+                iteration += 1
+            return
+        except (RuntimeError, TrainingStopped) as error:
+            failpoints.hit("replay", iteration)
+            completed = LAST_COMPLETED + 10 * context.generation
+            position = Position(
+                rank=context.rank,
+                generation=context.generation,
+                completed=completed,
+                contributed=completed,
+                vote=None,
+            )
+            following = context.worker.survive(position, error)
+        rank = following.new_rank(context.rank)
+        assert rank is not None
+        context.worker.report({"kind": "reformed", "rank": rank, "node": context.node, "next": following.to_json()})
+        about = {"rank": rank, "world_size": following.world_size, "generation": following.generation}
+        context = dataclasses.replace(context, **about, master_port=following.master_port)
+
+
+def _wait_for_all(context: RankContext) -> None:
+    """Until the job runs: what all ranks report has reached the sink, as their rendezvous would have it."""
+    context.worker.report({"kind": "started", "rank": context.rank, "generation": context.generation})
+    sink = context.run_dir / "records.jsonl"
+    while True:
+        lines = [json.loads(line) for line in sink.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        started = [line for line in lines if line["kind"] == "started" and line["generation"] == context.generation]
+        if len(started) == context.world_size:
+            return
+        threading.Event().wait(ITERATION_SECONDS)
 
 
 def run_with_service(config: JobConfig, context: RankContext) -> None:
