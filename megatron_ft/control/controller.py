@@ -52,6 +52,7 @@ _FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
 MAX_WAITING_ITEMS = 4096
 _ITEMS = ("record", "reported", "raised", "broken", "exited")
 _NOT_NOTED = ("op", "rank", "generation", "position")
+_NUMBERS = (int, float, bool)
 _FIRST_WORDS = ("error", "traceback", "exit_code")
 _MAX_POLL_SECONDS = 30.0
 _ACCEPT_SECONDS = 20.0
@@ -323,11 +324,12 @@ class Controller:
         number = self._policy.number_among(self._members[generation], rank)
         try:
             position = Position.from_json(item["position"])
-            numbers = (position.rank, position.generation, position.completed, position.contributed)
-            if any(type(value) is not int for value in numbers):
-                raise TypeError(f"not all of {numbers} are whole numbers")
+            whole = (position.rank, position.generation, position.completed, position.contributed)
+            numbers = () if position.vote is None else tuple(position.vote.to_record().values())
+            if any(type(value) is not int for value in whole) or any(type(n) not in _NUMBERS for n in numbers):
+                raise TypeError(f"not all of {(*whole, *numbers)} are numbers")
             position.validate()
-        except (KeyError, TypeError, ValueError, RecoveryError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecoveryError) as error:
             raise ControlError(f"rank {rank}: malformed position: {error!r}") from None
         if (position.rank, position.generation) != (number, generation):
             raise ControlError(f"rank {number} of generation {generation} speaks for {position}")

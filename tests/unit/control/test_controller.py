@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,24 +12,40 @@ from megatron_ft.control.facts import KillRequested
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.errors import MegatronFtError
+from megatron_ft.planning.commit import Vote
 
 TOKEN = new_token()
+VOTE = Vote(
+    generation=0,
+    iteration=4,
+    found_inf=False,
+    grad_norm=1.0,
+    clip_coefficient=1.0,
+    loss_scale=1.0,
+    loss=2.0,
+    num_tokens=8,
+    aux_loss=0.0,
+    z_loss=0.0,
+)
 POLICY = MembershipPolicy(
     num_nodes=2, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=5, max_restarts=1
 )
 
 
+ONE_NODE_IS_ENOUGH = replace(POLICY, max_restarts=0, min_nodes=1)
+
+
 def start_order(generation: int) -> dict[str, Any]:
-    return {"config": 1, "master_port": 20000 + generation}
+    return {"config": 1, "master_addr": "127.0.0.1", "master_port": 20000 + generation}
 
 
 class Running:
     """A controller in a thread, and a client that plays agents."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: MembershipPolicy = POLICY) -> None:
         self.decisions: list[Any] = []
         self.controller = Controller(
-            POLICY,
+            policy,
             interface="127.0.0.1",
             token=TOKEN,
             start_order=start_order,
@@ -68,14 +85,15 @@ class Running:
 
 
 @pytest.fixture
-def job() -> Iterator[Running]:
-    running = Running()
+def job(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A job; a test that parametrizes it says by which policy."""
+    running = Running(getattr(request, "param", POLICY))
     yield running
     running.controller.post(KillRequested())
     running.controller.post(KillRequested())
-    for rank in range(2):
-        number = running.deliver(rank, 10**6)
-        running.deliver(rank, number, exited(rank, -9, running.controller.state.generation))
+    for node in running.controller.state.members:
+        number = running.deliver(node, 10**6)
+        running.deliver(node, number, exited(node, -9, running.controller.state.generation))
     running.thread.join(timeout=20)
     assert not running.thread.is_alive()
     running.client.close()
@@ -183,3 +201,78 @@ def test_nonsense_changes_nothing(job: Running, method: str, body: dict[str, Any
     assert job.controller.state.phase is Phase.FORMING
     assert not job.controller.state.joined
     assert not job.controller.state.failures
+
+
+def broken(number: int, generation: int = 0, **changes: Any) -> dict[str, Any]:
+    position = {"rank": number, "generation": generation, "completed": 4, "contributed": 4, "vote": None}
+    about = {"at_seconds": 1.0, "error": "peer", "traceback": "Traceback", "exit_code": None}
+    return {"op": "broken", "rank": number, "generation": generation, "position": {**position, **changes}, **about}
+
+
+@pytest.mark.parametrize("job", [ONE_NODE_IS_ENOUGH], indirect=True)
+def test_the_next_membership_is_on_record_before_anybody_is_told(job: Running) -> None:
+    job.start()
+    for rank in (0, 1):
+        job.deliver(rank, 0, reported(rank))
+    job.deliver(0, 1, exited(0, -9))
+    order = job.order(1)
+    assert (order["op"], order["generation"], order["lost"]) == ("break", 0, [0])
+    job.deliver(1, 1, broken(1))
+    order = job.order(2)
+    assert order["op"] == "reform"
+    assert (order["next"]["previous_ranks"], order["next"]["nodes"]) == ([1], [1])
+    assert (order["next"]["generation"], order["next"]["master_port"]) == (1, 20001)
+    (decision,) = job.decisions
+    assert decision["next"] == order["next"]
+    assert (decision["generation"], decision["lost_nodes"]) == (0, [0])
+    assert decision["positions"] == [broken(1)["position"]]
+    job.deliver(1, 2, {**record(1, 7), "generation": 1}, exited(1, generation=1))
+    job.thread.join(timeout=10)
+    assert job.end is not None and job.end.outcome is Outcome.FINISHED
+    assert (job.end.survived, job.end.num_reforms) == (("rank 0 was killed by SIGKILL",), 1)
+    assert job.records == [{"n": 7}]
+
+
+@pytest.mark.parametrize("job", [ONE_NODE_IS_ENOUGH], indirect=True)
+def test_a_rank_fails_with_its_first_error_and_by_its_number_in_the_membership(job: Running) -> None:
+    job.start()
+    for rank in (0, 1):
+        job.deliver(rank, 0, reported(rank))
+    job.deliver(0, 1, exited(0, -9))
+    job.deliver(1, 1, broken(1))
+    assert job.order(2)["op"] == "reform"
+    error = {**broken(1, 1, rank=0), "error": "ValueError: its own", "exit_code": 3}
+    job.deliver(1, 2, error)
+    stop = job.order(3)
+    assert (stop["op"], stop["survivors_end"]) == ("stop", True)
+    waited = {**raised(1, 3.0, 8), "generation": 1, "error": "ControlError: the job ends", "traceback": "other"}
+    job.deliver(1, 3, waited, exited(1, 8, generation=1))
+    job.thread.join(timeout=10)
+    assert job.end is not None and job.end.first_failure is not None
+    assert job.end.reason == "rank 0 raised", "the first of one, though it was started as rank 1"
+    details = job.end.details[job.end.first_failure.rank]
+    assert (details["number"], details["error"], details["exit_code"]) == (0, "ValueError: its own", 3)
+    assert job.decisions[-1]["declined"] == "rank 0 raised"
+
+
+@pytest.mark.parametrize(
+    ("item", "word"),
+    [
+        (broken(0, rank=1), "speaks for"),
+        ({**broken(0), "position": broken(0, 1)["position"]}, "speaks for"),
+        (broken(0, 1), "not of generation 1"),
+        (broken(0, completed="4"), "malformed position"),
+        (broken(0, contributed=6), "malformed position"),
+        (broken(0, vote={"iteration": 4}), "malformed position"),
+        (broken(0, vote=7), "malformed position"),
+        (broken(0, vote={**asdict(VOTE), "grad_norm": "1.0"}), "malformed position"),
+        (broken(0, more=1), "malformed position"),
+        ({**broken(0), "position": None}, "malformed position"),
+        ({name: value for name, value in broken(0).items() if name != "position"}, "malformed position"),
+        ({name: value for name, value in broken(0).items() if name != "at_seconds"}, "malformed"),
+    ],
+)
+def test_a_position_that_is_none_or_another_ranks_is_refused(job: Running, item: dict[str, Any], word: str) -> None:
+    with pytest.raises(RpcError, match=word):
+        job.deliver(0, 0, item)
+    assert not job.controller.state.broken and not job.controller.state.failures
