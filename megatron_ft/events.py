@@ -276,7 +276,7 @@ class RanksRestarted(Record):
     """Ranks failed, and all ranks are started again; they continue the run."""
 
     generation: int
-    """How often the job's ranks have been started again, this time included."""
+    """The one that begins: how often ranks have been started again or have gone on without lost nodes."""
     reason: str
     """What ended the generation before."""
     failed_ranks: tuple[int, ...]

@@ -172,8 +172,9 @@ def test_ranks_that_do_not_speak_in_time_end_the_job(runs: Path) -> None:
     assert "RANK 3 FAILED FIRST" in output
     (decision,) = decisions(runs)
     assert decision["declined"] == "launch.reform_timeout_seconds=1: no word of ranks [4]"
-    log = (runs / "dummy" / "logs" / "rank-00000.log").read_text()
-    assert f"{ControlError.__name__}: training does not go on in this process: {decision['declined']}" in log
+    logs = [(runs / "dummy" / "logs" / f"rank-{rank:05d}.log").read_text() for rank in range(6)]
+    told = f"{ControlError.__name__}: training does not go on in this process: {decision['declined']}"
+    assert [rank for rank in range(6) if told in logs[rank]] == [0, 1, 5], "the rest of the lost node was killed first"
 
 
 def test_ctrl_c_stops_a_job_that_has_lost_a_node(runs: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_break_is_told_once_in_each_membership_by_another_thread(start: Callab
     rank = start()
     threads: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     rank.client.on_break(lambda reason: threads.put((reason, threading.get_ident())))
+    rank.say_break(1, "of another membership")
     rank.say_break()
     rank.say_break(reason="again")
     reason, thread = threads.get(timeout=SECONDS)
