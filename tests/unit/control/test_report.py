@@ -6,7 +6,7 @@ from typing import Any
 from megatron_ft.control.controller import JobEnd
 from megatron_ft.control.launch import exit_code_of
 from megatron_ft.control.membership_state import Decision, Failure, MembershipPolicy, Outcome, State, Step
-from megatron_ft.control.report import failed_records, failure_screen, restart_records, resume_advice
+from megatron_ft.control.report import failed_records, failure_screen, lost_records, restart_records, resume_advice
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent
 from megatron_ft.events import RanksRestarted
@@ -129,3 +129,22 @@ def test_the_advice_repeats_the_command_without_its_faults() -> None:
     advice = resume_advice(command, RUN, has_checkpoint=True)
     assert advice.endswith("python pretrain_moe.py 'a.b=1 2' run.dir=/runs run.name=x run.resume=must")
     assert "run.resume=auto" in resume_advice(command, RUN, has_checkpoint=False)
+
+
+def test_ranks_go_by_their_number_in_the_membership_that_failed() -> None:
+    end = ended(3, died(3, 10.0, number=1, iteration=7, phase="update"), died(2, 10.5, number=0))
+    end.survived, end.num_reforms = ("rank 0 was killed by SIGKILL",), 1
+    screen = failure_screen(end, RUN, "")
+    assert "RANK 1 FAILED FIRST (node 1, iteration 7, phase update)" in screen
+    assert "rank 0, 0.500 s later" in screen
+    assert "rank-00003.log" in screen, "its log keeps the number it was started with"
+    assert "started again 0 times and had gone on without lost nodes 1 times:\n  generation 0: rank 0 was" in screen
+    assert [(event.rank, event.node) for event in failed_records(end, POLICY)] == [(1, 1), (0, 1)]
+
+
+def test_only_deaths_are_events_when_others_go_on() -> None:
+    deaths = (Failure(rank=3, at_seconds=10.0),)
+    step = Step(State(generation=1, survived=(deaths,)), Decision.REFORM, "rank 3 was killed")
+    details = {**died(3, 10.0, -9, number=3), **died(0, 10.1, number=0, error="RuntimeError: peer")}
+    (event,) = lost_records(step, details, POLICY)
+    assert (event.rank, event.node, event.first, event.signal) == (3, 1, True, "SIGKILL")
