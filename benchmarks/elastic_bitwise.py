@@ -1,6 +1,6 @@
 """Claim ``elastic-bitwise``: a job that loses nodes goes on in its living processes, and computes what it would anyway.
 
-In each job of eight nodes five are killed, one after another, each in a drawn phase of an iteration. The survivors keep
+In each job of eight nodes four are killed, one after another, each in a drawn phase of an iteration. The survivors keep
 their state in memory, place the experts anew and go on. The history of memberships that the run has recorded is then
 given to a run in which nodes leave by schedule instead of dying: losses and the digests of every rank's whole state
 after every iteration must be equal. A trial is a fault; it counts when the victim wrote it down before it happened and
@@ -24,8 +24,8 @@ from benchmarks.report import finish, parse_arguments
 from tests.helpers.jobs import JobResult, forkserver, run_job
 
 ID = "elastic-bitwise"
-NUM_NODES, NUM_FAULTS, QUICK_FAULTS = 8, 5, 3
-NUM_JOBS, QUICK_JOBS = 24, 2
+NUM_NODES, NUM_FAULTS, QUICK_FAULTS = 8, 4, 3
+NUM_JOBS, QUICK_JOBS = 30, 2
 NUM_ITERATIONS = 24
 MIN_TRIALS = 120
 SEED = 20261121
@@ -49,7 +49,7 @@ VARIANTS: tuple[Sequence[str], ...] = (
     (),
     ("precision.params_dtype=bf16",),
     ("model.moe_router_score_function=sigmoid", "model.moe_router_enable_expert_bias=true"),
-    ("optimizer.clip_grad=0.0", "placement.num_slots_per_rank=4"),
+    ("optimizer.clip_grad=0.0", "placement.num_slots_per_rank=6"),
 )
 """What differs from job to job besides the faults."""
 _BASE = (
@@ -67,7 +67,7 @@ _BASE = (
     "launch.ranks_per_node=1",
     "placement=overlap_search",
     "placement.min_replicas=2",
-    "placement.num_slots_per_rank=6",
+    "placement.num_slots_per_rank=4",
 )
 
 
