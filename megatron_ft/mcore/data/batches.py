@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_ft.config.training import TrainingConfig
 from megatron_ft.planning.batch import BatchPlan
 
 
@@ -73,3 +74,13 @@ class BatchReader:
             mine = (self.context_parallel_rank, 2 * self.context_parallel_size - 1 - self.context_parallel_rank)
             rows = torch.cat([chunks[number] for number in mine], dim=1)
         return rows.contiguous().to(self.device, non_blocking=True)
+
+
+def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbatches_multiple: int) -> BatchPlan:
+    """How an iteration's samples are dealt to ``data_parallel_size`` ranks."""
+    return BatchPlan(
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        data_parallel_size=data_parallel_size,
+        num_microbatches_multiple=num_microbatches_multiple,
+    )

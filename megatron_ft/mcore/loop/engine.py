@@ -4,9 +4,9 @@ Everything here can be called again in the same process: ``build`` after ``teard
 """
 
 import gc
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.rng import seed_rng
-from megatron_ft.mcore.data.batches import BatchReader, Samples
+from megatron_ft.mcore.data.batches import BatchReader, Samples, plan_batches
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.forward import forward_step
+from megatron_ft.mcore.loop.underway import IterationResult, Prepared, Underway
 from megatron_ft.mcore.loop.undo import UndoRecord
 from megatron_ft.mcore.model.build import build_model
 from megatron_ft.mcore.model.release import release_caches
@@ -36,30 +37,10 @@ from megatron_ft.mcore.moe.trace_router import router_builder
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
-from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport, tally
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """An iteration whose gradients are reduced and measured, and nothing else: it can still be undone."""
-
-    ballot: Ballot
-    undo: UndoRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IterationResult:
-    """One iteration as every rank knows it."""
-
-    vote: Vote
-    decision: Decision
-    learning_rate: float
-    median_loss: float = math.nan
-    """Median of the committed losses before it; NaN where there are none."""
 
 
 class TrainingEngine:
@@ -96,6 +77,13 @@ class TrainingEngine:
         self.stop_requested = stop_requested
         self.iteration = 0
         self.history = History()
+        self.newest_vote: Vote | None = None
+        """Of the newest iteration; None before the first that this process has run."""
+        self.underway: Underway | None = None
+        """The iteration that has begun and is not carried out; or the one that stopped the run."""
+        self.wants_load: Callable[[int], bool] = lambda _: False
+        """Whether the tokens per expert of an iteration are to be summed over the job before its vote: who knows the
+        vote knows them."""
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
@@ -148,13 +136,11 @@ class TrainingEngine:
             router=self._router,
         )
         self.state_copies: StateCopies | None = None
-        self.replica_gradients = None
-        if replicas is not None:
-            self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, pg.ep)
+        self.replica_gradients = None if replicas is None else ReplicaGradients(self.model_chunks, replicas, pg.ep)
         self.optimizer = build_optimizer(self.config, self.model_chunks, pg)
         self.scheduler = build_scheduler(self.config, self.optimizer)
         self._connect_schedule()
-        self.batch = self._batch_plan()
+        self.batch = plan_batches(self.config.training, pg.dp.size(), pg.pp.size() if len(self.model_chunks) > 1 else 1)
         self._mixture_layers = [
             m for chunk in self.model_chunks for m in chunk.modules() if isinstance(m, MixtureLayer)
         ]
@@ -208,46 +194,59 @@ class TrainingEngine:
             self.pg.pp.size(), self.config.parallel.virtual_pipeline_model_parallel_size
         )
 
-    def _batch_plan(self) -> BatchPlan:
-        training, interleaved = self.config.training, len(self.model_chunks) > 1
-        return BatchPlan(
-            global_batch_size=training.global_batch_size,
-            micro_batch_size=training.micro_batch_size,
-            data_parallel_size=self.pg.dp.size(),
-            num_microbatches_multiple=self.pg.pp.size() if interleaved else 1,
-        )
-
     # -- one iteration ------------------------------------------------------------------------------------
 
     def run_iteration(self, iteration: int) -> IterationResult:
         """Run iteration ``iteration`` (counted from 1) to its end, whatever the vote decides."""
-        prepared = self.prepare(iteration)
-        vote = self.vote(prepared)
-        decision = self.policy.decide(vote, self.history)
-        result = IterationResult(
-            vote=vote, decision=decision, learning_rate=self._learning_rate(), median_loss=self.history.median_loss
-        )
-        if decision.action == "commit":
-            self.commit(vote)
+        vote = self.vote(self.prepare(iteration))
+        result = self.judge(vote)
+        self.carry_out(result)
+        if result.decision.action == "commit":
             self.gather()
-        elif decision.action == "skip":
-            prepared.undo.restore_expert_bias(self.model_chunks)
+        if result.decision.action != "stop":
+            self.advance(vote, result.decision)
+        return result
+
+    def judge(self, vote: Vote) -> IterationResult:
+        """What is to become of the iteration under way."""
+        return IterationResult(
+            vote=vote,
+            decision=self.policy.decide(vote, self.history),
+            learning_rate=self._learning_rate(),
+            median_loss=self.history.median_loss,
+            expert_load=self._of(vote.iteration).expert_load,
+        )
+
+    def carry_out(self, result: IterationResult) -> None:
+        """Do it to this rank's own state."""
+        underway = self._of(result.vote.iteration)
+        if result.decision.action == "commit":
+            self.commit(result.vote)
+        elif result.decision.action == "skip":
+            underway.undo.restore_expert_bias(self.model_chunks)
         else:
             # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
-            self.abort(prepared)
-            return result
-        self.advance(vote, decision)
-        return result
+            self._undo(underway.undo)
+
+    def _of(self, iteration: int) -> Underway:
+        underway = self.underway
+        assert underway is not None and underway.iteration == iteration, f"iteration {iteration} is not under way"
+        return underway
 
     def advance(self, vote: Vote, decision: Decision) -> None:
         """Make the iteration of ``vote`` the newest, ``decision`` on it carried out."""
         self.history = self.history.after(vote, decision, self.config.training.loss_spike_window)
         self.iteration = vote.iteration
+        self.newest_vote = vote
+        self.underway = None
 
     def prepare(self, iteration: int) -> Prepared:
         """Forward, backward and gradient reduction of all microbatches; the norm; this rank's ballot."""
         undo = UndoRecord.take(self.model_chunks, self.optimizer)
+        self.underway = underway = Underway(iteration=iteration, undo=undo)
         reports = self.accumulate(iteration)
+        if self.wants_load(iteration):
+            underway.expert_load = self.expert_load()
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = commit.prepare(self.optimizer)
         ballot = self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
@@ -285,9 +284,11 @@ class TrainingEngine:
         """Settle the vote over the whole job."""
         iteration = prepared.ballot.iteration
         failpoints.hit("vote_before", iteration)
-        ballots = exchange(prepared.ballot, self.groups.vote)
+        underway = self._of(iteration)
+        underway.contributed = True
+        underway.vote = self.tally(exchange(prepared.ballot, self.groups.vote))
         failpoints.hit("vote_after", iteration)
-        return self.tally(ballots)
+        return underway.vote
 
     def tally(self, ballots: Sequence[Ballot]) -> Vote:
         """What the ballots of all ranks, in rank order, amount to."""
@@ -303,7 +304,8 @@ class TrainingEngine:
         failpoints.hit("update", vote.iteration)
         if self.before_update is not None:
             self.before_update()
-        commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
+        with nullcontext() if self.underway is None else self.underway.updating():
+            commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
     def gather(self) -> None:
         """Bring every rank's compute weights up to date, and the copies of its optimizer state."""
@@ -312,9 +314,13 @@ class TrainingEngine:
         if self.state_copies is not None:
             self.state_copies.follow(self._learning_rate())
 
-    def abort(self, prepared: Prepared) -> None:
+    def abort(self, begun: Prepared | Underway) -> None:
         """Undo an iteration that is not committed."""
-        prepared.undo.restore(self.model_chunks, self.optimizer)
+        self._undo(begun.undo)
+        self.underway = None
+
+    def _undo(self, undo: UndoRecord) -> None:
+        undo.restore(self.model_chunks, self.optimizer)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 
     # -- reading ------------------------------------------------------------------------------------------

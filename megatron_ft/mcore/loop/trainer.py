@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.corpus.check import resolve_vocab_size
-from megatron_ft.errors import CheckpointError, DataError, TrainingStopped
+from megatron_ft.errors import CheckpointError, TrainingStopped
 from megatron_ft.events import (
     Evaluation,
     IterationSkipped,
@@ -26,8 +25,8 @@ from megatron_ft.events import (
 from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.checkpoint.digest import state_digest
-from megatron_ft.mcore.data.samples import Samples, open_samples
 from megatron_ft.mcore.groups import Groups
+from megatron_ft.mcore.loop.data_checks import check_known_data, check_same_data, open_splits
 from megatron_ft.mcore.loop.engine import IterationResult, TrainingEngine
 from megatron_ft.mcore.loop.extras import capture_extras
 from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, window_folder
@@ -58,7 +57,7 @@ class Trainer:
         self.config = config
         self.context = context
         self.device = device
-        self.samples = self._open_samples()
+        self.samples = open_splits(config)
         self.engine = TrainingEngine(
             config,
             device=device,
@@ -74,6 +73,7 @@ class Trainer:
         self.topology_record = asdict(Topology.of(config.parallel, context.world_size))
         self.placement = self._placement_keeper()
         self.snapshots: Snapshotter | None = None
+        self.engine.wants_load = self._wants_load
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Trainer:
         """
         started = time.monotonic()
         self.agreement = Agreement(groups.vote)
-        self._check_same_data()
+        check_same_data(self.config, self.samples["train"], self.agreement)
         self.checkpoints = self._checkpoint_manager(groups)
         client = connect_keeper(self.config, self.context, self.topology_record)
         source, window = self._find_source(client)
@@ -164,7 +164,8 @@ class Trainer:
         vote, decision, telemetry = result.vote, result.decision, self.config.telemetry
         if _due(iteration, telemetry.log_interval_iterations):
             self._report(metrics_record(self.config, result, self.engine.batch, seconds))
-        self._account_load(iteration)
+        if result.expert_load is not None:
+            self._account_load(iteration, result.expert_load)
         if decision.spike:
             policy = self.config.training.loss_spike_policy
             self._report(LossSpike(iteration=iteration, loss=vote.loss, median=result.median_loss, policy=policy))
@@ -176,15 +177,20 @@ class Trainer:
             self.checkpoints.finish()
             raise TrainingStopped(f"iteration {iteration}: {decision.reason}")
 
-    def _account_load(self, iteration: int) -> None:
-        report = _due(iteration, self.config.telemetry.expert_load_interval_iterations)
-        observers = [o for o in (self.placement, self.snapshots) if o is not None and o.wants_loads]
-        if not self.config.model.num_moe_experts or not (report or observers):
-            return
-        load = self.engine.expert_load()
-        for observer in observers:
+    def _observers(self) -> list[PlacementKeeper | Snapshotter]:
+        return [o for o in (self.placement, self.snapshots) if o is not None and o.wants_loads]
+
+    def _reports_load(self, iteration: int) -> bool:
+        return _due(iteration, self.config.telemetry.expert_load_interval_iterations)
+
+    def _wants_load(self, iteration: int) -> bool:
+        wanted = self._reports_load(iteration) or bool(self._observers())
+        return wanted and bool(self.config.model.num_moe_experts)
+
+    def _account_load(self, iteration: int, load: torch.Tensor) -> None:
+        for observer in self._observers():
             observer.observe(load)
-        if report:
+        if self._reports_load(iteration):
             self._report(expert_load_record(self.config, iteration, load))
 
     def _rebalance(self, iteration: int) -> None:
@@ -274,7 +280,7 @@ class Trainer:
         """Fill the engine from a checkpoint."""
         state = self.state({})
         self.checkpoints.load(state, directory)
-        self._check_known_data(state.extra, directory)
+        check_known_data(self.config, self.samples["train"], state.extra.get("data_fingerprint"), directory)
         self.engine.iteration = state.iteration
         self.engine.history = History(
             losses=tuple(state.extra.get("losses", ())),
@@ -351,31 +357,6 @@ class Trainer:
             consumed_samples=engine.iteration * self.config.training.global_batch_size,
             extra=extra,
         )
-
-    # -- data ---------------------------------------------------------------------------------------------
-
-    def _open_samples(self) -> dict[str, Samples]:
-        splits = ["train"] + (["valid"] if self.config.training.eval_interval_iterations else [])
-        return {split: open_samples(self.config, split) for split in splits}
-
-    def _check_same_data(self) -> None:
-        fingerprints = self.agreement.gather(self.samples["train"].fingerprint())
-        for rank, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[0]:
-                raise DataError(
-                    f"data.train={self.config.data.train}: must be the same data on every rank; rank {rank} reads "
-                    "other data than rank 0 (a built-in corpus differs between Python versions: index one and share it)"
-                )
-
-    def _check_known_data(self, extra: Mapping[str, Any], directory: Path) -> None:
-        known = extra.get("data_fingerprint")
-        if known is None or self.config.checkpoint.allow_other_data:
-            return
-        if known != self.samples["train"].fingerprint():
-            raise DataError(
-                f"data.train={self.config.data.train}: must be what {directory.name} was trained on (sources, weights, "
-                "seed, sequence length), or samples are repeated and left out; checkpoint.allow_other_data=true goes on"
-            )
 
     # -- reports ------------------------------------------------------------------------------------------
 
