@@ -92,6 +92,14 @@ class PlacementPlan:
             f"each expert on at least {fewest}"
         )
 
+    def of_rank(self, position: int) -> frozenset[tuple[int, int]]:
+        """(layer number, expert) of everything on the rank at ``position`` of the plan's order."""
+        return frozenset(
+            (layer, expert)
+            for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True)
+            for expert in by_rank[position]
+        )
+
     def replica_counts(self, layer: int) -> tuple[int, ...]:
         """Replicas of each expert in the layer at this position of the plan."""
         held = Counter(expert for experts in self.slots[layer] for expert in experts)

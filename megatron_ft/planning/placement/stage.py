@@ -100,20 +100,21 @@ def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: Job
     """
     if 1 in inputs.schedule:
         return scripted_plans(requests, inputs.schedule[1])
-    algorithm, recorded = algorithm_of(config), None
-    if inputs.loads is not None:
-        recorded = inputs.loads.per_layer().tolist()
-    return [place_stage(request, algorithm, _first_loads(config, request, recorded))[0] for request in requests]
+    algorithm = algorithm_of(config)
+    return [place_stage(request, algorithm, first_loads(config, request, inputs))[0] for request in requests]
 
 
-def _first_loads(
-    config: JobConfig, request: StageRequest, recorded: Sequence[Sequence[float]] | None
-) -> Sequence[Sequence[float]]:
-    if recorded is None:
+def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> Sequence[Sequence[float]]:
+    """Loads [layers][experts] of a stage before any are seen: recorded ones, or even.
+
+    Raises:
+        ConfigError: recorded loads of another model.
+    """
+    if inputs.loads is None:
         return [[1.0] * request.num_experts for _ in request.layer_numbers]
     model = config.model
     numbers = [number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number)]
-    by_layer = dict(zip(numbers, recorded, strict=False))
+    by_layer = dict(zip(numbers, inputs.loads.per_layer().tolist(), strict=False))
     for number in request.layer_numbers:
         if len(by_layer.get(number, ())) != request.num_experts:
             raise ConfigError.of(

@@ -1,0 +1,97 @@
+"""Rung 1 over every set of survivors: it serves exactly where each expert has a holder, and names the others."""
+
+from itertools import combinations
+
+import pytest
+
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.spread import Spread
+from megatron_ft.planning.recovery.replicas import Declined, lost_experts, plan_replicas
+from megatron_ft.topology import Cluster
+
+NUM_EXPERTS, NUM_SLOTS, EXPERT_BYTES = 4, 2, 100
+LAYERS = (2, 4)
+
+
+def placed(num_ranks: int) -> PlacementPlan:
+    """Two mixture layers over as many nodes as ranks, experts shared evenly over the slots."""
+    each, more = divmod(num_ranks * NUM_SLOTS, NUM_EXPERTS)
+    counts = [each + (expert < more) for expert in range(NUM_EXPERTS)]
+    return Spread().place(
+        [counts, counts[::-1]],
+        Cluster.of(num_ranks, 1),
+        num_slots_per_rank=NUM_SLOTS,
+        ranks=tuple(range(num_ranks)),
+        loads=[[1.0] * NUM_EXPERTS] * 2,
+        layer_numbers=LAYERS,
+    )
+
+
+def decide(plan: PlacementPlan, survivors: tuple[int, ...]) -> MigrationPlan | Declined:
+    return plan_replicas(
+        plan,
+        survivors,
+        lambda: placed(len(survivors)),
+        num_slots_per_rank=NUM_SLOTS,
+        expert_bytes=EXPERT_BYTES,
+    )
+
+
+SURVIVORS = [chosen for size in (1, 2, 3, 4) for chosen in combinations(range(4), size)]
+
+
+@pytest.mark.parametrize("survivors", SURVIVORS, ids=str)
+def test_every_set_of_survivors_of_four(survivors: tuple[int, ...]) -> None:
+    plan = placed(4)
+    expected = {
+        (layer, expert)
+        for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True)
+        for expert in range(NUM_EXPERTS)
+        if not any(expert in by_rank[rank] for rank in survivors)
+    }
+    assert {(lost.layer, lost.expert) for lost in lost_experts(plan, survivors)} == expected
+    found = decide(plan, survivors)
+    if expected:
+        assert isinstance(found, Declined) and {(o.layer, o.expert) for o in found.missing} == expected
+        assert all(f"{layer}.expert.{expert}" in found.summary() for layer, expert in expected)
+        return
+    assert isinstance(found, MigrationPlan)
+    assert found.placement.ranks == tuple(range(len(survivors)))
+    _check_that_it_makes_the_placement(plan, survivors, found)
+
+
+def _check_that_it_makes_the_placement(plan: PlacementPlan, survivors: tuple[int, ...], found: MigrationPlan) -> None:
+    """What a rank had, and what it gets from ranks that have it, is what it is to hold."""
+    for position, layer in enumerate(LAYERS):
+        had = [set(plan.slots[position][old]) for old in survivors]
+        has = [set(experts) for experts in had]
+        for transfer in found.transfers:
+            if transfer.layer_number == layer:
+                assert transfer.expert in had[transfer.source_rank]
+                has[transfer.target_rank].add(transfer.expert)
+        for rank, experts in enumerate(found.placement.slots[position]):
+            assert set(experts) <= has[rank]
+
+
+def test_both_layers_are_named_apart() -> None:
+    """An expert of one layer may live where the same number of another layer does not."""
+    plan = placed(4)
+    plan = plan.replacing((plan.slots[0], ((0, 1), (0, 1), (0, 1), (2, 3))))
+    assert lost_experts(plan, (0, 1, 2)) == (
+        OperatorId(layer=4, kind="expert", expert=2),
+        OperatorId(layer=4, kind="expert", expert=3),
+    )
+    found = decide(plan, (0, 1, 2))
+    assert isinstance(found, Declined)
+    assert found.summary() == "replicas: no living rank holds: 4.expert.2, 4.expert.3"
+
+
+def test_too_few_slots_decline() -> None:
+    """Nothing is missing: the one that is left holds all, and has no room to say so."""
+    plan = placed(2).replacing((((0, 1), (2, 3)),) * 2)
+    wide = PlacementPlan.from_json({**plan.to_json(), "num_slots_per_rank": 4, "slots": [[[0, 1, 2, 3], [0]]] * 2})
+    found = decide(wide, (0,))
+    assert isinstance(found, Declined) and found.missing == ()
+    assert found.reason == "1 ranks have 2 slots for 4 experts (placement.num_slots_per_rank=2)"
