@@ -1,0 +1,85 @@
+"""Breaks the connections between ranks at once: every collective of this process fails, and those of its peers.
+
+Gloo notices a peer that is gone by its closed connection; a rank that waits for a healthy peer waits for its timeout.
+Closing down the connections of a rank that knows of the failure wakes it and its neighbours within milliseconds.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import closing, suppress
+
+SocketId = tuple[int, int]
+"""Descriptor and inode: a descriptor is used again once its socket is closed, its inode is not."""
+
+
+def open_sockets() -> frozenset[SocketId]:
+    """All sockets that this process has open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":")
+            if kind == "socket":
+                found.add((int(name), int(inode.strip("[]"))))
+    return frozenset(found)
+
+
+class Transports:
+    """Connected TCP sockets of this process, to be shut down from whatever thread learns of a failure."""
+
+    def __init__(self, sockets: Iterable[SocketId]) -> None:
+        self._sockets = tuple(sorted(sockets))
+        self._lock = threading.Lock()
+        self._is_down = False
+
+    @classmethod
+    def among(cls, sockets: Iterable[SocketId], *, store_port: int | None) -> "Transports":
+        """Those of ``sockets`` that are connected by TCP, but not to the store, whose port is ``store_port``."""
+        return cls(found for found in sockets if _connects_ranks(found, store_port))
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def hang_up(self, _reason: str = "") -> None:
+        """Shut down all that are still open. A second call does nothing."""
+        with self._lock:
+            if self._is_down:
+                return
+            self._is_down = True
+            for found in self._sockets:
+                _shut_down(found)
+
+
+def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
+    opened = _duplicate(found)
+    if opened is None:
+        return False
+    with closing(opened):
+        if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
+            return False
+        try:
+            ports = {opened.getsockname()[1], opened.getpeername()[1]}
+        except OSError:  # it listens
+            return False
+        return store_port not in ports
+
+
+def _shut_down(found: SocketId) -> None:
+    opened = _duplicate(found)
+    if opened is not None:
+        with closing(opened), suppress(OSError):  # the peer has hung up
+            opened.shutdown(socket.SHUT_RDWR)
+
+
+def _duplicate(found: SocketId) -> socket.socket | None:
+    """The socket under another descriptor; None where it is closed and its descriptor is perhaps another's."""
+    descriptor, inode = found
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return None
+    if os.fstat(copy).st_ino != inode:
+        os.close(copy)
+        return None
+    return socket.socket(fileno=copy)

@@ -1,0 +1,78 @@
+"""Hanging up wakes whoever waits on a connection between ranks, and touches no other socket."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from megatron_ft.runtime.transport.hang_up import Transports, open_sockets
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+def connected(stack: ExitStack) -> tuple[Pair, int]:
+    """Two connected ends, and the port that was listened on."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    near = stack.enter_context(socket.create_connection(listener.getsockname()))
+    far = stack.enter_context(listener.accept()[0])
+    for end in (near, far):
+        end.settimeout(20)
+    return (near, far), listener.getsockname()[1]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def is_open(pair: Pair) -> bool:
+    """Whether a byte gets through."""
+    try:
+        pair[0].sendall(b"x")
+    except OSError:
+        return False
+    return pair[1].recv(1) == b"x"
+
+
+def test_a_waiting_thread_wakes(stack: ExitStack) -> None:
+    before = open_sockets()
+    (near, far), _ = connected(stack)
+    transports = Transports.among(open_sockets() - before, store_port=None)
+    assert len(transports) == 2, "the listener is none of them"
+    heard: list[bytes] = []
+    waiting = threading.Thread(target=lambda: heard.append(far.recv(1)))
+    waiting.start()
+    transports.hang_up("rank 1 was killed")
+    waiting.join(timeout=20)
+    assert heard == [b""]
+    transports.hang_up()
+    assert near.fileno() >= 0, "closing it is its owner's business"
+
+
+def test_the_store_local_sockets_and_older_ones_stay(stack: ExitStack) -> None:
+    older, _ = connected(stack)
+    before = open_sockets()
+    ranks, _ = connected(stack)
+    store, store_port = connected(stack)
+    local = socket.socketpair()
+    stack.enter_context(local[0])
+    stack.enter_context(local[1])
+    transports = Transports.among(open_sockets() - before, store_port=store_port)
+    assert len(transports) == 2
+    transports.hang_up()
+    assert [is_open(pair) for pair in (older, store, local, ranks)] == [True, True, True, False]
+
+
+def test_a_descriptor_that_is_used_again_is_left_alone(stack: ExitStack) -> None:
+    before = open_sockets()
+    ranks, _ = connected(stack)
+    transports = Transports.among(open_sockets() - before, store_port=None)
+    other, _ = connected(stack)
+    for gone, taken in zip(ranks, other, strict=True):
+        os.dup2(taken.fileno(), gone.fileno())
+    transports.hang_up()
+    assert is_open(other)
