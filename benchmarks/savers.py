@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from megatron_ft.config.snapshot import SnapshotConfig
 from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowDelayed
-from megatron_ft.mcore.loop.engine import IterationResult
 from megatron_ft.mcore.loop.extras import capture_extras
 from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT
 from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.mcore.loop.trainer import Trainer
+from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.planning.snapshot.peers import assign_peers
 from megatron_ft.runtime.keeper.client import KeeperClient
 

@@ -142,7 +142,7 @@ class PlacementInForce(Record):
     iteration: int
     """First iteration it holds for."""
     reason: str
-    """``first``, ``resumed``, ``scripted``, or what a rebalance gains."""
+    """``first``, ``resumed``, ``scripted``, ``membership``, or what a rebalance gains."""
     stages: tuple[str, ...]
     """One line per pipeline stage."""
     moved_bytes: int | None = None
@@ -155,6 +155,24 @@ class PlacementInForce(Record):
     """The same after it."""
     seconds: float | None = None
     """Seconds training stood still for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipChanged(Record):
+    """Nodes are gone, and the remaining ranks train on in their processes."""
+
+    generation: int
+    """Number of the membership that begins, counted from 0."""
+    world_size: int
+    """Its ranks."""
+    nodes: tuple[int, ...]
+    """Its nodes, by the numbers they have had since the job began."""
+    reason: str
+    """Why the one before ended."""
+    iteration: int
+    """Newest iteration of the state that it begins with."""
+    seconds: float
+    """Seconds from the decision until its first rank was ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class LaunchConfig:
     """Fewest nodes that training goes on with when nodes are lost: a node one of whose ranks dies is left behind and
     the others go on in their processes. Null needs all of them."""
     reform_timeout_seconds: float = 60.0
-    """Longest wait, when nodes are lost, for the other ranks to say how far they are."""
+    """Longest wait, when nodes are lost, for the other ranks to say how far they are, and to join each other again."""
     membership_schedule: list[str] = field(default_factory=list)
     """Scripted losses, e.g. ``lose(nodes=[2],before_iteration=5)``: at that boundary the ranks of these nodes end
     well and the others go on. The reference that runs with lost nodes are compared with."""

@@ -9,7 +9,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_ft.config.job import JobConfig
 from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.control.worker import RankContext
+from megatron_ft.runtime.transport.hang_up import Transports, open_sockets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,36 @@ class Groups:
     generation: int
     pg_collection: ProcessGroupCollection
     vote: dist.ProcessGroup
+    transports: Transports
+    """Connections to other ranks that all of these use."""
+
+
+def join(
+    config: JobConfig, context: RankContext, *, device: str, timeout_seconds: float, store: dist.Store | None = None
+) -> Groups:
+    """Form the groups of the membership of ``context`` with all its other ranks.
+
+    Args:
+        timeout_seconds: longest wait for the others to come.
+        store: that of the membership, in the rank that serves it and has opened it already.
+    """
+    if store is None:
+        store = dist.TCPStore(
+            context.master_addr,
+            context.master_port,
+            context.world_size,
+            is_master=context.rank == 0,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+        )
+    return form_groups(
+        config.parallel,
+        store=store,
+        rank=context.rank,
+        world_size=context.world_size,
+        generation=context.generation,
+        device=device,
+        timeout_seconds=config.training.distributed_timeout_seconds,
+    )
 
 
 def form_groups(
@@ -37,6 +70,7 @@ def form_groups(
 ) -> Groups:
     """Form all groups on ``store``, under a prefix that belongs to ``generation``."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    before = open_sockets()
     dist.init_process_group(
         backend="nccl" if device == "cuda" else "gloo",
         store=dist.PrefixStore(f"generation-{generation}", store),
@@ -55,7 +89,14 @@ def form_groups(
         create_gloo_process_groups=False,
     )
     vote = dist.new_group(backend="gloo", timeout=timeout)
-    return Groups(generation=generation, pg_collection=ProcessGroupCollection.use_mpu_process_groups(), vote=vote)
+    return Groups(
+        generation=generation,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        vote=vote,
+        transports=Transports.among(
+            open_sockets() - before, store_port=store.port if isinstance(store, dist.TCPStore) else None
+        ),
+    )
 
 
 def dissolve_groups() -> None:

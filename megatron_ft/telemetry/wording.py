@@ -31,6 +31,9 @@ def note(record: Record) -> Note | None:
             return Note(level="info", text=f"evaluation after iteration {record.iteration}: loss {record.loss:.4f}")
         case events.PlacementInForce():
             return Note(level="info", text=f"placement from iteration {record.iteration} on: {record.reason}")
+        case events.MembershipChanged():
+            text = f"{record.world_size} ranks on nodes {list(record.nodes)} go on after iteration {record.iteration}"
+            return Note(level="warning", text=f"{text} ({seconds(record.seconds)}): {record.reason}")
         case events.CheckpointSaved():
             return Note(level="good", text=f"checkpoint of iteration {record.iteration} saved{_cost(record)}")
         case events.CheckpointFailed():

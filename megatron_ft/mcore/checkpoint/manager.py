@@ -143,6 +143,12 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
             self._complete(self._pending)
 
+    def abandon(self) -> None:
+        """Give up the save on its way, if any, without a word to others; a later save sweeps what is left."""
+        if self._pending is not None:
+            self._pending.job.wait()
+            self._pending = None
+
     def _open_directory(self, iteration: int) -> Path | None:
         name: str | None = None
         error: str | None = None

@@ -226,7 +226,7 @@ class TrainingEngine:
             underway.undo.restore_expert_bias(self.model_chunks)
         else:
             # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
-            self._undo(underway.undo)
+            self.restore(underway.undo)
 
     def _of(self, iteration: int) -> Underway:
         underway = self.underway
@@ -316,10 +316,11 @@ class TrainingEngine:
 
     def abort(self, begun: Prepared | Underway) -> None:
         """Undo an iteration that is not committed."""
-        self._undo(begun.undo)
+        self.restore(begun.undo)
         self.underway = None
 
-    def _undo(self, undo: UndoRecord) -> None:
+    def restore(self, undo: UndoRecord) -> None:
+        """Go back to what ``undo`` recorded, at the position there is."""
         undo.restore(self.model_chunks, self.optimizer)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 

@@ -1,12 +1,10 @@
 """A rank's life: prepare the process, join the job, train, leave."""
 
-import datetime
 import os
 import warnings
 from importlib import import_module
 
 import torch
-import torch.distributed as dist
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
@@ -42,29 +40,15 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     with warnings.catch_warnings():
         # Megatron warns at import about every optional package; device.software has checked them.
         warnings.simplefilter("ignore")
-        from megatron_ft.mcore.groups import dissolve_groups, form_groups
+        from megatron_ft.mcore.groups import dissolve_groups, join
+        from megatron_ft.mcore.loop.elastic import run_memberships
         from megatron_ft.mcore.loop.trainer import Trainer
 
-    store = dist.TCPStore(
-        context.master_addr,
-        context.master_port,
-        context.world_size,
-        is_master=context.rank == 0,
-        timeout=datetime.timedelta(seconds=config.launch.start_timeout_seconds),
-    )
-    groups = form_groups(
-        config.parallel,
-        store=store,
-        rank=context.rank,
-        world_size=context.world_size,
-        generation=context.generation,
-        device=device_type,
-        timeout_seconds=config.training.distributed_timeout_seconds,
-    )
+    groups = join(config, context, device=device_type, timeout_seconds=config.launch.start_timeout_seconds)
     trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
     trainer.build(groups)
     del groups
-    trainer.run()
+    run_memberships(trainer)
     trainer.teardown()
     _report_unfired(context)
     dissolve_groups()

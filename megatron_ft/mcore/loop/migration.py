@@ -1,31 +1,52 @@
 """Carries out a ``MigrationPlan``: expert weights and optimizer state move, nothing else changes, not by a bit."""
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.mcore.optimizer.state_view import NamedState, expert_of, put_state, take_state
 from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 _ExpertId = tuple[int, int]
 
 
-def migrate(engine: TrainingEngine, replicas: Replicas, migration: MigrationPlan) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Former:
+    """What a rank needs to take back a placement of which no iteration is committed yet."""
+
+    before_iteration: int
+    """First iteration of the placement that took over."""
+    plans: list[PlacementPlan]
+    """Of each stage, before."""
+    state: NamedState
+    """Of experts that this rank has no more."""
+
+
+def migrate(engine: TrainingEngine, replicas: Replicas, migration: MigrationPlan) -> NamedState:
     """Rebuild ``engine`` for ``replicas`` after moving what ``migration`` says; collective over the stage.
+
+    Returns:
+        State of the experts that this rank had and has no more: with it, it could go back.
+    """
+    state = take_state(engine.model_chunks, engine.optimizer)
+    move_experts(state, migration, engine.pg.ep)
+    engine.rebuild(replicas)
+    put_state(engine.model_chunks, engine.optimizer, state)
+    held = migration.placement.of_rank(engine.pg.ep.rank())
+    return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
+
+
+def move_experts(state: NamedState, migration: MigrationPlan, group: dist.ProcessGroup) -> int:
+    """Send from ``state`` what ``migration`` says, and add what comes; collective over the plan's ranks, ``group``.
 
     Returns:
         Bytes this rank sent.
     """
-    state = take_state(engine.model_chunks, engine.optimizer)
-    sent_bytes = _exchange(engine, state, migration)
-    engine.rebuild(replicas)
-    put_state(engine.model_chunks, engine.optimizer, state)
-    return sent_bytes
-
-
-def _exchange(engine: TrainingEngine, state: NamedState, migration: MigrationPlan) -> int:
-    group = engine.pg.ep
     position = {rank: place for place, rank in enumerate(migration.placement.ranks)}
     me = migration.placement.ranks[group.rank()]
     by_expert = _by_expert(state)

@@ -26,16 +26,18 @@ from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance,
 from megatron_ft.planning.placement.report import plan_state_copies
 from megatron_ft.planning.placement.stage import (
     algorithm_of,
+    first_loads,
     first_plans,
     fits,
     place_stage,
     scripted_plans,
     stage_requests,
 )
+from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.topology import Topology
 
-Loads = list[list[float]]
+Loads = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +61,12 @@ class PlacementKeeper:
 
     Args:
         stage: pipeline stage of this rank.
+        before: the one of the membership before, whose loads go on; None makes plans like a new run.
     """
 
-    def __init__(self, config: JobConfig, *, world_size: int, stage: int) -> None:
+    def __init__(
+        self, config: JobConfig, *, world_size: int, stage: int, before: "PlacementKeeper | None" = None
+    ) -> None:
         self._config = config
         self._stage = stage
         self._algorithm = algorithm_of(config)
@@ -73,16 +78,40 @@ class PlacementKeeper:
             min_gain=config.placement.rebalance_min_gain,
             bytes_per_saved_token=config.placement.rebalance_bytes_per_token,
         )
-        self.loads: list[Loads] | None = None
+        self.loads: list[Loads] | None = None if before is None else before.loads
         """Smoothed tokens per stage, layer and expert; None until the first are seen."""
         topology = Topology.of(config.parallel, world_size)
         operators = operators_of(config.model, 1)
         self._num_dense = parameters_of_stage(config.model, operators, topology, stage).num_dense
-        self.plans = first_plans(config, self._requests, self._inputs)
+        self.plans = first_plans(config, self._requests, self._inputs) if before is None else before.plans
 
-    def replicas(self) -> Replicas:
-        """What this rank's model is built with."""
-        return Replicas(plan=self.plans[self._stage], backend=self._backend)
+    def following(
+        self, config: JobConfig, previous_ranks: Sequence[int]
+    ) -> "tuple[PlacementKeeper, MigrationPlan] | Declined":
+        """The keeper of the next membership, and what its ranks have to move for its plan. Of one pipeline stage.
+
+        A pure function of the plan and the loads of this one and of who goes on.
+
+        Args:
+            config: of the next membership.
+            previous_ranks: for each of its ranks, in order, the rank it is now.
+        """
+        keeper = PlacementKeeper(config, world_size=len(previous_ranks), stage=0, before=self)
+        found = plan_replicas(
+            self.plans[0],
+            previous_ranks,
+            keeper._wanted,
+            num_slots_per_rank=config.placement.num_slots_per_rank or 0,
+            expert_bytes=expert_state_bytes(config),
+        )
+        if isinstance(found, Declined):
+            return found
+        keeper.plans = [found.placement]
+        return keeper, found
+
+    def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
+        """What this rank's model is built with, under ``plan`` of its stage or the one in force."""
+        return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
         """Who keeps copies of this stage's optimizer state; None where only computing copies keep it."""
@@ -129,6 +158,10 @@ class PlacementKeeper:
     def adopt(self, change: Change) -> MigrationPlan:
         """Put ``change`` in force; the part that this rank's stage carries out."""
         self.plans = [migration.placement for migration in change.migrations]
+        return self.part_of(change)
+
+    def part_of(self, change: Change) -> MigrationPlan:
+        """What this rank's stage has to do for ``change``."""
         return change.migrations[self._stage]
 
     def to_json(self) -> dict[str, Any]:
@@ -163,6 +196,12 @@ class PlacementKeeper:
     def _place(self, stage: int, loads: Loads) -> PlacementPlan:
         plan, _ = place_stage(self._requests[stage], self._algorithm, loads)
         return plan
+
+    def _wanted(self) -> PlacementPlan:
+        """The plan that present loads ask for, or those of a new run where none are seen yet."""
+        if self.loads is not None:
+            return self._place(0, self.loads[0])
+        return self._place(0, first_loads(self._config, self._requests[0], self._inputs))
 
     def _replan(self, stage: int) -> MigrationPlan:
         assert self.loads is not None, "plans are made from loads"

@@ -10,8 +10,8 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.worker import RankContext
 from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce, RunStarted
-from megatron_ft.mcore.loop.engine import IterationResult
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
+from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.planning.batch import BatchPlan
 

@@ -12,7 +12,7 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.corpus.check import resolve_vocab_size
-from megatron_ft.errors import CheckpointError, TrainingStopped
+from megatron_ft.errors import TrainingStopped
 from megatron_ft.events import (
     Evaluation,
     IterationSkipped,
@@ -27,10 +27,10 @@ from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.checkpoint.digest import state_digest
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.data_checks import check_known_data, check_same_data, open_splits
-from megatron_ft.mcore.loop.engine import IterationResult, TrainingEngine
+from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.extras import capture_extras
 from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, window_folder
-from megatron_ft.mcore.loop.migration import migrate
+from megatron_ft.mcore.loop.migration import Former, migrate
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
 from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, HeldWindow, Recovery
 from megatron_ft.mcore.loop.replay_settings import replay_config
@@ -42,6 +42,8 @@ from megatron_ft.mcore.loop.reporting import (
     run_started,
 )
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
+from megatron_ft.mcore.loop.starting import find_source, recorded_placement
+from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.planning.commit import History
 from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.topology import Topology
@@ -54,8 +56,13 @@ class Trainer:
     """
 
     def __init__(self, config: JobConfig, context: RankContext, *, device: torch.device, transformer_impl: str) -> None:
+        self.job = config
+        """As it was asked for."""
         self.config = config
+        """The same for the ranks there are now."""
         self.context = context
+        self.nodes = tuple(rank // config.launch.ranks_per_node for rank in range(context.world_size))
+        """Node of each rank, by its number since the job began."""
         self.device = device
         self.samples = open_splits(config)
         self.engine = TrainingEngine(
@@ -66,13 +73,16 @@ class Trainer:
             samples=self.samples,
             stop_requested=context.worker.stop_requested,
         )
-        failpoints.watch(self._tell_phase)
         self._replay_config = replay_config(
             config, self.samples["train"].fingerprint(), device=device.type, transformer_impl=transformer_impl
         )
-        self.topology_record = asdict(Topology.of(config.parallel, context.world_size))
         self.placement = self._placement_keeper()
+        self.former: Former | None = None
+        """While the first iteration of a placement is not committed."""
         self.snapshots: Snapshotter | None = None
+        self.ended = False
+        """Whether the run has reached its end."""
+        self.rounded_off = 0
         self.engine.wants_load = self._wants_load
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -85,55 +95,74 @@ class Trainer:
             DataError: ranks read different data, or other data than the checkpoint was trained on.
         """
         started = time.monotonic()
-        self.agreement = Agreement(groups.vote)
+        self.use(groups)
         check_same_data(self.config, self.samples["train"], self.agreement)
-        self.checkpoints = self._checkpoint_manager(groups)
         client = connect_keeper(self.config, self.context, self.topology_record)
-        source, window = self._find_source(client)
+        recovery = self._recovery(client)
+        source, window = find_source(self.config, self.context, self.checkpoints, recovery)
         if self.placement is not None and (source is not None or window is not None):
-            self.placement.restore(self._recorded_placement(source, window))
+            self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
         if source is not None:
             self._load(source)
         if window is not None:
-            self.recovery.replay(self.engine, window)
-        self.recovery.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
-        self._keep_copies()
+            recovery.replay(self.engine, window)
+        recovery.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
+        self.engine.newest_vote = None  # what a replayed iteration was asked for, no one asks of this run
+        self.rounded_off = self.engine.iteration
+        self.keep_copies()
         origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
         resumed = None if origin is None else (str(origin), self.engine.iteration)
-        self._report(run_started(self.config, self.context, self.device, resumed))
+        self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
-            self._report_placement("resumed" if source is not None or window is not None else "first")
+            self.report_placement("resumed" if source is not None or window is not None else "first")
         if client is not None:
             self._take_snapshots(client, window)
-        self._report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
+        self.report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
 
-    def run(self) -> None:
-        """Train to the end, or to the iteration at which the vote carries a stop.
+    def use(self, groups: Groups) -> None:
+        """Agree, save and tell as a rank of ``groups``."""
+        self.topology_record = asdict(Topology.of(self.config.parallel, self.context.world_size))
+        self.agreement = Agreement(groups.vote)
+        self.checkpoints = self._checkpoint_manager(groups)
+        failpoints.watch(self._tell_phase)
+
+    def run(self, *, before: int | None = None) -> None:
+        """Train to the end, or to the iteration at which the vote carries a stop; then ``ended`` says so.
+
+        Args:
+            before: iteration to return before, whose ranks are others.
 
         Raises:
             TrainingStopped: a policy stopped the run; the state before that iteration is saved.
         """
         training = self.config.training
         last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
-        stop = False
-        while self.engine.iteration < last and not stop:
-            stop = self.iterate(self.engine.iteration + 1)
+        while self.engine.iteration < last and not self._stop_is_voted():
+            if self.engine.iteration + 1 == before:
+                return
+            self.iterate(self.engine.iteration + 1)
         if self.config.checkpoint.save_at_end:
             self._save()
         self._digest(due=training.digest_interval_iterations > 0)
         self.checkpoints.finish()
         if self.snapshots is not None:
             self.snapshots.finish()
+        self.ended = True
+
+    def _stop_is_voted(self) -> bool:
+        vote = self.engine.newest_vote
+        return vote is not None and vote.stop_requested
 
     def teardown(self) -> None:
-        """Let go of everything that holds the groups."""
+        """Let go of everything that holds the groups. Other ranks need not be there any more."""
         if self.snapshots is not None:
             self.snapshots.close()
             self.snapshots = None
         self.engine.teardown()
         failpoints.watch(None)
-        del self.agreement, self.checkpoints, self.recovery
+        self.checkpoints.abandon()
+        del self.agreement, self.checkpoints
 
     def _tell_phase(self, iteration: int, phase: str) -> None:
         if iteration > 0 or phase == "build":  # an evaluation passes the model as iteration 0
@@ -141,37 +170,44 @@ class Trainer:
 
     # -- one iteration ------------------------------------------------------------------------------------
 
-    def iterate(self, iteration: int) -> bool:
-        """Run one iteration and what is due after it; whether it was the last one asked for."""
+    def iterate(self, iteration: int) -> None:
+        """Run one iteration and what is due after it."""
         self._rebalance(iteration)
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
+        self.former = None
+        self.observe(result)
         seconds = time.perf_counter() - began
         if self.snapshots is not None and result.decision.action != "stop":
             self.snapshots.after_iteration(iteration, result.vote, seconds)
-        self._account(iteration, result, seconds)
+        self.account(result, seconds)
+        self.round_off(iteration)
+        if self.snapshots is not None and result.vote.stop_requested:
+            self.snapshots.persist_newest()
+
+    def round_off(self, iteration: int) -> None:
+        """Evaluate, save and compare where that is due after ``iteration``."""
         self._evaluate(iteration)
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
             self._save()
         self._digest(due=_due(iteration, self.config.training.digest_interval_iterations))
-        if self.snapshots is not None and result.vote.stop_requested:
-            self.snapshots.persist_newest()
-        return result.vote.stop_requested
+        self.rounded_off = iteration
 
-    def _account(self, iteration: int, result: IterationResult, seconds: float) -> None:
+    def account(self, result: IterationResult, seconds: float) -> None:
         """Report an iteration; stop the run where the policy says so."""
+        iteration = result.vote.iteration
         vote, decision, telemetry = result.vote, result.decision, self.config.telemetry
         if _due(iteration, telemetry.log_interval_iterations):
-            self._report(metrics_record(self.config, result, self.engine.batch, seconds))
-        if result.expert_load is not None:
-            self._account_load(iteration, result.expert_load)
+            self.report(metrics_record(self.config, result, self.engine.batch, seconds))
+        if result.expert_load is not None and self._reports_load(iteration):
+            self.report(expert_load_record(self.config, iteration, result.expert_load))
         if decision.spike:
             policy = self.config.training.loss_spike_policy
-            self._report(LossSpike(iteration=iteration, loss=vote.loss, median=result.median_loss, policy=policy))
+            self.report(LossSpike(iteration=iteration, loss=vote.loss, median=result.median_loss, policy=policy))
         if decision.action == "skip":
             values = {"loss": vote.loss, "grad_norm": vote.grad_norm, "loss_scale": vote.loss_scale}
-            self._report(IterationSkipped(iteration=iteration, reason=decision.reason, values=values))
+            self.report(IterationSkipped(iteration=iteration, reason=decision.reason, values=values))
         if decision.action == "stop":
             self._save()
             self.checkpoints.finish()
@@ -187,11 +223,11 @@ class Trainer:
         wanted = self._reports_load(iteration) or bool(self._observers())
         return wanted and bool(self.config.model.num_moe_experts)
 
-    def _account_load(self, iteration: int, load: torch.Tensor) -> None:
-        for observer in self._observers():
-            observer.observe(load)
-        if self._reports_load(iteration):
-            self._report(expert_load_record(self.config, iteration, load))
+    def observe(self, result: IterationResult) -> None:
+        """Tell those who plan by loads what the iteration has told."""
+        if result.expert_load is not None:
+            for observer in self._observers():
+                observer.observe(result.expert_load)
 
     def _rebalance(self, iteration: int) -> None:
         """Let another placement take over before ``iteration`` where one does."""
@@ -202,23 +238,26 @@ class Trainer:
         began = time.perf_counter()
         if self.snapshots is not None:
             self.snapshots.pause()
-        migration = self.placement.adopt(change)
-        migrate(self.engine, self.placement.replicas(), migration)
-        self._keep_copies()
-        self._report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
+        part = self.placement.part_of(change)
+        state = migrate(self.engine, self.placement.replicas(part.placement), part)
+        self.former = Former(before_iteration=iteration, plans=self.placement.plans, state=state)
+        self.placement.adopt(change)
+        self.keep_copies()
+        self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
 
-    def _keep_copies(self) -> None:
+    def keep_copies(self) -> None:
+        """Have copies of optimizer state kept where the configuration wants them, from the present state on."""
         plan = None if self.placement is None else self.placement.copy_plan()
         if plan is not None:
             self.engine.keep_copies(plan, self.placement.replicas().plan)
 
-    def _report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
+    def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
         """Say which placement is in force from the next iteration on, and keep it as a file."""
         assert self.placement is not None, "there is a placement to report"
         iteration = self.engine.iteration + 1
         if self.context.rank == 0:
             self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
-        self._report(placement_record(iteration, self.placement, reason, change, seconds))
+        self.report(placement_record(iteration, self.placement, reason, change, seconds))
 
     def _placement_keeper(self) -> PlacementKeeper | None:
         if self.config.placement.algorithm is None:
@@ -234,13 +273,13 @@ class Trainer:
         began = time.perf_counter()
         loss, num_tokens = self.engine.evaluate()
         seconds = time.perf_counter() - began
-        self._report(Evaluation(iteration=iteration, loss=loss, num_tokens=num_tokens, seconds=seconds))
+        self.report(Evaluation(iteration=iteration, loss=loss, num_tokens=num_tokens, seconds=seconds))
 
     def _digest(self, *, due: bool) -> None:
         if due:
             mine = state_digest(self.engine.model_chunks, self.engine.optimizer)
             digests = tuple(self.agreement.gather(mine))
-            self._report(StateDigest(iteration=self.engine.iteration, digests=digests))
+            self.report(StateDigest(iteration=self.engine.iteration, digests=digests))
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
@@ -253,7 +292,7 @@ class Trainer:
             group=groups.vote,
             dp_cp_group=groups.pg_collection.dp_cp,
             report=self._report_record,
-            config_digest=config_digest(self.config),
+            config_digest=config_digest(self.job),
             generation=groups.generation,
         )
 
@@ -287,9 +326,8 @@ class Trainer:
             num_consecutive_skips=state.extra.get("num_consecutive_skips", 0),
         )
 
-    def _find_source(self, client: KeeperClient | None) -> tuple[Path | None, HeldWindow | None]:
-        """The checkpoint or the window that the run continues from; neither for a fresh start."""
-        self.recovery = Recovery(
+    def _recovery(self, client: KeeperClient | None) -> Recovery:
+        return Recovery(
             self.config,
             rank=self.context.rank,
             node=self.context.node,
@@ -301,24 +339,6 @@ class Trainer:
             folder=window_folder(self.config, self.context.run_dir),
             report=self._report_own,
         )
-        found = None
-        if self.context.resume_from is not None:
-            found = self.checkpoints.newest(self.context.resume_from)
-            window = self.recovery.find(found)
-            if window is not None:
-                return None, window
-            if found is None and self.config.run.resume == "must" and self.context.generation == 0:
-                raise CheckpointError(
-                    f"run.resume=must: {self.context.resume_from} must hold a checkpoint that verifies; it holds none"
-                )
-        load = self.config.checkpoint.load
-        return (found if found is not None or load is None else Path(load)), None
-
-    def _recorded_placement(self, source: Path | None, window: HeldWindow | None) -> Any:
-        if window is not None:
-            return window.header(0, PLACEMENT)
-        assert source is not None, "a placement is restored from something"
-        return self.checkpoints.read_extra(source).get("placement")
 
     # -- snapshots ----------------------------------------------------------------------------------------
 
@@ -360,7 +380,8 @@ class Trainer:
 
     # -- reports ------------------------------------------------------------------------------------------
 
-    def _report(self, record: Record) -> None:
+    def report(self, record: Record) -> None:
+        """Say it once for the job: rank 0 does."""
         self._report_record(record.to_record())
 
     def _report_own(self, record: Record) -> None:
@@ -368,7 +389,7 @@ class Trainer:
         if isinstance(record, SnapshotProblem):
             self.context.worker.report(record.to_record())
         else:
-            self._report(record)
+            self.report(record)
 
     def _report_record(self, record: dict[str, Any]) -> None:
         if self.context.rank == 0:

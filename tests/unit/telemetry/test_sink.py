@@ -45,6 +45,9 @@ EXAMPLES: list[Record] = [
     events.StateDigest(iteration=2, digests=("0f1e", "2d3c")),
     events.IterationSkipped(iteration=3, reason="non_finite", values={"loss": float("nan")}),
     events.PlacementInForce(iteration=3, reason="first", stages=("spread",)),
+    events.MembershipChanged(
+        generation=1, world_size=3, nodes=(0, 1, 3), reason="rank 2 was killed", iteration=2, seconds=1.5
+    ),
     events.CheckpointSaved(iteration=3, num_bytes=12_345_678, seconds=0.5),
     events.CheckpointFailed(iteration=4, error="[Errno 28] No space left on device"),
     events.CheckpointLoaded(iteration=3),

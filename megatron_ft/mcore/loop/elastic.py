@@ -1,0 +1,99 @@
+"""Trains through as many memberships as a run has: ranks that are lost, and ranks that leave as a schedule says."""
+
+import traceback
+from collections import deque
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.loop.reforming import reform
+from megatron_ft.mcore.loop.settling import position_of
+from megatron_ft.mcore.loop.trainer import Trainer
+from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.planning.recovery.schedule import MembershipChange, parse_membership_change
+from megatron_ft.planning.recovery.target import Target
+
+
+def run_memberships(trainer: Trainer) -> None:
+    """Train to the end of the run, or until a schedule has this rank leave.
+
+    Raises:
+        MegatronFtError: what ``Trainer.run`` raises; RecoveryError where the survivors of a loss lack state;
+            ControlError where the job ends.
+    """
+    changes = _later(map(parse_membership_change, trainer.job.launch.membership_schedule), trainer)
+    while True:
+        _listen(trainer)
+        failure = _attempt(trainer, changes[0].before_iteration if changes else None)
+        if failure is not None:
+            following, store = _survive(trainer, failure), None
+        elif trainer.ended:
+            return
+        else:
+            planned = _planned(trainer, changes.popleft())
+            if planned is None:
+                return
+            following, store = planned
+        reform(trainer, following, store=store)
+        changes = _later(changes, trainer)
+
+
+def _attempt(trainer: Trainer, before: int | None) -> str | None:
+    """Train in the membership there is; the traceback of what broke it.
+
+    Nothing of the exception is kept: its frames hold process groups, which are to be dissolved.
+    """
+    try:
+        trainer.run(before=before)
+    except RuntimeError:  # of a collective, of a kernel: errors of this project's own are meant for everybody
+        if not trainer.context.worker.can_survive:
+            raise
+        return traceback.format_exc()
+    return None
+
+
+def _listen(trainer: Trainer) -> None:
+    """Let the control plane hang up for this rank while it waits for a healthy peer."""
+    worker, transports = trainer.context.worker, trainer.engine.groups.transports
+    if worker.can_survive:
+        worker.on_break(transports.hang_up)
+
+
+def _survive(trainer: Trainer, failure: str) -> NextMembership:
+    trainer.engine.groups.transports.hang_up()
+    try:
+        position = position_of(trainer.engine, trainer.context.rank)
+    except RecoveryError as error:
+        raise RecoveryError(f"{error}:\n{failure}") from None
+    return trainer.context.worker.survive(position, failure)
+
+
+def _planned(trainer: Trainer, change: MembershipChange) -> tuple[NextMembership, dist.Store | None] | None:
+    """The membership after ``change``, and its store in the rank that serves it; None for a rank that leaves."""
+    context, nodes = trainer.context, trainer.nodes
+    staying = tuple(rank for rank, node in enumerate(nodes) if node not in change.nodes)
+    trainer.checkpoints.finish()
+    store = None
+    if staying and context.rank == staying[0]:
+        store = dist.TCPStore(context.master_addr, 0, len(staying), is_master=True, wait_for_workers=False)
+    ports = trainer.agreement.gather(None if store is None else store.port)
+    if context.rank not in staying:
+        return None
+    following = NextMembership(
+        generation=context.generation + 1,
+        previous_ranks=staying,
+        nodes=tuple(nodes[rank] for rank in staying),
+        target=Target(iteration=trainer.engine.iteration, vote=None),
+        master_addr=context.master_addr,
+        master_port=ports[staying[0]],
+        reason=f"scheduled: nodes {list(change.nodes)} leave before iteration {change.before_iteration}",
+    )
+    following.validate()
+    return following, store
+
+
+def _later(changes: Iterable[MembershipChange], trainer: Trainer) -> deque[MembershipChange]:
+    """Those still to come, in order."""
+    coming = [change for change in changes if change.before_iteration > trainer.engine.iteration]
+    return deque(sorted(coming, key=lambda change: change.before_iteration))
