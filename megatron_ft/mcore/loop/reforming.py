@@ -83,8 +83,6 @@ def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | N
     trainer.report_placement("membership")
     if finished is not None:
         trainer.account(finished, seconds)
-    if trainer.agreement.any(trainer.rounded_off < engine.iteration):
-        trainer.round_off(engine.iteration)
 
 
 def _state_of_former_placement(trainer: Trainer, placement: PlacementKeeper) -> NamedState:

@@ -83,6 +83,7 @@ class Trainer:
         self.ended = False
         """Whether the run has reached its end."""
         self.rounded_off = 0
+        """Newest iteration after which all is done that was due."""
         self.engine.wants_load = self._wants_load
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -138,6 +139,8 @@ class Trainer:
         """
         training = self.config.training
         last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
+        if self.agreement.any(self.rounded_off < self.engine.iteration):
+            self.round_off(self.engine.iteration)
         while self.engine.iteration < last and not self._stop_is_voted():
             if self.engine.iteration + 1 == before:
                 return
@@ -151,8 +154,7 @@ class Trainer:
         self.ended = True
 
     def _stop_is_voted(self) -> bool:
-        vote = self.engine.newest_vote
-        return vote is not None and vote.stop_requested
+        return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups. Other ranks need not be there any more."""
@@ -196,8 +198,8 @@ class Trainer:
 
     def account(self, result: IterationResult, seconds: float) -> None:
         """Report an iteration; stop the run where the policy says so."""
-        iteration = result.vote.iteration
         vote, decision, telemetry = result.vote, result.decision, self.config.telemetry
+        iteration = vote.iteration
         if _due(iteration, telemetry.log_interval_iterations):
             self.report(metrics_record(self.config, result, self.engine.batch, seconds))
         if result.expert_load is not None and self._reports_load(iteration):
@@ -220,8 +222,7 @@ class Trainer:
         return _due(iteration, self.config.telemetry.expert_load_interval_iterations)
 
     def _wants_load(self, iteration: int) -> bool:
-        wanted = self._reports_load(iteration) or bool(self._observers())
-        return wanted and bool(self.config.model.num_moe_experts)
+        return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
         """Tell those who plan by loads what the iteration has told."""
@@ -262,9 +263,8 @@ class Trainer:
     def _placement_keeper(self) -> PlacementKeeper | None:
         if self.config.placement.algorithm is None:
             return None
-        world_size = self.context.world_size
-        stage = Topology.of(self.config.parallel, world_size).coordinates(self.context.rank).pp
-        return PlacementKeeper(self.config, world_size=world_size, stage=stage)
+        stage = Topology.of(self.config.parallel, self.context.world_size).coordinates(self.context.rank).pp
+        return PlacementKeeper(self.config, world_size=self.context.world_size, stage=stage)
 
     def _evaluate(self, iteration: int) -> None:
         if "valid" not in self.samples or not _due(iteration, self.config.training.eval_interval_iterations):
