@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -265,5 +264,4 @@ def _main(spec: str, outcome: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(prefix="megatron-ft-"):
-        _main(*sys.argv[1:])
+    _main(*sys.argv[1:])
