@@ -43,7 +43,6 @@ BASE = {
     "placement.algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"},
     "placement.num_slots_per_rank": 3,
     "placement.min_replicas": 2,
-    "launch.min_nodes": 1,
 }
 
 
