@@ -89,16 +89,19 @@ class Recorded:
         events = run.records()
         losses = [(m["iteration"], m["loss"]) for m in run.records("metrics.jsonl") if "loss" in m]
         digests = [(e["iteration"], e["digests"]) for e in events if e["kind"] == "state_digest"]
+        changes = [event for event in events if event["kind"] == "membership_changed"]
         problems = [] if run.exit_code == 0 else [f"exit code {run.exit_code}: {run.output[-1500:]}"]
         for name, found in (("loss", losses), ("state", digests)):
             counts = Counter(iteration for iteration, _ in found)
             for iteration in range(1, NUM_ITERATIONS + 1):
-                if counts[iteration] != 1 and not (name == "state" and iteration == NUM_ITERATIONS):
+                is_end = name == "state" and iteration == NUM_ITERATIONS  # digested once more at the end
+                is_untold = name == "loss" and counts[iteration] == 0 and iteration in untold(changes)
+                if counts[iteration] != 1 and not is_end and not is_untold:
                     problems.append(f"{name} of iteration {iteration} recorded {counts[iteration]} times")
         return cls(
             losses=dict(losses),
             digests=dict(digests),
-            changes=[event for event in events if event["kind"] == "membership_changed"],
+            changes=changes,
             hits=run.records("failpoints.jsonl"),
             problems=problems,
         )
@@ -121,6 +124,7 @@ class Recorded:
             )
             for iteration in range(first, last + 1)
             if not (name == "state" and iteration in seen_later)
+            if not (name == "loss" and iteration in untold(self.changes) and iteration not in mine)
             if iteration not in mine or mine[iteration] != theirs.get(iteration)
         ]
 
@@ -170,6 +174,16 @@ class Bench:
         return recorded
 
 
+def untold(changes: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Iterations that everybody has completed, but whose reporter may have died before it reported them."""
+    found, reporter = set(), 0
+    for change in changes:
+        if min(change["nodes"]) != reporter:
+            found.add(change["iteration"])
+        reporter = min(change["nodes"])
+    return found
+
+
 def scripted(changes: Sequence[Mapping[str, Any]]) -> str:
     """The override that repeats a history of memberships without faults; empty for none."""
     members, entries = set(range(NUM_NODES)), []
@@ -201,7 +215,13 @@ def outcome_of(fault: Row, killed: Recorded, reference: Recorded, common: Sequen
         last = later[0]["iteration"] if later else NUM_ITERATIONS - 1
         problems += [] if target in (at - 1, at) else [f"killed in iteration {at}, went on after {target}"]
         problems += killed.differences(reference, 1, last)
-    details = {"unproven": unproven, "target": target, "finished": target == at, "problems": problems[:5]}
+    details = {
+        "unproven": unproven,
+        "target": target,
+        "finished": target == at,
+        "is_untold": target is not None and target not in killed.losses,
+        "problems": problems[:5],
+    }
     return Outcome(proven=not unproven, passed=not problems, details=details)
 
 
@@ -237,11 +257,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         trials = [fault for mine in faults for fault in mine]
         counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, bench.execute)
     good = [outcome for _, outcome in outcomes if outcome.proven and outcome.passed]
-    finished = sum(outcome.details["finished"] for outcome in good)
+    finished, num_untold = (sum(outcome.details[name] for outcome in good) for name in ("finished", "is_untold"))
     figure = (
         f"{counts.passed} of {counts.planned} killed nodes in {num_jobs} jobs of {NUM_NODES} nodes: went on in the "
         f"living processes, equal in every bit to the scripted history; {finished} iterations finished after their "
-        "vote, no committed one lost"
+        f"vote, no committed one lost ({num_untold} without a report: the reporter died before it)"
     )
     return finish(
         arguments.out,
@@ -255,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "unproven": counts.unproven,
             "jobs": num_jobs,
             "finished_after_their_vote": finished,
+            "unreported": num_untold,
         },
         details={
             "failures": [{**t.parameters, **o.details} for t, o in outcomes if not (o.passed and o.proven)],
