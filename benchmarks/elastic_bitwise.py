@@ -228,7 +228,8 @@ def outcome_of(fault: Row, killed: Recorded, reference: Recorded, common: Sequen
 def faults_of(job: int, num_faults: int) -> list[Row]:
     """The faults of one job, in order: ``fault``, ``node``, ``phase``, ``iteration``."""
     generator = random.Random(f"{SEED} {job}")
-    members, iteration, faults = list(range(NUM_NODES)), 0, []
+    members, iteration = list(range(NUM_NODES)), 0
+    faults: list[Row] = []
     for number in range(num_faults):
         node = generator.choice(members)
         members.remove(node)
