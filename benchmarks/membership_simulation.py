@@ -1,0 +1,59 @@
+"""Claim ``membership-simulation``: the real decisions of a job that loses nodes, under a virtual clock.
+
+A seed makes a job: its nodes, how long everything takes, which ranks and nodes die when, which messages are late or
+come twice. The controller's state machine, the choice of the target and the decision over replicas are those of the
+product; ranks are replaced by what the commit protocol lets them do. At every step the rules of the protocol are
+checked, and at the end that every living rank has the same history: each iteration once, with one vote.
+"""
+
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.report import finish, parse_arguments
+from benchmarks.simulated_job import Job
+
+ID = "membership-simulation"
+NUM_SCHEDULES, QUICK_SCHEDULES = 2000, 200
+MIN_SCHEDULES = 1000
+
+
+def simulate(seeds: Sequence[int]) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """Run every seed: what happened in all of them together, and the seeds in which a rule was broken."""
+    counts: Counter[str] = Counter()
+    failures = []
+    for seed in seeds:
+        try:
+            counts += Job(seed).run()
+        except AssertionError as error:
+            failures.append({"seed": seed, "error": str(error), "traceback": traceback.format_exc()[-1500:]})
+    return counts, failures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate and judge."""
+    arguments = parse_arguments(__doc__, argv)
+    number = QUICK_SCHEDULES if arguments.quick else NUM_SCHEDULES
+    counts, failures = simulate(range(number))
+    reforms, finished, undone = (counts[name] for name in ("reform", "finished", "undone"))
+    figure = (
+        f"{number - len(failures)} of {number} schedules keep every rule: {reforms} memberships formed anew, "
+        f"{finished} iterations finished by ranks that were behind, {undone} undone, {counts['declined']} declined, "
+        f"{counts['restart']} restarts"
+    )
+    tried = min(reforms, finished, undone, counts["restart"], counts["declined"]) > number // 100
+    return finish(
+        arguments.out,
+        ID,
+        passed=not failures and tried and (arguments.quick or number >= MIN_SCHEDULES),
+        figure=figure,
+        threshold="every rule in all of at least 1000 seeded schedules",
+        counts={"schedules": number, **dict(sorted(counts.items()))},
+        details={"failures": failures[:20]},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
