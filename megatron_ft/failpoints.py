@@ -169,7 +169,8 @@ class _Armed:
 
 
 _armed: _Armed | None = None
-_later: tuple[Failpoint, ...] = ()
+_other: tuple[Failpoint, ...] = ()
+"""Those that mean this process in generations that are still to come, or that ended before they fired."""
 _watch: _Watch | None = None
 
 
@@ -193,16 +194,30 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     Raises:
         ConfigError: a spec that does not parse.
     """
-    global _armed, _later
-    mine = [failpoint for failpoint in map(parse, specs) if failpoint.matches(rank=rank, node=node)]
-    now = [failpoint for failpoint in mine if failpoint.generation in (None, generation)]
-    _armed = _Armed(now, rank, node, record) if now else None
-    _later = tuple(failpoint for failpoint in mine if (failpoint.generation or 0) > generation)
+    global _armed, _other
+    _other = ()
+    mine = [
+        failpoint
+        for failpoint in map(parse, specs)
+        if failpoint.matches(rank=rank, node=node)
+        and (failpoint.generation is None or failpoint.generation >= generation)
+    ]
+    _armed = _Armed(mine, rank, node, record) if mine else None
+    enter(generation)
+
+
+def enter(generation: int) -> None:
+    """Obey those that name ``generation`` or none, until the process goes on in another one."""
+    global _other
+    if _armed is not None:
+        waiting = (*_armed.failpoints, *_other)
+        _armed.failpoints = [failpoint for failpoint in waiting if failpoint.generation in (None, generation)]
+        _other = tuple(failpoint for failpoint in waiting if failpoint.generation not in (None, generation))
 
 
 def unfired() -> tuple[Failpoint, ...]:
-    """Failpoints that mean this process and have not fired, or this rank in a generation that is still to come."""
-    return (() if _armed is None else tuple(_armed.failpoints)) + _later
+    """Failpoints that mean this process, in whatever generation, and have not fired."""
+    return (() if _armed is None else tuple(_armed.failpoints)) + _other
 
 
 def hit(phase: str, iteration: int) -> None:

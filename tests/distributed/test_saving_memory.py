@@ -62,7 +62,7 @@ def _measure(config: JobConfig, rank: Any) -> int:
     trainer.iterate(1)
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
-    trainer._save()
+    trainer.save()
     return _memory("VmHWM") - before
 
 

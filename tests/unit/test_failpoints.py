@@ -85,6 +85,27 @@ def test_a_node_means_all_its_ranks(rank: int, node: int, expected: bool) -> Non
     assert bool(recorded) is expected
 
 
+def test_a_process_that_goes_on_obeys_the_generation_it_is_in() -> None:
+    fired: list[str] = []
+    failpoints.arm(
+        [
+            f"delay(generation={number}, phase='{phase}', seconds=0)"
+            for number, phase in enumerate(("update", "gather"))
+        ],
+        rank=0,
+        node=0,
+        record=lambda hit: fired.append(hit["phase"]),
+    )
+    failpoints.hit("gather", 1)
+    failpoints.enter(1)
+    failpoints.hit("update", 2)
+    failpoints.hit("gather", 2)
+    failpoints.enter(2)
+    failpoints.hit("gather", 3)
+    assert fired == ["gather"]
+    assert [failpoint.phase for failpoint in failpoints.unfired()] == ["update"]
+
+
 @pytest.mark.parametrize(("generation", "fires"), [(0, ["every", "first"]), (1, ["every", "second"]), (2, ["every"])])
 def test_a_generation_means_the_ranks_of_that_start_only(generation: int, fires: list[str]) -> None:
     recorded: list[dict[str, Any]] = []

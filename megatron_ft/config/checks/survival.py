@@ -1,5 +1,6 @@
 """A job that goes on without nodes it loses: what of it is covered, and scripted losses that can happen."""
 
+from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import above, require, show
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership_schedule import parse_membership_change
@@ -54,6 +55,12 @@ def _check_schedule(config: JobConfig) -> None:
         launch.membership_schedule,
         f"must be empty with launch.min_nodes={launch.min_nodes}: losses come from a script or from faults",
     )
+    require(
+        not launch.membership_schedule or launch.max_restarts == 0,
+        "launch.max_restarts",
+        launch.max_restarts,
+        "must be 0 with a launch.membership_schedule: a start is of all nodes again",
+    )
 
 
 def _check_covered(config: JobConfig, reason: str) -> None:
@@ -67,6 +74,7 @@ def _check_covered(config: JobConfig, reason: str) -> None:
         ("parallel.context_parallel_size", parallel.context_parallel_size, 1),
         ("parallel.use_distributed_optimizer", parallel.use_distributed_optimizer, False),
         ("placement.schedule", config.placement.schedule, []),
+        ("placement.state_copies", config.placement.state_copies, None),
     )
     for key, value, wanted in covered:
         require(value == wanted, key, value, f"must be {show(wanted)} with {reason}")
@@ -76,6 +84,12 @@ def _check_covered(config: JobConfig, reason: str) -> None:
         None,
         f"must be given with {reason}: experts live on in their replicas, e.g. placement=overlap_search",
     )
+    require(
+        config.training.device != "cuda",
+        "training.device",
+        config.training.device,
+        f"must be cpu with {reason}: connections of NCCL are not broken yet when a rank is lost",
+    )
     policy = config.snapshot.policy
     if policy is not None:
         raise ConfigError.of("snapshot.policy", policy.get("_target_"), f"must be null with {reason}: snapshot=none")
@@ -83,11 +97,12 @@ def _check_covered(config: JobConfig, reason: str) -> None:
 
 def _check_slots(config: JobConfig, num_nodes: int, reason: str) -> None:
     """The fewest ranks still have a slot for every expert."""
-    num_slots, num_experts = config.placement.num_slots_per_rank, config.model.num_moe_experts or 0
+    num_experts = config.model.num_moe_experts or 0
+    num_slots = derive_placement(config).placement.num_slots_per_rank or 0
     num_ranks = num_nodes * config.launch.ranks_per_node
     require(
-        num_slots is None or num_slots * num_ranks >= num_experts,
+        num_slots * num_ranks >= num_experts,
         "placement.num_slots_per_rank",
-        num_slots,
+        config.placement.num_slots_per_rank,
         f"must give {num_ranks} ranks at least model.num_moe_experts={num_experts} slots: {reason} may leave so few",
     )

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from megatron_ft.errors import RecoveryError
+from megatron_ft.config.membership_schedule import MembershipChange, parse_membership_change
+from megatron_ft.errors import ConfigError, RecoveryError
 from megatron_ft.mcore.loop.reforming import reform
 from megatron_ft.mcore.loop.settling import position_of
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.schedule import MembershipChange, parse_membership_change
 from megatron_ft.planning.recovery.target import Target
 
 
@@ -20,12 +20,13 @@ def run_memberships(trainer: Trainer) -> None:
 
     Raises:
         MegatronFtError: what ``Trainer.run`` raises; RecoveryError where the survivors of a loss lack state;
-            ControlError where the job ends.
+            ControlError where the job ends; ConfigError where this run cannot lose nodes.
     """
-    changes = _later(map(parse_membership_change, trainer.job.launch.membership_schedule), trainer)
+    changes = _scheduled(trainer)
+    owes_save = False
     while True:
         _listen(trainer)
-        failure = _attempt(trainer, changes[0].before_iteration if changes else None)
+        failure = _attempt(trainer, changes[0].before_iteration if changes else None, owes_save=owes_save)
         if failure is not None:
             following, store = _survive(trainer, failure), None
         elif trainer.ended:
@@ -35,16 +36,41 @@ def run_memberships(trainer: Trainer) -> None:
             if planned is None:
                 return
             following, store = planned
-        reform(trainer, following, store=store)
+        owes_save = reform(trainer, following, store=store)
         changes = _later(changes, trainer)
 
 
-def _attempt(trainer: Trainer, before: int | None) -> str | None:
+def _scheduled(trainer: Trainer) -> deque[MembershipChange]:
+    """The changes that the job asks for.
+
+    Raises:
+        ConfigError: one should have come already, or connections of this device cannot be broken.
+    """
+    launch, iteration = trainer.job.launch, trainer.engine.iteration
+    if trainer.device.type != "cpu" and (launch.may_lose_nodes or launch.membership_schedule):
+        key = "launch.min_nodes" if launch.may_lose_nodes else "launch.membership_schedule"
+        value = launch.min_nodes if launch.may_lose_nodes else launch.membership_schedule
+        raise ConfigError.of(
+            key, value, f"must be left out on {trainer.device.type}: only gloo's ranks can be lost yet"
+        )
+    changes = deque(map(parse_membership_change, launch.membership_schedule))
+    if changes and changes[0].before_iteration <= iteration:
+        reason = f"must begin after iteration {iteration}, which the run continues from with all nodes"
+        raise ConfigError.of("launch.membership_schedule", launch.membership_schedule, reason)
+    return changes
+
+
+def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | None:
     """Train in the membership there is; the traceback of what broke it.
 
     Nothing of the exception is kept: its frames hold process groups, which are to be dissolved.
+
+    Args:
+        owes_save: a save was given up here when the membership before ended; one is made of the present state.
     """
     try:
+        if trainer.context.generation > 0 and trainer.agreement.any(owes_save):
+            trainer.save()
         trainer.run(before=before)
     except RuntimeError:  # of a collective, of a kernel: errors of this project's own are meant for everybody
         if not trainer.context.worker.can_survive:

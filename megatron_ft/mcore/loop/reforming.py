@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from megatron_ft import failpoints
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import MembershipChanged
+from megatron_ft.events import CheckpointFailed, MembershipChanged
 from megatron_ft.mcore.groups import dissolve_groups, join
 from megatron_ft.mcore.loop.migration import move_experts
 from megatron_ft.mcore.loop.placing import PlacementKeeper
@@ -24,15 +25,19 @@ from megatron_ft.mcore.loop.undo import UndoRecord
 from megatron_ft.mcore.optimizer.state_view import NamedState, put_state, take_state
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.runtime.storage.checkpoints import directory_name
 
 
-def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> None:
+def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:
     """Make ``trainer`` go on as a rank of ``following``, from the state after its target; collective over its ranks.
 
     The groups there are may be broken: nothing is sent through them.
 
     Args:
         store: that of ``following``, in its rank 0 where it is open already.
+
+    Returns:
+        Whether a checkpoint that was on its way has been given up.
 
     Raises:
         RecoveryError: the survivors do not hold the whole state; it names what is missing. Nothing has changed then
@@ -53,10 +58,12 @@ def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | N
 
     state = {**take_state(engine.model_chunks, engine.optimizer), **former}
     volatile = UndoRecord.take(engine.model_chunks, engine.optimizer)
+    batch, unsaved = engine.batch, trainer.checkpoints.pending_iteration
     trainer.teardown()
     dissolve_groups()
 
     context = _context(trainer.context, following, config)
+    failpoints.enter(following.generation)
     timeout_seconds = config.launch.reform_timeout_seconds
     groups = join(config, context, device=trainer.device.type, timeout_seconds=timeout_seconds, store=store)
     move_experts(state, migration, groups.pg_collection.ep)
@@ -82,7 +89,12 @@ def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | N
     )
     trainer.report_placement("membership")
     if finished is not None:
-        trainer.account(finished, seconds)
+        trainer.account(finished, seconds, batch)
+    if unsaved is not None:
+        path = str(context.run_dir / "checkpoints" / directory_name(unsaved))
+        error = "ranks were lost while it was written; the state they go on with is saved instead"
+        trainer.report(CheckpointFailed(iteration=unsaved, error=error, path=path))
+    return unsaved is not None
 
 
 def _state_of_former_placement(trainer: Trainer, placement: PlacementKeeper) -> NamedState:

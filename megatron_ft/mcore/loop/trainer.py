@@ -44,6 +44,7 @@ from megatron_ft.mcore.loop.reporting import (
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.mcore.loop.starting import find_source, recorded_placement
 from megatron_ft.mcore.loop.underway import IterationResult
+from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.commit import History
 from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.topology import Topology
@@ -146,7 +147,7 @@ class Trainer:
                 return
             self.iterate(self.engine.iteration + 1)
         if self.config.checkpoint.save_at_end:
-            self._save()
+            self.save()
         self._digest(due=training.digest_interval_iterations > 0)
         self.checkpoints.finish()
         if self.snapshots is not None:
@@ -177,7 +178,7 @@ class Trainer:
         self._rebalance(iteration)
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
-        self.former = None
+        self.former = self.former if result.decision.action == "stop" else None
         self.observe(result)
         seconds = time.perf_counter() - began
         if self.snapshots is not None and result.decision.action != "stop":
@@ -192,16 +193,15 @@ class Trainer:
         self._evaluate(iteration)
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
-            self._save()
+            self.save()
         self._digest(due=_due(iteration, self.config.training.digest_interval_iterations))
         self.rounded_off = iteration
 
-    def account(self, result: IterationResult, seconds: float) -> None:
-        """Report an iteration; stop the run where the policy says so."""
-        vote, decision, telemetry = result.vote, result.decision, self.config.telemetry
-        iteration = vote.iteration
-        if _due(iteration, telemetry.log_interval_iterations):
-            self.report(metrics_record(self.config, result, self.engine.batch, seconds))
+    def account(self, result: IterationResult, seconds: float, batch: BatchPlan | None = None) -> None:
+        """Report an iteration (run in ``batch``, if not as now); stop the run where the policy says so."""
+        iteration, vote, decision = result.vote.iteration, result.vote, result.decision
+        if _due(iteration, self.config.telemetry.log_interval_iterations):
+            self.report(metrics_record(self.config, result, batch or self.engine.batch, seconds))
         if result.expert_load is not None and self._reports_load(iteration):
             self.report(expert_load_record(self.config, iteration, result.expert_load))
         if decision.spike:
@@ -211,7 +211,7 @@ class Trainer:
             values = {"loss": vote.loss, "grad_norm": vote.grad_norm, "loss_scale": vote.loss_scale}
             self.report(IterationSkipped(iteration=iteration, reason=decision.reason, values=values))
         if decision.action == "stop":
-            self._save()
+            self.save()
             self.checkpoints.finish()
             raise TrainingStopped(f"iteration {iteration}: {decision.reason}")
 
@@ -296,7 +296,7 @@ class Trainer:
             generation=groups.generation,
         )
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Save the state as it is, unless that is saved already; a save of it that failed is tried again."""
         iteration = self.engine.iteration
         if self.checkpoints.pending_iteration == iteration:

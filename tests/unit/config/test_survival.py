@@ -19,7 +19,7 @@ def job(changes: dict[str, Any]) -> JobConfig:
     values: dict[str, Any] = {
         "launch": {"num_nodes": 3, "ranks_per_node": 2},
         "parallel": {"use_distributed_optimizer": False},
-        "placement": {"algorithm": SEARCH},
+        "placement": {"algorithm": SEARCH, "num_slots_per_rank": 4},
         "training": {"train_iterations": 10},
     }
     for key, value in changes.items():
@@ -34,8 +34,10 @@ UNCOVERED: list[tuple[dict[str, Any], str]] = [
     ({"parallel.pipeline_model_parallel_size": 2}, "parallel.pipeline_model_parallel_size"),
     ({"parallel.tensor_model_parallel_size": 2}, "parallel.tensor_model_parallel_size"),
     ({"parallel.use_distributed_optimizer": True}, "parallel.use_distributed_optimizer"),
-    ({"placement.algorithm": None}, "placement.algorithm"),
+    ({"placement.algorithm": None, "placement.num_slots_per_rank": None}, "placement.algorithm"),
     ({"placement.schedule": ["3:plan.json"]}, "placement.schedule"),
+    ({"placement.state_copies": 2}, "placement.state_copies"),
+    ({"training.device": "cuda"}, "training.device"),
     ({"snapshot.policy": POLICY}, "snapshot.policy"),
 ]
 
@@ -52,6 +54,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"launch.min_nodes": 0}, "launch.min_nodes"),
     ({"launch.min_nodes": 4}, "launch.min_nodes"),
     ({"launch.min_nodes": 1, "placement.num_slots_per_rank": 2}, "placement.num_slots_per_rank"),
+    ({"launch.min_nodes": 1, "placement.num_slots_per_rank": None}, "placement.num_slots_per_rank"),
+    ({"launch.membership_schedule": LOSE_ONE, "launch.max_restarts": 1}, "launch.max_restarts"),
     ({"launch.reform_timeout_seconds": 0.0}, "launch.reform_timeout_seconds"),
     *(
         ({"launch.membership_schedule": schedule}, "launch.membership_schedule")
@@ -79,7 +83,12 @@ def test_what_cannot_be_is_refused_by_key(changes: dict[str, Any], key: str) -> 
     "changes",
     [
         {"launch.min_nodes": 1},
-        {"launch.min_nodes": 3, "snapshot.policy": POLICY, "placement.algorithm": None},
+        {
+            "launch.min_nodes": 3,
+            "snapshot.policy": POLICY,
+            "placement.algorithm": None,
+            "placement.num_slots_per_rank": None,
+        },
         {"launch.membership_schedule": [*LOSE_ONE, "lose(nodes=[0],before_iteration=10)"]},
         {"launch.membership_schedule": LOSE_ONE, "launch.min_nodes": 3},
         {"launch.min_nodes": 1, "launch.failpoints": ['kill(generation=2, phase="forward")']},

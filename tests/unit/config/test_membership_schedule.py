@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_ft.config.membership_schedule import MembershipChange, parse_membership_change
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.recovery.schedule import MembershipChange, change_before, parse_membership_change
 
 
 @pytest.mark.parametrize("text", ["lose(nodes=[1,2],before_iteration=5)", " lose( before_iteration=5, nodes=[1, 2] ) "])
@@ -38,9 +38,3 @@ def test_an_entry_says_who_leaves_before_which_iteration(text: str) -> None:
 def test_anything_else_is_refused_by_name(text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"launch\.membership_schedule(?s:.*)({word})"):
         parse_membership_change(text)
-
-
-def test_a_schedule_is_asked_by_iteration() -> None:
-    schedule = ["lose(nodes=[2],before_iteration=3)", "lose(nodes=[0],before_iteration=6)"]
-    found = {iteration: change.nodes for iteration in range(8) if (change := change_before(schedule, iteration))}
-    assert found == {3: (2,), 6: (0,)}
