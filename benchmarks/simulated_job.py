@@ -67,6 +67,8 @@ class Job:
         self.placement = self.place(self.policy.world_size)
         self.channels = [0.0] * self.policy.num_nodes
         """When the last message of each node arrives: they keep their order."""
+        self.cut_until = [0.0] * self.policy.num_nodes
+        """Until when each node is cut off from all others: nothing reaches it, nothing leaves it."""
         self.ranks: list[Rank] = []
         self.tick_at: float | None = None
 
@@ -102,7 +104,7 @@ class Job:
 
     def tell(self, node: int, fact: Fact) -> None:
         """A message of a node to the controller: in order, late, perhaps twice."""
-        arrives = max(self.channels[node], self.now + self.delay())
+        arrives = max(self.channels[node], self.cut_until[node], self.now + self.delay())
         self.channels[node] = arrives
         for _ in range(2 if self.random.random() < 0.05 else 1):
             self.later(arrives - self.now, lambda: self.controller_takes(fact))
@@ -140,7 +142,11 @@ class Job:
     def order_ranks(self, carry_out: Callable[[Rank], None]) -> None:
         """An order reaches every rank in its own time."""
         for rank in self.ranks:
-            self.later(self.delay(), lambda rank=rank: carry_out(rank) if rank.is_alive else None)  # type: ignore[misc]
+            self.reach(rank, lambda rank=rank: carry_out(rank) if rank.is_alive else None)  # type: ignore[misc]
+
+    def reach(self, rank: Rank, carry_out: Callable[[], None]) -> None:
+        """An order reaches a rank in its own time, once its node is not cut off."""
+        self.later(max(self.delay(), self.cut_until[rank.node] - self.now), carry_out)
 
     def start(self, generation: int) -> None:
         """All ranks begin, or begin anew from nothing."""
@@ -165,14 +171,14 @@ class Job:
         if isinstance(found, Declined):
             self.counts["declined"] += 1
             for rank in self.members(step.state):
-                self.later(self.delay(), lambda rank=rank: self.end_rank(rank))  # type: ignore[misc]
+                self.reach(rank, lambda rank=rank: self.end_rank(rank))  # type: ignore[misc]
             return
         found.validate()
         self.placement = found.placement
         held = {expert for by_rank in self.placement.slots[0] for expert in by_rank}
         assert held == set(range(NUM_EXPERTS)), "the plan does not hold every expert"
         for rank in self.members(step.state):
-            self.later(self.delay(), lambda rank=rank: self.go_on(rank, step))  # type: ignore[misc]
+            self.reach(rank, lambda rank=rank: self.go_on(rank, step))  # type: ignore[misc]
 
     # -- ranks --------------------------------------------------------------------------------------------
 
@@ -199,11 +205,16 @@ class Job:
         if not rank.is_alive or rank.is_broken or rank.generation != generation:
             return
         peers = self.peers(rank)
+        cut = max(self.cut_until[other.node] for other in peers)
+        if cut > self.now:  # a collective stands still; it is not broken
+            self.later(cut - self.now, lambda: self.do(rank, generation))
+            return
         behind = [other for other in peers if other.generation < generation]
         if behind and all(other.is_alive for other in behind):
             self.later(0.05, lambda: self.do(rank, generation))  # they are still being told of the membership
             return
-        dead = any(not other.is_alive or other.is_broken for other in peers if other is not rank)
+        left = [other for other in peers if other.generation > generation]  # they have gone on without this node
+        dead = bool(left) or any(not other.is_alive or other.is_broken for other in peers if other is not rank)
         settled = 0 if rank.settled is None else rank.settled.iteration
         if rank.completed < settled:
             assert rank.settled is not None
@@ -301,15 +312,19 @@ class Job:
         """The agents of lost nodes end what is left there."""
         for rank in self.ranks:
             if rank.node in nodes:
-                self.later(self.delay(), lambda rank=rank: self.die(rank, -9))  # type: ignore[misc]
+                self.reach(rank, lambda rank=rank: self.die(rank, -9))  # type: ignore[misc]
 
     def kill_something(self) -> None:
-        """A fault: one rank, a whole node with its agent, or two ranks at once."""
+        """A fault: one rank, a whole node with its agent, two ranks at once, or a node that is cut off for a while."""
         alive = [rank for rank in self.ranks if rank.is_alive]
         if not alive:
             return
-        kind = self.random.choice(("rank", "rank", "node", "two"))
+        kind = self.random.choice(("rank", "rank", "node", "two", "cut"))
         self.counts[f"faults: {kind}"] += 1
+        if kind == "cut":
+            node = self.random.choice(alive).node
+            self.cut_until[node] = self.now + self.random.choice((0.5, 3.0, 20.0, 90.0))
+            return
         for victim in self.random.sample(alive, min(len(alive), 2 if kind == "two" else 1)):
             if kind != "node":
                 self.die(victim, -9)
