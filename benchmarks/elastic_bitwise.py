@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.campaign import Outcome, Trial, run_campaign
 from benchmarks.covering import Row
 from benchmarks.report import finish, parse_arguments
+from benchmarks.sparse_faults import PHASES as PHASES_WITH_SNAPSHOTS
 from tests.helpers.jobs import JobResult, forkserver, run_job
 
 ID = "elastic-bitwise"
@@ -34,18 +35,7 @@ TIMEOUT_SECONDS = 240.0
 HUNG = -1
 """Exit code of a job that was ended because it took too long: a failure like any other."""
 WARM = "megatron_ft.mcore.loop.main"
-PHASES = (
-    "data",
-    "forward",
-    "dispatch",
-    "backward",
-    "grad_sync",
-    "vote_before",
-    "vote_inside",
-    "vote_after",
-    "update",
-    "gather",
-)
+PHASES = tuple(phase for phase in PHASES_WITH_SNAPSHOTS if phase != "capture")
 VARIANTS: tuple[Sequence[str], ...] = (
     (),
     ("precision.params_dtype=bf16",),

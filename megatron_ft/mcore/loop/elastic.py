@@ -2,7 +2,6 @@
 
 import traceback
 from collections import deque
-from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -37,11 +36,10 @@ def run_memberships(trainer: Trainer) -> None:
                 return
             following, store = planned
         owes_save = reform(trainer, following, store=store)
-        changes = _later(changes, trainer)
 
 
 def _scheduled(trainer: Trainer) -> deque[MembershipChange]:
-    """The changes that the job asks for.
+    """The changes that the job asks for, in order: the configuration has them rise.
 
     Raises:
         ConfigError: one should have come already, or connections of this device cannot be broken.
@@ -117,9 +115,3 @@ def _planned(trainer: Trainer, change: MembershipChange) -> tuple[NextMembership
     )
     following.validate()
     return following, store
-
-
-def _later(changes: Iterable[MembershipChange], trainer: Trainer) -> deque[MembershipChange]:
-    """Those still to come, in order."""
-    coming = [change for change in changes if change.before_iteration > trainer.engine.iteration]
-    return deque(sorted(coming, key=lambda change: change.before_iteration))

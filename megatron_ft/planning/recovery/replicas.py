@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.placement.migration import Holdings, MigrationPlan, holdings, plan_migration, remap
+from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
 from megatron_ft.planning.placement.plan import PlacementPlan
 
 
@@ -25,7 +25,11 @@ class Declined:
 
 def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int]) -> tuple[OperatorId, ...]:
     """Experts that none of ``previous_ranks``, ranks of ``plan`` that go on, holds."""
-    return _without_holder(plan, holdings(plan, previous_ranks))
+    return tuple(
+        OperatorId(layer=layer, kind="expert", expert=expert)
+        for layer, of_layer in zip(plan.layer_numbers, holdings(plan, previous_ranks), strict=True)
+        for expert in sorted(set(range(plan.num_experts)) - frozenset().union(*of_layer))
+    )
 
 
 def plan_replicas(
@@ -47,9 +51,7 @@ def plan_replicas(
         num_slots_per_rank: of the next membership.
         expert_bytes: state of one expert, or of one expert of each layer.
     """
-    held = holdings(plan, previous_ranks)
-    missing = _without_holder(plan, held)
-    if missing:
+    if missing := lost_experts(plan, previous_ranks):
         return Declined(rung="replicas", reason="no living rank holds", missing=missing)
     num_slots = num_slots_per_rank * len(previous_ranks)
     if num_slots < plan.num_experts:
@@ -58,12 +60,5 @@ def plan_replicas(
             reason=f"{len(previous_ranks)} ranks have {num_slots} slots for {plan.num_experts} experts "
             f"(placement.num_slots_per_rank={num_slots_per_rank})",
         )
+    held = holdings(plan, previous_ranks)
     return plan_migration(remap(place(), held, expert_bytes), held, expert_bytes)
-
-
-def _without_holder(plan: PlacementPlan, held: Holdings) -> tuple[OperatorId, ...]:
-    return tuple(
-        OperatorId(layer=layer, kind="expert", expert=expert)
-        for layer, of_layer in zip(plan.layer_numbers, held, strict=True)
-        for expert in sorted(set(range(plan.num_experts)) - frozenset().union(*of_layer))
-    )

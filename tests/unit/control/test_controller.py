@@ -12,21 +12,10 @@ from megatron_ft.control.facts import KillRequested
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.errors import MegatronFtError
-from megatron_ft.planning.commit import Vote
+from tests.helpers.votes import vote_of
 
 TOKEN = new_token()
-VOTE = Vote(
-    generation=0,
-    iteration=4,
-    found_inf=False,
-    grad_norm=1.0,
-    clip_coefficient=1.0,
-    loss_scale=1.0,
-    loss=2.0,
-    num_tokens=8,
-    aux_loss=0.0,
-    z_loss=0.0,
-)
+VOTE = vote_of(4)
 POLICY = MembershipPolicy(
     num_nodes=2, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=5, max_restarts=1
 )

@@ -21,22 +21,12 @@ from megatron_ft.control.membership import advance, initial
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.target import Position, Target
+from tests.helpers.votes import vote_of
 
 POLICY = MembershipPolicy(
     num_nodes=3, ranks_per_node=2, start_timeout_seconds=100.0, stop_timeout_seconds=20.0, min_nodes=1
 )
-VOTE = Vote(
-    generation=0,
-    iteration=5,
-    found_inf=False,
-    grad_norm=1.0,
-    clip_coefficient=1.0,
-    loss_scale=1.0,
-    loss=2.0,
-    num_tokens=8,
-    aux_loss=0.0,
-    z_loss=0.0,
-)
+VOTE = vote_of(5)
 
 
 class Job:

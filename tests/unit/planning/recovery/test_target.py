@@ -7,26 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, Target, choose_target
+from tests.helpers.votes import vote_of
 
 LAST_ITERATION = 3
-
-
-def vote_of(iteration: int, generation: int = 0) -> Vote:
-    return Vote(
-        generation=generation,
-        iteration=iteration,
-        found_inf=False,
-        grad_norm=1.0 + iteration,
-        clip_coefficient=1.0,
-        loss_scale=1.0,
-        loss=2.0,
-        num_tokens=8,
-        aux_loss=0.0,
-        z_loss=0.0,
-    )
 
 
 @dataclass(frozen=True)
