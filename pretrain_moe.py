@@ -207,7 +207,8 @@ def _plan(config: JobConfig) -> "JobPlan":
     from megatron_ft.corpus.check import check_data
     from megatron_ft.planning.job import plan_job
 
-    return plan_job(config, check_data(config), read_inputs(config), device=_planned_device(config))
+    inputs, device = read_inputs(config), _planned_device(config)
+    return plan_job(config, check_data(config), inputs, device=device, with_losses=config.dry_run)
 
 
 def _planned_device(config: JobConfig) -> str:

@@ -68,6 +68,21 @@ class Counts:
 Executor = Callable[[Sequence[Trial]], Iterator[tuple[Trial, Outcome]]]
 
 
+def execute_jobs(trials: Sequence[Trial], run: Callable[[int], Sequence[Outcome]]) -> Iterator[tuple[Trial, Outcome]]:
+    """Trials that name ``job`` and ``fault``: a job runs with all its faults, whichever of them are waiting.
+
+    Args:
+        run: from the number of a job to an outcome for each of its faults.
+    """
+    by_job: dict[int, list[Trial]] = {}
+    for trial in trials:
+        by_job.setdefault(int(str(trial.parameters["job"])), []).append(trial)
+    for number, mine in by_job.items():
+        outcomes = run(number)
+        for trial in mine:
+            yield trial, outcomes[int(str(trial.parameters["fault"]))]
+
+
 class Journal:
     """Outcomes of trials in an append-only JSONL file; a torn last line is dropped."""
 

@@ -33,6 +33,14 @@ class Claim:
     hardware: tuple[str, ...]
     """Hardware classes it may be measured on."""
     timeout_seconds: float
+    needs: str | None = None
+    """A file that it measures with and that is not of the repository, by its path from the repository's root."""
+
+    @property
+    def missing(self) -> Path | None:
+        """The file that it needs, where that is not there."""
+        path = None if self.needs is None else (ROOT / self.needs).resolve()
+        return None if path is None or path.exists() else path
 
     def validate(self) -> None:
         """Raise ConfigError for an entry that cannot be run."""

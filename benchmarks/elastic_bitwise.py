@@ -1,275 +1,282 @@
-"""Claim ``elastic-bitwise``: a job that loses nodes goes on in its living processes, and computes what it would anyway.
+"""Claim ``elastic-bitwise``: a job that loses nodes and gets them back computes in its living processes what it would.
 
-In each job of eight nodes four are killed, one after another, each in a drawn phase of an iteration. The survivors keep
-their state in memory, place the experts anew and go on. The history of memberships that the run has recorded is then
-given to a run in which nodes leave by schedule instead of dying: losses and the digests of every rank's whole state
-after every iteration must be equal. (An iteration that the survivors finish is digested by them only: its state is
-compared from the next iteration on.) A trial is a fault; it counts when the victim wrote it down before it happened and
-the job then went on without that node. ``atol=0``.
+Three kinds of jobs of eight nodes. In most, one node after another is killed, each in a drawn phase, starts again and
+joins at a boundary, before the next one dies: many faults in one living job. In some, four nodes die one by one and
+none comes back. In some, two or three die at once: then replicas serve exactly if the placement in force says that
+every expert is left, else the next rung does.
+
+The history of memberships that a run has recorded is given to a run in which nodes leave and join by schedule instead:
+losses and the digests of every rank's whole state after every iteration must be equal. (An iteration that the survivors
+finish is digested by them only: its state is compared from the next iteration on.) A trial is a fault; it counts when
+the victim wrote it down before it happened and the job then went on without that node. ``atol=0``. Beside it, losses
+are compared with those of a run that nothing happened to.
 """
 
-import json
 import random
-import shutil
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaign import Outcome, Trial, run_campaign
+from benchmarks.campaign import Outcome, Trial, execute_jobs, run_campaign
 from benchmarks.covering import Row
+from benchmarks.elastic_jobs import MOST_ITERATIONS, NUM_NODES, Bench, Recorded, failpoints, scripted
 from benchmarks.report import finish, parse_arguments
-from benchmarks.sparse_faults import PHASES as PHASES_WITH_SNAPSHOTS
-from tests.helpers.jobs import JobResult, forkserver, run_job
+from megatron_ft.failpoints import ITERATION_PHASES
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.recovery.replicas import lost_experts
+from tests.helpers.jobs import forkserver
 
 ID = "elastic-bitwise"
-NUM_NODES, NUM_FAULTS, QUICK_FAULTS = 8, 4, 3
-NUM_JOBS, QUICK_JOBS = 30, 2
-NUM_ITERATIONS = 24
+NUM_REJOINING, NUM_CYCLES = 14, 8
+NUM_HALVING, NUM_LOST = 3, 4
+NUM_AT_ONCE = 8
 MIN_TRIALS = 120
+TOLERANCE = 1.0e-3
+"""Relative, of a loss, against the run that nothing happened to."""
+COMPARED_ITERATIONS = 40
+"""Rounding is amplified by training; the tolerance is for so many iterations."""
 SEED = 20261121
-TIMEOUT_SECONDS = 240.0
-HUNG = -1
-"""Exit code of a job that was ended because it took too long: a failure like any other."""
 WARM = "megatron_ft.mcore.loop.main"
-PHASES = tuple(phase for phase in PHASES_WITH_SNAPSHOTS if phase != "capture")
+PHASES = (*ITERATION_PHASES, "migrate")
+_MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2}
+"""Of phases that not every iteration has; 12 of the others."""
+_SNAPSHOTS = (
+    "snapshot=sparse_window",
+    "snapshot.num_peer_copies=1",
+    "snapshot.iteration_seconds=1",
+    "snapshot.bandwidth_bytes_per_second=3e5",
+)
+_REBALANCING = ("placement.rebalance_interval_iterations=3", "placement.rebalance_min_gain=0.0")
 VARIANTS: tuple[Sequence[str], ...] = (
-    (),
-    ("precision.params_dtype=bf16",),
-    ("model.moe_router_score_function=sigmoid", "model.moe_router_enable_expert_bias=true"),
-    ("optimizer.clip_grad=0.0", "placement.num_slots_per_rank=6"),
+    (*_SNAPSHOTS, *_REBALANCING, "placement.num_slots_per_rank=4"),
+    ("precision.params_dtype=bf16", "placement.num_slots_per_rank=4", *_SNAPSHOTS, *_REBALANCING),
+    (
+        "model.moe_router_score_function=sigmoid",
+        "model.moe_router_enable_expert_bias=true",
+        "placement.num_slots_per_rank=6",
+        *_SNAPSHOTS,
+        *_REBALANCING,
+    ),
 )
 """What differs from job to job besides the faults."""
-_BASE = (
-    "model=moe_micro",
-    "optimizer.lr_warmup_iterations=3",
-    f"training.train_iterations={NUM_ITERATIONS}",
-    "training.micro_batch_size=1",
-    "training.global_batch_size=8",
-    "training.eval_interval_iterations=0",
-    "training.digest_interval_iterations=1",
-    "parallel.use_distributed_optimizer=false",
-    "checkpoint.save_at_end=false",
-    "telemetry.wandb=disabled",
-    f"launch.num_nodes={NUM_NODES}",
-    "launch.ranks_per_node=1",
-    "placement=overlap_search",
-    "placement.min_replicas=2",
-    "placement.num_slots_per_rank=4",
-)
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """What a run wrote down, by iteration."""
+class Job:
+    """One job and its faults, in order."""
 
-    losses: Mapping[int, float]
-    digests: Mapping[int, Sequence[str]]
-    changes: Sequence[Mapping[str, Any]]
-    """Its changes of membership, in order."""
-    hits: Sequence[Mapping[str, Any]]
-    problems: Sequence[str]
+    kind: str
+    number: int
+    overrides: Sequence[str]
+    faults: Sequence[Row]
 
-    @classmethod
-    def of(cls, run: JobResult) -> "Recorded":
-        """Read a run that has ended."""
-        events = run.records()
-        losses = [(m["iteration"], m["loss"]) for m in run.records("metrics.jsonl") if "loss" in m]
-        digests = [(e["iteration"], e["digests"]) for e in events if e["kind"] == "state_digest"]
+    @property
+    def is_rejoining(self) -> bool:
+        """Whether its nodes come back."""
+        return self.kind == "rejoin"
+
+    def has_ended(self, events: Sequence[Any]) -> bool:
+        """Whether all faults have come and gone, and some iterations after them."""
         changes = [event for event in events if event["kind"] == "membership_changed"]
-        problems = [] if run.exit_code == 0 else [f"exit code {run.exit_code}: {run.output[-1500:]}"]
-        for name, found in (("loss", losses), ("state", digests)):
-            counts = Counter(iteration for iteration, _ in found)
-            for iteration in range(1, NUM_ITERATIONS + 1):
-                is_end = name == "state" and iteration == NUM_ITERATIONS  # digested once more at the end
-                is_untold = name == "loss" and counts[iteration] == 0 and iteration in untold(changes)
-                if counts[iteration] != 1 and not is_end and not is_untold:
-                    problems.append(f"{name} of iteration {iteration} recorded {counts[iteration]} times")
-        return cls(
-            losses=dict(losses),
-            digests=dict(digests),
-            changes=changes,
-            hits=run.records("failpoints.jsonl"),
-            problems=problems,
-        )
+        restarts = [event for event in events if event["kind"] == "ranks_restarted"]
+        expected = {"rejoin": 2 * len(self.faults), "halving": len(self.faults), "at_once": 1}[self.kind]
+        if len(changes) + len(restarts) < expected:
+            return False
+        last = (changes + restarts)[-1]
+        later = [e for e in events[events.index(last) :] if e["kind"] == "state_digest"]
+        return len(later) >= 4
 
-    def differences(self, reference: "Recorded", first: int, last: int) -> list[str]:
-        """What is not equal to ``reference`` in the iterations from ``first`` to ``last``.
 
-        The digest of an iteration that survivors finished after a loss is of other ranks than the reference's.
-        """
-        seen_later = {
-            change["iteration"]
-            for change in self.changes
-            if len(self.digests.get(change["iteration"], ())) == change["world_size"]
-        }
-        return [
-            f"{name} of iteration {iteration}"
-            for name, mine, theirs in (
-                ("loss", self.losses, reference.losses),
-                ("state", self.digests, reference.digests),
-            )
-            for iteration in range(first, last + 1)
-            if not (name == "state" and iteration in seen_later)
-            if not (name == "loss" and iteration in untold(self.changes) and iteration not in mine)
-            if iteration not in mine or mine[iteration] != theirs.get(iteration)
-        ]
+def jobs_of(*, quick: bool) -> list[Job]:
+    """All jobs of the campaign."""
+    counts = {"rejoin": 1, "halving": 0, "at_once": 1} if quick else {}
+    numbers = {"rejoin": NUM_REJOINING, "halving": NUM_HALVING, "at_once": NUM_AT_ONCE, **counts}
+    makers = {"rejoin": _rejoining, "halving": _halving, "at_once": _at_once}
+    return [makers[kind](number, quick) for kind, count in numbers.items() for number in range(count)]
+
+
+def _rejoining(number: int, quick: bool) -> Job:
+    rng = random.Random(f"{SEED} rejoin {number}")
+    faults: list[Row] = []
+    for index in range(3 if quick else NUM_CYCLES):
+        phase = PHASES[(5 * number + 3 * index) % len(PHASES)]
+        passes = rng.randint(1, _MOST_PASSES.get(phase, 12))
+        node = rng.randrange(NUM_NODES)
+        faults.append({"fault": index, "node": node, "phase": phase, "generation": 2 * index, "passes": passes})
+    words = [f"launch.min_nodes={NUM_NODES - 2}", "launch.restart_lost_nodes=true", "launch.join_window_seconds=0.1"]
+    words.append("launch.max_node_restarts=100")
+    return Job("rejoin", number, [*VARIANTS[number % len(VARIANTS)], *words], faults)
+
+
+def _halving(number: int, _quick: bool) -> Job:
+    rng = random.Random(f"{SEED} halving {number}")
+    nodes = rng.sample(range(NUM_NODES), NUM_LOST)
+    phases = [PHASES[(4 * number + 3 * index) % 10] for index in range(NUM_LOST)]
+    faults: list[Row] = [
+        {"fault": index, "node": node, "phase": phase, "generation": index, "passes": rng.randint(1, 8)}
+        for index, (node, phase) in enumerate(zip(nodes, phases, strict=True))
+    ]
+    return Job(
+        "halving",
+        number,
+        [*VARIANTS[number % len(VARIANTS)], f"launch.min_nodes={NUM_NODES - NUM_LOST}"],
+        faults,
+    )
+
+
+def _at_once(number: int, _quick: bool) -> Job:
+    """Two or three nodes in the same phase of the same iteration, with two copies of most experts."""
+    rng = random.Random(f"{SEED} at once {number}")
+    nodes, iteration = rng.sample(range(NUM_NODES), 2 + number % 2), rng.randint(5, 9)
+    faults: list[Row] = [
+        {"fault": index, "node": node, "phase": "forward", "generation": 0, "at_iteration": iteration}
+        for index, node in enumerate(sorted(nodes))
+    ]
+    words = [f"launch.min_nodes={NUM_NODES - 4}", "launch.max_restarts=1", "placement.num_slots_per_rank=2"]
+    return Job("at_once", number, [*words, "checkpoint.save_interval_iterations=2"], faults)
 
 
 @dataclass(slots=True)
-class Bench:
-    """Runs jobs from one warm fork server."""
+class Campaign:
+    """Executes trials: the faults of a job share it."""
 
-    folder: Path
-    socket: str
-    faults: Sequence[Sequence[Row]]
-    """Of each job."""
-    num_jobs: int = 0
-    problems: list[str] = field(default_factory=list)
+    bench: Bench
+    jobs: Sequence[Job]
+    undisturbed: dict[int, Recorded]
+    """By variant."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-        """The campaign's executor: the faults of a job share it, whichever of them are waiting."""
-        by_job: dict[int, list[Trial]] = {}
-        for trial in trials:
-            by_job.setdefault(int(str(trial.parameters["job"])), []).append(trial)
-        for job, mine in by_job.items():
-            outcomes = self.run_pair(job)
-            for trial in mine:
-                yield trial, outcomes[int(str(trial.parameters["fault"]))]
+        """The campaign's executor."""
+        return execute_jobs(trials, lambda number: self.run(self.jobs[number]))
 
-    def run_pair(self, job: int) -> list[Outcome]:
+    def run(self, job: Job) -> list[Outcome]:
         """The job with faults, then the scripted one with the same history; an outcome for each fault."""
-        faults, variant = self.faults[job], VARIANTS[job % len(VARIANTS)]
-        words = [*_BASE, *variant]
-        killed = self.run([*words, f"launch.min_nodes={NUM_NODES - len(faults)}", failpoints(faults)])
-        schedule = scripted(killed.changes)
-        reference = self.run([*words, *([schedule] if schedule else [])])
+        is_at_once = job.kind == "at_once"
+        killed = self.bench.run([*job.overrides, failpoints(job.faults)], until=job.has_ended, restarts=is_at_once)
+        if is_at_once and any(rung["rung"] != "replicas" for rung in killed.rungs):
+            return [_judge_at_once(job, killed, [])] * len(job.faults)
+        words = [word for word in job.overrides if not word.startswith(("launch.", "checkpoint."))]
+        end = f"training.exit_at_iteration={killed.last_iteration}"
+        reference = self.bench.run([*words, *scripted(killed.changes), end])
         common = [*killed.problems, *(f"scripted: {text}" for text in reference.problems)]
-        return [outcome_of(fault, killed, reference, common) for fault in faults]
+        if is_at_once:
+            differences = killed.differences(reference, 1, killed.last_iteration - 1)
+            return [_judge_at_once(job, killed, [*common, *differences])] * len(job.faults)
+        distance = killed.distance(self._undisturbed(job, words), COMPARED_ITERATIONS)
+        if distance > TOLERANCE and "params_dtype" not in " ".join(job.overrides):
+            common.append(f"a loss is {distance:.1e} from that of the undisturbed run")
+        return [_outcome(job, fault, killed, reference, common, distance) for fault in job.faults]
 
-    def run(self, overrides: Sequence[str]) -> Recorded:
-        """One job, to its end; one that does not come to it has failed."""
-        self.num_jobs += 1
-        name = f"job-{self.num_jobs:03d}"
-        words = [*overrides, f"run.name={name}", f"data.cache_dir={self.folder / 'cache'}"]
-        try:
-            run = run_job(words, forkserver=self.socket, runs=self.folder, timeout_seconds=TIMEOUT_SECONDS)
-        except AssertionError as error:
-            run = JobResult(HUNG, self.folder / name, str(error))
-        recorded = Recorded.of(run)
-        shutil.rmtree(run.run_dir, ignore_errors=True)
-        return recorded
-
-
-def untold(changes: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Iterations that everybody has completed, but whose reporter may have died before it reported them."""
-    found, reporter = set(), 0
-    for change in changes:
-        if min(change["nodes"]) != reporter:
-            found.add(change["iteration"])
-        reporter = min(change["nodes"])
-    return found
+    def _undisturbed(self, job: Job, words: Sequence[str]) -> Recorded:
+        variant = job.number % len(VARIANTS)
+        if variant not in self.undisturbed:
+            end = f"training.exit_at_iteration={COMPARED_ITERATIONS}"
+            self.undisturbed[variant] = self.bench.run([*words, end])
+        return self.undisturbed[variant]
 
 
-def scripted(changes: Sequence[Mapping[str, Any]]) -> str:
-    """The override that repeats a history of memberships without faults; empty for none."""
-    members, entries = set(range(NUM_NODES)), []
-    for change in changes:
-        lost = sorted(members - set(change["nodes"]))
-        members = set(change["nodes"])
-        entries.append(
-            f"'lose(nodes={json.dumps(lost, separators=(',', ':'))},before_iteration={change['iteration'] + 1})'"
-        )
-    return f"launch.membership_schedule=[{','.join(entries)}]" if entries else ""
-
-
-def outcome_of(fault: Row, killed: Recorded, reference: Recorded, common: Sequence[str]) -> Outcome:
+def _outcome(
+    job: Job, fault: Row, killed: Recorded, reference: Recorded, common: Sequence[str], distance: float
+) -> Outcome:
     """What became of one fault."""
-    number, at = int(str(fault["fault"])), int(str(fault["iteration"]))
-    hits = [
-        hit
-        for hit in killed.hits
-        if (hit["node"], hit["iteration"], hit["phase"]) == (fault["node"], at, fault["phase"])
-    ]
-    unproven = [] if hits else ["the victim wrote no fault down"]
-    problems = list(common)
-    target = None
-    if len(killed.changes) <= number or fault["node"] in killed.changes[number]["nodes"]:
-        (problems if hits else unproven).append("the job did not go on without the node")
-    else:
-        target = killed.changes[number]["iteration"]
-        later = killed.changes[number + 1 : number + 2]
-        last = later[0]["iteration"] if later else NUM_ITERATIONS - 1
+    number = int(str(fault["fault"]))
+    change_number = 2 * number if job.is_rejoining else number
+    hit = killed.hits[number] if number < len(killed.hits) else None
+    is_it = hit is not None and (hit["node"], hit["phase"]) == (fault["node"], fault["phase"])
+    unproven, problems = [] if is_it else ["the victim wrote no fault down"], list(common)
+    at = target = None
+    if len(killed.changes) <= change_number or fault["node"] in killed.changes[change_number]["nodes"]:
+        (problems if is_it else unproven).append("the job did not go on without the node")
+    elif hit is not None:
+        at, target = hit["iteration"], killed.changes[change_number]["iteration"]
+        later = killed.changes[change_number + 1 : change_number + 2]
+        last = later[0]["iteration"] if later else killed.last_iteration - 1
         problems += [] if target in (at - 1, at) else [f"killed in iteration {at}, went on after {target}"]
         problems += killed.differences(reference, 1, last)
+        if job.is_rejoining and (not later or fault["node"] not in later[0]["nodes"]):
+            problems.append("the node did not join again")
     details = {
         "unproven": unproven,
         "target": target,
-        "finished": target == at,
+        "finished": target is not None and target == at,
         "is_untold": target is not None and target not in killed.losses,
+        "distance": distance,
+        "rung": "replicas",
         "problems": problems[:5],
     }
     return Outcome(proven=not unproven, passed=not problems, details=details)
 
 
-def faults_of(job: int, num_faults: int) -> list[Row]:
-    """The faults of one job, in order: ``fault``, ``node``, ``phase``, ``iteration``."""
-    generator = random.Random(f"{SEED} {job}")
-    members, iteration = list(range(NUM_NODES)), 0
-    faults: list[Row] = []
-    for number in range(num_faults):
-        node = generator.choice(members)
-        members.remove(node)
-        iteration += generator.randint(2, 4)
-        phase = PHASES[(3 * job + number * 7) % len(PHASES)]
-        faults.append({"job": job, "fault": number, "node": node, "phase": phase, "iteration": iteration})
-    assert iteration < NUM_ITERATIONS, f"iteration {iteration} is after the end"
-    return faults
-
-
-def failpoints(faults: Sequence[Row]) -> str:
-    """Faults as an override."""
-    texts = [
-        f"'kill(node={fault['node']},at_iteration={fault['iteration']},phase=\"{fault['phase']}\")'" for fault in faults
-    ]
-    return f"launch.failpoints=[{','.join(texts)}]"
+def _judge_at_once(job: Job, killed: Recorded, differences: Sequence[str]) -> Outcome:
+    """Whether the rung that served is the one that the placement in force says."""
+    nodes = sorted(int(str(fault["node"])) for fault in job.faults)
+    hit = sorted(found["node"] for found in killed.hits)
+    survivors = [node for node in range(NUM_NODES) if node not in nodes]
+    problems = [] if killed.exit_code == 130 else list(killed.problems)
+    rung = killed.rungs[0]["rung"] if killed.rungs else "none"
+    if not killed.placements:
+        problems.append("no placement was written")
+    else:  # these jobs make no other placement before the fault
+        plan = PlacementPlan.from_json(killed.placements[min(killed.placements)]["stages"][0])
+        expected = "checkpoint" if lost_experts(plan, survivors) else "replicas"
+        if rung != expected:
+            problems.append(f"{rung} served, where the placement says {expected}")
+    unproven = [] if hit == nodes else [f"nodes {hit} wrote a fault down, not {nodes}"]
+    details = {
+        "unproven": unproven,
+        "target": killed.rungs[0]["iteration"] if killed.rungs else None,
+        "finished": False,
+        "is_untold": False,
+        "distance": 0.0,
+        "rung": rung,
+        "problems": [*problems, *differences][:5],
+    }
+    return Outcome(proven=not unproven, passed=not problems and not differences, details=details)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign and judge it."""
     arguments = parse_arguments(__doc__, argv)
-    num_jobs, num_faults = (QUICK_JOBS, QUICK_FAULTS) if arguments.quick else (NUM_JOBS, NUM_FAULTS)
-    faults = [faults_of(job, num_faults) for job in range(num_jobs)]
+    jobs = jobs_of(quick=arguments.quick)
+    trials: list[Row] = [{"job": number, **fault} for number, job in enumerate(jobs) for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="elastic-bitwise-") as folder, forkserver(WARM) as socket:
-        bench = Bench(Path(folder), socket, faults)
-        trials = [fault for mine in faults for fault in mine]
-        counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, bench.execute)
+        campaign = Campaign(Bench(Path(folder), socket), jobs, {})
+        counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, campaign.execute)
     good = [outcome for _, outcome in outcomes if outcome.proven and outcome.passed]
     finished, num_untold = (sum(outcome.details[name] for outcome in good) for name in ("finished", "is_untold"))
+    declined = sum(outcome.details["rung"] != "replicas" for outcome in good)
+    distance = max((outcome.details["distance"] for outcome in good), default=0.0)
+    tried = arguments.quick or (declined > 0 and counts.passed >= MIN_TRIALS)
+    num_jobs = {kind: sum(job.kind == kind for job in jobs) for kind in ("rejoin", "halving", "at_once")}
     figure = (
-        f"{counts.passed} of {counts.planned} killed nodes in {num_jobs} jobs of {NUM_NODES} nodes: went on in the "
-        f"living processes, equal in every bit to the scripted history; {finished} iterations finished after their "
-        f"vote, no committed one lost ({num_untold} without a report: the reporter died before it)"
+        f"{counts.passed} of {counts.planned} killed nodes in {len(jobs)} jobs of {NUM_NODES} nodes "
+        f"({num_jobs['rejoin']} with nodes that come back, {num_jobs['halving']} down to half, {num_jobs['at_once']} "
+        f"with several at once): the living processes went on, equal in every bit to the scripted history; {finished} "
+        f"iterations finished after their vote, no committed one lost ({num_untold} without a report: the reporter "
+        f"died before it); {declined} faults left an expert without a copy, and a checkpoint served; losses within "
+        f"{distance:.1e} of an undisturbed run's"
     )
     return finish(
         arguments.out,
         ID,
-        passed=counts.complete and (arguments.quick or counts.passed >= MIN_TRIALS),
+        passed=counts.complete and tried,
         figure=figure if counts.complete else counts.summary(),
-        threshold="all of at least 120 equal, atol=0; no committed iteration lost",
+        threshold=f"all of at least {MIN_TRIALS} equal, atol=0; no committed iteration lost",
         counts={
             "trials": counts.planned,
             "passed": counts.passed,
             "unproven": counts.unproven,
-            "jobs": num_jobs,
+            "jobs": len(jobs),
             "finished_after_their_vote": finished,
             "unreported": num_untold,
+            "served_by_checkpoint": declined,
         },
         details={
             "failures": [{**t.parameters, **o.details} for t, o in outcomes if not (o.passed and o.proven)],
+            "max_iterations": MOST_ITERATIONS,
         },
     )
 

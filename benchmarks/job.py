@@ -42,6 +42,10 @@ class RecordFile:
         """Nobody asks."""
         return False
 
+    def change_requested(self) -> bool:
+        """Nobody joins or leaves."""
+        return False
+
     @property
     def can_survive(self) -> bool:
         """Nobody outlives the others."""

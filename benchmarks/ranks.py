@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.launch import free_port
+from megatron_ft.control.ports import free_port
 from megatron_ft.mcore.loop.main import warm
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.covering import Row, covering_array
+from megatron_ft.failpoints import ITERATION_PHASES
 
 NUM_ITERATIONS, QUICK_ITERATIONS = 40, 20
 SEED = 20260413
@@ -34,19 +35,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "order": list(ORDERS),
     "copies": [1, 2, 0],
 }
-PHASES = (
-    "data",
-    "forward",
-    "dispatch",
-    "backward",
-    "grad_sync",
-    "vote_before",
-    "vote_inside",
-    "vote_after",
-    "update",
-    "gather",
-    "capture",
-)
+PHASES = tuple(phase for phase in ITERATION_PHASES if phase != "replicate")
 _PHASES_OF_REPLAY = ("replay", "forward", "dispatch", "backward", "grad_sync", "update")
 _GAPS = (1, 2, 3, 7, 8)
 """Iterations from a kill to the next one: before another window is committed, and after."""

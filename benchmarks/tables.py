@@ -96,7 +96,14 @@ def _measured(result: dict[str, Any]) -> str:
         _row("software", f"Python {result['hardware']['python']}, torch {result['hardware']['torch']}"),
         _row("took", f"{result['wall_seconds']:.0f} s"),
     ]
-    return "\n".join(rows)
+    return "\n\n".join(["\n".join(rows), *map(_table, result["details"].get("tables", ()))])
+
+
+def _table(table: dict[str, Any]) -> str:
+    """A table that a result brings along: ``title``, ``header``, ``rows``."""
+    header = table["header"]
+    rows = [_row(*header), "|" + "---|" * len(header), *(_row(*row) for row in table["rows"])]
+    return "\n".join([f"{table['title']}:", "", *rows])
 
 
 def machine(facts: dict[str, Any]) -> str:

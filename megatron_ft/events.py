@@ -4,11 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron_ft.membership_events import (
+    ControllerReplaced,
+    MembershipChanged,
+    RankFailed,
+    RanksRestarted,
+    RecoveryDecided,
+    StageRecovery,
+)
 from megatron_ft.records import RECORDS, SCHEMA_VERSION, Record, field_types, schema
 from megatron_ft.snapshot_events import (
     RecoveryChosen,
     SnapshotPlanned,
     SnapshotProblem,
+    UpstreamLogFull,
+    UpstreamLogPlanned,
     WindowCommitted,
     WindowDelayed,
     WindowReplayed,
@@ -17,10 +27,18 @@ from megatron_ft.strict_json import JsonValue, decode, to_number
 
 __all__ = [
     "RECORDS",
+    "ControllerReplaced",
+    "MembershipChanged",
+    "RankFailed",
+    "RanksRestarted",
     "Record",
     "RecoveryChosen",
+    "RecoveryDecided",
     "SnapshotPlanned",
     "SnapshotProblem",
+    "StageRecovery",
+    "UpstreamLogFull",
+    "UpstreamLogPlanned",
     "WindowCommitted",
     "WindowDelayed",
     "WindowReplayed",
@@ -158,24 +176,6 @@ class PlacementInForce(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MembershipChanged(Record):
-    """Nodes are gone, and the remaining ranks train on in their processes."""
-
-    generation: int
-    """Number of the membership that begins, counted from 0."""
-    world_size: int
-    """Its ranks."""
-    nodes: tuple[int, ...]
-    """Its nodes, by the numbers they have had since the job began."""
-    reason: str
-    """Why the one before ended."""
-    iteration: int
-    """Newest iteration of the state that it begins with."""
-    seconds: float
-    """Seconds from the decision until its first rank was ready."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Record):
     """A dense checkpoint is complete, verified on disk, and ``latest`` points to it."""
 
@@ -265,44 +265,6 @@ class FailpointUnfired(Record):
     """Its spec."""
     rank: int | None = None
     """Rank it was armed in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFailed(Record):
-    """A rank died or raised."""
-
-    rank: int
-    """The rank."""
-    node: int | None = None
-    """Its node."""
-    exit_code: int | None = None
-    """Its exit code, if it ended by itself."""
-    signal: str | None = None
-    """The signal that ended it, e.g. ``SIGKILL``."""
-    first: bool = False
-    """Whether it was the first of the job to fail."""
-    phase: str | None = None
-    """Phase it last reported."""
-    iteration: int | None = None
-    """Iteration it last reported."""
-    error: str | None = None
-    """Last line of its traceback."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksRestarted(Record):
-    """Ranks failed, and all ranks are started again; they continue the run."""
-
-    generation: int
-    """The one that begins: how often ranks have been started again or have gone on without lost nodes."""
-    reason: str
-    """What ended the generation before."""
-    failed_ranks: tuple[int, ...]
-    """Ranks that failed, the first one first; without those that were ended because of them."""
-    iteration: int
-    """Iteration in which the first of them failed; 0 before the first iteration."""
-    num_restarts_left: int
-    """Restarts left if the job gets no further; ``launch.max_restarts`` again as soon as it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

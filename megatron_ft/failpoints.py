@@ -13,17 +13,16 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import FailpointHit
 
-PHASES = (
-    "build",
-    "replay",
+ITERATION_PHASES = (
     "data",
     "forward",
     "dispatch",
@@ -36,12 +35,31 @@ PHASES = (
     "gather",
     "capture",
     "replicate",
+)
+"""Those that an iteration passes, in order."""
+
+PHASES = (
+    "build",
+    "replay",
+    "migrate",
+    *ITERATION_PHASES,
     "checkpoint",
     "teardown",
+    "reform_join",
+    "reform_move",
+    "reform_build",
 )
-"""Phases a failpoint can name, in the order an iteration passes them."""
+"""Phases a failpoint can name, in the order an iteration passes them; the last three while a membership forms: before
+ranks join each other, before state moves, before the model is built. Their iteration is the one it begins after."""
 
-_SELECTORS: dict[str, type] = {"rank": int, "node": int, "at_iteration": int, "generation": int, "phase": str}
+_SELECTORS: dict[str, type] = {
+    "rank": int,
+    "node": int,
+    "at_iteration": int,
+    "generation": int,
+    "phase": str,
+    "passes": int,
+}
 _OPTIONS: dict[str, dict[str, type]] = {
     "kill": {},
     "stop": {},
@@ -72,6 +90,8 @@ class Failpoint:
     node: int | None = None
     at_iteration: int | None = None
     generation: int | None = None
+    passes: int = 1
+    """It fires when its phase is reached for so many times, where all else matches."""
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -129,6 +149,8 @@ def _check_values(text: str, action: str, values: dict[str, object]) -> None:
         raise ConfigError.of(_KEY, text, f"must name a phase of {', '.join(PHASES)}")
     if action in _REQUIRED and _REQUIRED[action] not in values:
         raise ConfigError.of(_KEY, text, f"must give {_REQUIRED[action]}")
+    if int(values.get("passes", 1)) < 1:  # type: ignore[call-overload]
+        raise ConfigError.of(_KEY, text, "must give passes of at least 1")
     if not 0 <= int(values.get("code", 0)) <= 255:  # type: ignore[call-overload]
         raise ConfigError.of(_KEY, text, "must give a code between 0 and 255")
 
@@ -166,6 +188,7 @@ class _Armed:
     rank: int
     node: int
     record: Callable[[Record], None]
+    num_passes: Counter[Failpoint] = field(default_factory=Counter)
 
 
 _armed: _Armed | None = None
@@ -234,7 +257,9 @@ def hit(phase: str, iteration: int) -> None:
     assert phase in PHASES, f"unknown phase {phase}"
     for failpoint in tuple(_armed.failpoints):
         if failpoint.phase == phase and failpoint.at_iteration in (None, iteration):
-            _fire(_armed, failpoint, iteration)
+            _armed.num_passes[failpoint] += 1
+            if _armed.num_passes[failpoint] >= failpoint.passes:
+                _fire(_armed, failpoint, iteration)
 
 
 def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:

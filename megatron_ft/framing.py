@@ -49,8 +49,10 @@ def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ())
 class FrameReader:
     """Cuts the bytes of one socket into messages."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, first_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        """``first_frame_bytes``: the longest first message, of somebody who has not said yet who it is."""
         self.sock = sock
+        self._most_bytes = first_frame_bytes
         self.descriptors: deque[int] = deque()
         self._buffer = bytearray()
 
@@ -88,12 +90,13 @@ class FrameReader:
         if len(self._buffer) < _HEADER_BYTES:
             return None
         size = int.from_bytes(self._buffer[:_HEADER_BYTES], "big")
-        if size > MAX_FRAME_BYTES:
-            raise ControlError(f"a peer announced a message of {size} bytes: at most {MAX_FRAME_BYTES} are read")
+        if size > self._most_bytes:
+            raise ControlError(f"a peer announced a message of {size} bytes: at most {self._most_bytes} are read")
         if len(self._buffer) < _HEADER_BYTES + size:
             return None
         payload = bytes(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size])
         del self._buffer[: _HEADER_BYTES + size]
+        self._most_bytes = MAX_FRAME_BYTES
         return decode(payload)
 
     def close(self) -> None:
@@ -101,6 +104,17 @@ class FrameReader:
         while self.descriptors:
             os.close(self.descriptors.popleft())
         self.sock.close()
+
+
+def read_line(descriptor: int, *, most: int = MAX_FRAME_BYTES) -> bytes:
+    """One line, and not a byte more, so that the end of what is read can be waited for elsewhere.
+
+    Without its newline where the peer has closed before, or where more than ``most`` bytes have come.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) <= most and (byte := os.read(descriptor, 1)):
+        line += byte
+    return bytes(line)
 
 
 def decode(payload: bytes) -> Message:

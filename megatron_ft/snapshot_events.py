@@ -1,4 +1,4 @@
-"""Events of snapshots and of what a job continues from; ``events.py`` lists them with the others."""
+"""Events of snapshots, of upstream logs and of what a job continues from; ``events.py`` lists them with the others."""
 
 from dataclasses import dataclass
 
@@ -61,6 +61,31 @@ class SnapshotProblem(Record):
     """What was attempted: ``replicate``, ``persist``..."""
     error: str
     """What went wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamLogPlanned(Record):
+    """Memory was taken for what ranks send over pipeline boundaries; what an earlier, smaller log held is in it."""
+
+    iteration: int
+    """Last iteration before there was this room."""
+    iterations_kept: int
+    """Most iterations whose tensors are kept at once."""
+    log_bytes: int
+    """Memory of the log on the rank that keeps most."""
+    node_bytes: int
+    """Memory of logs on the node that keeps most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamLogFull(Record):
+    """No room was free for what an iteration sent: the next window is late. Training goes on, but a stage that is lost
+    before one is committed that begins after the gap cannot go back alone."""
+
+    iteration: int
+    """First iteration that is not in the log, and perhaps others after it."""
+    iterations_kept: int
+    """Iterations whose tensors are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

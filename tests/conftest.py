@@ -14,6 +14,7 @@ GRACE_SECONDS = 10.0
 LEFT = pytest.StashKey[list[str]]()
 
 os.environ.update(MARKED)
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its threads are those of tests before, and what forks, execs
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 

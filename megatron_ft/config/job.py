@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.data import DataConfig
+from megatron_ft.config.detector import DetectorConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.config.optimizer import OptimizerConfig
@@ -14,6 +15,7 @@ from megatron_ft.config.run import RunConfig
 from megatron_ft.config.snapshot import SnapshotConfig
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.config.training import TrainingConfig
+from megatron_ft.config.upstream_log import UpstreamLogConfig
 
 
 @dataclass
@@ -28,8 +30,10 @@ class JobConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    detector: DetectorConfig = field(default_factory=DetectorConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
+    upstream_log: UpstreamLogConfig = field(default_factory=UpstreamLogConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     run: RunConfig = field(default_factory=RunConfig)
     dry_run: bool = False

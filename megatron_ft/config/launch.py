@@ -12,11 +12,14 @@ class LaunchConfig:
     process already is a rank (the groups of the same name; chosen by itself where their variables
     are set, and said so)."""
     num_nodes: int = 1
-    """Nodes of the job."""
+    """Nodes the job starts with."""
     ranks_per_node: int = 1
     """Ranks (processes) per node; one per GPU on CUDA."""
     interface: str = "127.0.0.1"
     """Address the job's control channel binds to. Never all interfaces."""
+    tls_dir: str | None = None
+    """Folder with ``ca.pem``, ``cert.pem`` and ``key.pem``: the control channel is encrypted, and both sides show a
+    certificate of that authority. Null sends in clear. Mode ``local``."""
     master_port: int = 0
     """Port of the rendezvous store; 0 takes a free one."""
     forkserver_socket: str | None = None
@@ -31,11 +34,30 @@ class LaunchConfig:
     min_nodes: int | None = None
     """Fewest nodes that training goes on with when nodes are lost: a node one of whose ranks dies is left behind and
     the others go on in their processes. Null needs all of them."""
+    max_nodes: int | None = None
+    """Nodes that there can be, spares included, numbered from 0; those beyond ``launch.num_nodes`` join while the job
+    runs. Null: ``launch.num_nodes`` and the spares."""
+    num_spare_nodes: int = 0
+    """Nodes beyond ``launch.num_nodes`` that are started, too, and wait: each takes the place of a node that is lost or
+    leaves."""
+    join_window_seconds: float = 5.0
+    """From the first node that is ready to join until ranks are told to let it in, so that others may join with it."""
+    max_node_restarts: int = 3
+    """Times in a row that a lost node is started again, and joins, without having trained for ten iterations."""
+    restart_lost_nodes: bool = False
+    """Whether a lost node is started again, to join the others."""
+    keep_layout: bool = False
+    """Whether the job keeps its parallel layout when nodes are lost: other processes take their places, a spare that
+    is ready or the node's own ranks started again, and only the pipeline stages that lost a rank go back."""
+    position_timeout_seconds: float = 10.0
+    """Longest wait, when nodes are lost, for a rank to say how far it is while others have: what holds it then may hold
+    it for good, and its node is lost, too. More than a rank computes between two collectives."""
     reform_timeout_seconds: float = 60.0
     """Longest wait, when nodes are lost, for the other ranks to say how far they are, and to join each other again."""
     membership_schedule: list[str] = field(default_factory=list)
-    """Scripted losses, e.g. ``lose(nodes=[2],before_iteration=5)``: at that boundary the ranks of these nodes end
-    well and the others go on. The reference that runs with lost nodes are compared with."""
+    """Scripted history, e.g. ``lose(nodes=[2],before_iteration=5)`` and ``join(nodes=[2],before_iteration=9)``, or both
+    in ``change(lose=[1],join=[2],before_iteration=12)``: at that boundary the ranks of these nodes leave well, or join
+    with what the others give them. The reference that runs with lost and joining nodes are compared with."""
     failure_domains: list[str] = field(default_factory=list)
     """Name of each node's failure domain (rack, switch); empty makes every node its own."""
     failpoints: list[str] = field(default_factory=list)
@@ -51,6 +73,16 @@ class LaunchConfig:
         return self.num_nodes if self.min_nodes is None else self.min_nodes
 
     @property
+    def most_nodes(self) -> int:
+        """Nodes that there can be, spares included: they are numbered from 0 to below it."""
+        return self.num_nodes + self.num_spare_nodes if self.max_nodes is None else self.max_nodes
+
+    @property
+    def most_members(self) -> int:
+        """Nodes that train at the same time, at most."""
+        return self.most_nodes - self.num_spare_nodes
+
+    @property
     def may_lose_nodes(self) -> bool:
-        """Whether the job goes on without nodes that it loses."""
-        return self.fewest_nodes < self.num_nodes
+        """Whether nodes are lost, leave and join while the processes of the others live."""
+        return self.keep_layout or self.fewest_nodes < self.most_nodes

@@ -1,57 +1,101 @@
 """Membership changes that a configuration asks for, e.g. ``lose(nodes=[2],before_iteration=5)``.
 
-At the boundary before that iteration the ranks of these nodes end well and the others go on without them: the history
-that a job with the same deaths has, without a fault.
+At the boundary before that iteration ranks leave, without a fault, and others join: the history that a job with the
+same losses and joins has. ``join(nodes=[2],before_iteration=9)`` has nodes (again), and
+``change(lose=[1],join=[2],before_iteration=12)`` does both at once.
 """
 
 import ast
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_ft.errors import ConfigError
 
 _KEY = "launch.membership_schedule"
-_EXAMPLE = "lose(nodes=[2],before_iteration=5)"
-_KEYWORDS = ("nodes", "before_iteration")
+_KEYWORDS = {
+    "lose": ("nodes", "before_iteration"),
+    "join": ("nodes", "before_iteration"),
+    "change": ("lose", "join", "before_iteration"),
+}
+_EXAMPLES = {
+    "lose": "lose(nodes=[2],before_iteration=5)",
+    "join": "join(nodes=[2],before_iteration=9)",
+    "change": "change(lose=[1],join=[2],before_iteration=12)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """Nodes that leave before an iteration."""
+    """Nodes that leave and nodes that join before an iteration. At least one in all; no node does both."""
 
-    nodes: tuple[int, ...]
-    """Rising, at least one."""
+    lose: tuple[int, ...] = ()
+    """Rising."""
+    join: tuple[int, ...] = ()
+    """Rising."""
     before_iteration: int
-    """The first that goes without them; at least 1."""
+    """The first that goes without the ones and with the others; at least 1."""
+
+    def after(self, nodes: Iterable[int]) -> tuple[int, ...]:
+        """The nodes of the job once ``nodes`` have changed, rising."""
+        return tuple(sorted(set(nodes) - set(self.lose) | set(self.join)))
+
+    def summary(self) -> str:
+        """A part of a log line."""
+        leaving = [f"nodes {list(self.lose)} leave"] if self.lose else []
+        joining = [f"nodes {list(self.join)} join"] if self.join else []
+        return f"{' and '.join(leaving + joining)} before iteration {self.before_iteration}"
 
 
 def parse_membership_change(text: str) -> MembershipChange:
     """Read one entry.
 
     Raises:
-        ConfigError: not the call ``lose`` with both keywords as literals; nodes that do not rise; an iteration below 1.
+        ConfigError: not a call of ``lose``, ``join`` or ``change`` with all keywords as literals; nodes that do not
+            rise; an iteration below 1.
     """
-    values = _keywords(text)
-    nodes, iteration = values["nodes"], values["before_iteration"]
+    name, values = _call(text)
+    iteration = values.pop("before_iteration")
+    nodes = {name if keyword == "nodes" else keyword: _node_list(text, value) for keyword, value in values.items()}
+    if type(iteration) is not int or iteration < 1:
+        raise ConfigError.of(_KEY, text, "must give before_iteration as a number of at least 1")
+    change = MembershipChange(before_iteration=iteration, **nodes)
+    if set(change.lose) & set(change.join):
+        raise ConfigError.of(_KEY, text, "must name each node once")
+    return change
+
+
+def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iterator[tuple[int, ...]]:
+    """The nodes that a job of ``num_nodes`` has at its start and after each of ``changes``."""
+    nodes = tuple(range(num_nodes))
+    yield nodes
+    for change in changes:
+        nodes = change.after(nodes)
+        yield nodes
+
+
+def _node_list(text: str, nodes: object) -> tuple[int, ...]:
     if not isinstance(nodes, list) or not nodes or any(type(node) is not int or node < 0 for node in nodes):
         raise ConfigError.of(_KEY, text, "must give nodes as a list of node numbers, e.g. [2]")
     if nodes != sorted(set(nodes)):
         raise ConfigError.of(_KEY, text, "must name each node once, in rising order")
-    if type(iteration) is not int or iteration < 1:
-        raise ConfigError.of(_KEY, text, "must give before_iteration as a number of at least 1")
-    return MembershipChange(nodes=tuple(nodes), before_iteration=iteration)
+    return tuple(nodes)
 
 
-def _keywords(text: str) -> dict[str, object]:
-    """Values of the keywords of one call, each given once."""
+def _call(text: str) -> tuple[str, dict[str, object]]:
+    """Name of one call, and the values of its keywords, each given once."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ConfigError.of(_KEY, text, f"must be one call with keyword arguments ({error})") from None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "lose" or call.args:
-        raise ConfigError.of(_KEY, text, f"must be a call like {_EXAMPLE}")
-    if sorted(str(keyword.arg) for keyword in call.keywords) != sorted(_KEYWORDS):
-        raise ConfigError.of(_KEY, text, f"must give {' and '.join(_KEYWORDS)} once each, as in {_EXAMPLE}")
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ConfigError.of(_KEY, text, f"must be a call like {_EXAMPLES['lose']}")
+    name = call.func.id
+    if name not in _KEYWORDS:
+        raise ConfigError.of(_KEY, text, f"must be a call like {', '.join(_EXAMPLES.values())}")
+    if sorted(str(keyword.arg) for keyword in call.keywords) != sorted(_KEYWORDS[name]):
+        keywords = " and ".join(_KEYWORDS[name])
+        raise ConfigError.of(_KEY, text, f"must give {keywords} once each, as in {_EXAMPLES[name]}")
     try:
-        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        raise ConfigError.of(_KEY, text, f"must give {' and '.join(_KEYWORDS)} as literals") from None
+        raise ConfigError.of(_KEY, text, f"must give {' and '.join(_KEYWORDS[name])} as literals") from None

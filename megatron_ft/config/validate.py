@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatron_ft.config.checks.data import check_data_knobs
-from megatron_ft.config.checks.launch import check_launch, check_names, check_run, check_telemetry
+from megatron_ft.config.checks.launch import check_detector, check_launch, check_names, check_run, check_telemetry
 from megatron_ft.config.checks.model import check_model
 from megatron_ft.config.checks.moe import check_moe
 from megatron_ft.config.checks.parallel import check_parallel, check_transformer_engine
@@ -12,6 +12,7 @@ from megatron_ft.config.checks.primitives import finite_numbers
 from megatron_ft.config.checks.snapshot import check_snapshot
 from megatron_ft.config.checks.survival import check_survival
 from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
+from megatron_ft.config.checks.upstream_log import check_upstream_log
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.failpoints import parse
@@ -29,6 +30,7 @@ def validate(config: JobConfig) -> None:
             finite_numbers(field.name, group)
     check_names(config)
     check_launch(config.launch)
+    check_detector(config.detector)
     check_run(config.run)
     check_telemetry(config.telemetry)
     check_data_knobs(config.data)
@@ -43,18 +45,21 @@ def validate(config: JobConfig) -> None:
     check_placement(config)
     check_snapshot(config)
     check_survival(config)
+    check_upstream_log(config)
     _check_failpoints(config)
 
 
 def _check_failpoints(config: JobConfig) -> None:
     """Each parses and names a rank, a node and an iteration that exist: one that can never fire is a mistake."""
-    num_nodes, world_size = config.launch.num_nodes, config.launch.num_nodes * config.launch.ranks_per_node
+    num_nodes, world_size = config.launch.most_nodes, config.launch.most_nodes * config.launch.ranks_per_node
     for text in config.launch.failpoints:
         failpoint = parse(text)
         for name, value, bound in (("rank", failpoint.rank, world_size), ("node", failpoint.node, num_nodes)):
             if value is not None and not 0 <= value < bound:
                 raise ConfigError.of("launch.failpoints", text, f"must name a {name} in 0..{bound - 1}")
-        if failpoint.generation is not None and not 0 <= failpoint.generation <= _last_generation(config):
+        last_generation = _last_generation(config)
+        generation = 0 if failpoint.generation is None else failpoint.generation
+        if generation < 0 or (last_generation is not None and generation > last_generation):
             constraint = (
                 f"must name a generation from 0 that launch.max_restarts={config.launch.max_restarts} and "
                 "launch.min_nodes allow"
@@ -66,7 +71,12 @@ def _check_failpoints(config: JobConfig) -> None:
             raise ConfigError.of("launch.failpoints", text, constraint)
 
 
-def _last_generation(config: JobConfig) -> int:
-    """Each restart that counts anew takes a further iteration; after each start nodes can be lost one by one."""
+def _last_generation(config: JobConfig) -> int | None:
+    """Each restart that counts anew takes a further iteration; after each start nodes can be lost one by one.
+
+    None where nodes can join without end.
+    """
+    if config.launch.most_nodes > config.launch.num_nodes or config.launch.restart_lost_nodes:
+        return None
     num_restarts = config.launch.max_restarts * (config.training.train_iterations + 1)
     return num_restarts + (num_restarts + 1) * (config.launch.num_nodes - config.launch.fewest_nodes)

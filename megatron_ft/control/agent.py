@@ -24,9 +24,8 @@ from megatron_ft.control.outbox import Outbox
 from megatron_ft.control.ranks import Ranks
 from megatron_ft.control.services import Services
 from megatron_ft.errors import ControlError
-from megatron_ft.framing import FrameReader, Message, send
+from megatron_ft.framing import FrameReader, Message, read_line, send
 
-POLL_SECONDS = 10.0
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
 
@@ -41,14 +40,22 @@ class AgentSpec:
     runtime_dir: str
     """A directory of mode 0700 for the node's socket; removed by the last process of the job that leaves it."""
     forkserver_socket: str
-    lost_controller_seconds: float = 5.0
-    """A controller that does not answer for so long is lost, and the node ends its ranks."""
+    lost_controller_seconds: float = 60.0
+    """A controller that does not answer for so long is lost, and the node ends its ranks: another one had the time to
+    take over."""
     services: dict[str, str] = field(default_factory=dict)
     """Name to module of the processes that the node has beside its ranks, see ``services``."""
     interface: str = ""
     """Address the services bind to."""
     log_dir: str = ""
     """Folder of the services' logs."""
+    heartbeat_interval_seconds: float = 1.0
+    """Between two signs of life that the node gives, or asks its ranks for."""
+    heartbeat_timeout_seconds: float = 10.0
+    """A rank that gives none for so long is killed."""
+
+    tls_dir: str | None = None
+    """As ``launch.tls_dir``."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -61,19 +68,26 @@ class Agent:
     def __init__(self, spec: AgentSpec) -> None:
         self._spec = spec
         self._services = _start_services(spec)  # before this process has threads
-        from megatron_ft.control.rpc import RpcClient
+        from megatron_ft.control.certificates import read_certificates
+        from megatron_ft.control.controller_client import ControllerClient
 
-        self._client = RpcClient(spec.controller_address, "Controller", token=spec.token)
+        certificates = read_certificates(spec.tls_dir)
+        self._client = ControllerClient(spec.controller_address, token=spec.token, certificates=certificates)
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
         self._orders: deque[Message] = deque()
         self._outbox = Outbox(self._wake)
         self._exit_code: int | None = None
-        self._socket_path = Path(spec.runtime_dir) / f"node-{spec.node:03d}.sock"
+        # An earlier process of this node may have left its own behind.
+        self._socket_path = Path(spec.runtime_dir) / f"node-{spec.node:03d}-{os.getpid()}.sock"
         self._listener = listen(self._socket_path)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._ranks = Ranks(spec.node, self._listener, self._selector, self._outbox)
+        timeout_seconds = spec.heartbeat_timeout_seconds
+        self._ranks = Ranks(
+            spec.node, self._listener, self._selector, self._outbox, heartbeat_timeout_seconds=timeout_seconds
+        )
+        self._check_life_at = time.monotonic()
         self._forkserver = FrameReader(_connect(spec.forkserver_socket))
 
     def run(self) -> int:
@@ -87,16 +101,31 @@ class Agent:
             self._selector.register(source, selectors.EVENT_READ, callback)
         self._services.watch(self._selector, on_ready=self._join)
         while self._exit_code is None:
-            for key, _ in self._selector.select(self._services.seconds_left()):
+            for key, _ in self._selector.select(self._seconds_left()):
                 key.data()
             self._services.check_in_time()
+            self._check_life()
         return self._exit_code
+
+    def _seconds_left(self) -> float:
+        """Until there is something to do even if nobody says anything."""
+        services, ranks = self._services.seconds_left(), max(0.0, self._check_life_at - time.monotonic())
+        return ranks if services is None else min(services, ranks)
+
+    def _check_life(self) -> None:
+        now = time.monotonic()
+        if now >= self._check_life_at:
+            self._check_life_at = now + self._spec.heartbeat_interval_seconds
+            self._signal(self._ranks.check_life(now), signal.SIGKILL)
 
     def _join(self) -> None:
         identity = {"node": self._spec.node, "process_id": os.getpid(), "services": self._services.for_controller()}
-        self._client.call("join", identity, timeout_seconds=_JOIN_SECONDS, wait_for_peer=True)
-        for name, target in (("orders", self._ask_for_orders), ("sender", self._send_reports)):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        joined = self._client.insist("join", identity, timeout_seconds=_JOIN_SECONDS)
+        who = {"node": self._spec.node, "session": joined["session"]}
+        orders = threading.Thread(target=self._ask_for_orders, name="orders", args=(who, joined["after"]), daemon=True)
+        sender = threading.Thread(target=self._send_reports, name="sender", args=(who,), daemon=True)
+        orders.start()
+        sender.start()
 
     def close(self) -> None:
         """Let go of ranks (the fork server kills them), end services, remove the socket file."""
@@ -109,15 +138,15 @@ class Agent:
 
     # --- threads -------------------------------------------------------------------------------------------------
 
-    def _ask_for_orders(self) -> None:
+    def _ask_for_orders(self, who: Message, after: int) -> None:
         """Thread: fetch orders by long polls, which tell the controller that this node lives."""
         from megatron_ft.control.rpc import RpcError
 
-        after, last_answer = 0, time.monotonic()
+        last_answer = time.monotonic()
         while True:
-            request = {"node": self._spec.node, "after": after, "wait_seconds": POLL_SECONDS}
+            request = {**who, "after": after, "wait_seconds": self._spec.heartbeat_interval_seconds}
             try:
-                orders = self._client.call("poll", request, timeout_seconds=POLL_SECONDS + 20)["orders"]
+                orders = self._client.call("poll", request, timeout_seconds=request["wait_seconds"] + 20)["orders"]
             except RpcError as error:
                 if error.refused or time.monotonic() - last_answer > self._spec.lost_controller_seconds:
                     self._order({"op": "lost", "reason": str(error)})
@@ -132,13 +161,13 @@ class Agent:
 
     _retry_pause = threading.Event()
 
-    def _send_reports(self) -> None:
+    def _send_reports(self, who: Message) -> None:
         """Thread: deliver the outbox, in order, each item once."""
         from megatron_ft.control.rpc import RpcError
 
         while True:
             first, items = self._outbox.wait_batch()
-            body = {"node": self._spec.node, "first": first, "items": items}
+            body = {**who, "first": first, "items": items}
             try:
                 self._outbox.acknowledge(self._client.call("deliver", body, timeout_seconds=60)["next"])
             except RpcError as error:
@@ -170,14 +199,17 @@ class Agent:
                 self._start(order)
             case "break":
                 self._break(order)
+            case "change":
+                self._change(order)
             case "reform":
-                self._reform(order["next"])
+                self._reform(order)
             case "stop":
                 if order["survivors_end"]:
                     self._tell({"op": "end", "reason": order["reason"]})
                 self._signal(self._ranks.numbers, signal.SIGTERM)
             case "kill":
-                self._signal(self._ranks.numbers, signal.SIGKILL)
+                if self._spec.node in order["nodes"]:
+                    self._signal(self._ranks.numbers, signal.SIGKILL)
             case "end":
                 self._exit_code = 0
             case "lost":
@@ -194,24 +226,26 @@ class Agent:
             self._lost("the launcher has gone")
 
     def _start(self, order: Message) -> None:
-        shared = {name: value for name, value in order.items() if name not in ("op", "ranks")}
-        shared["services"] = self._services.for_ranks(order["services"])
-        for local_rank, rank in enumerate(order["ranks"][str(self._spec.node)]):
-            log = Path(order["run_dir"]) / "logs" / f"rank-{rank:05d}.log"
-            self._ranks.expect(rank, order["generation"], log)
-            spec = {
-                **shared,
-                "rank": rank,
-                "local_rank": local_rank,
-                "node": self._spec.node,
-                "agent_socket": str(self._socket_path),
-                "environment": dict(os.environ),
-            }
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                send(self._forkserver.sock, {"op": "spawn", "rank": rank, "spec": spec}, [descriptor])
-            finally:
-                os.close(descriptor)
+        """Start this node's ranks if the order is for it; newcomers have no number in the membership yet."""
+        node = self._spec.node
+        numbers = order["ranks"].get(str(node))
+        if numbers is None:
+            return
+        first = numbers[0] if order["is_newcomer"] else order["nodes"].index(node)
+        shared = {name: value for name, value in order.items() if name not in ("op", "ranks", "services")}
+        for local_rank, number in enumerate(numbers):
+            who = {"number": number, "rank": first + local_rank, "local_rank": local_rank, "node": node}
+            self._spawn(number, {**shared, **who, "services": self._services.for_ranks(order["services"])})
+
+    def _spawn(self, number: int, spec: Message) -> None:
+        log = Path(spec["run_dir"]) / "logs" / f"rank-{number:05d}.log"
+        self._ranks.expect(number, start=spec["start"], generation=spec["generation"], log=log)
+        spec = {**spec, "agent_socket": str(self._socket_path), "environment": dict(os.environ)}
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            send(self._forkserver.sock, {"op": "spawn", "rank": number, "spec": spec}, [descriptor])
+        finally:
+            os.close(descriptor)
 
     def _break(self, order: Message) -> None:
         """End the membership: ranks of a lost node are killed, others are told."""
@@ -220,13 +254,20 @@ class Agent:
         else:
             self._tell({name: order[name] for name in ("op", "generation", "reason")})
 
-    def _reform(self, following: Message) -> None:
-        """Begin the next membership; ranks of a node that is not of it are killed."""
-        if self._spec.node not in following["nodes"]:
+    def _change(self, order: Message) -> None:
+        """Have the ranks leave their loop at the next boundary."""
+        self._tell({name: order[name] for name in ("op", "generation", "leaving", "reason")})
+
+    def _reform(self, order: Message) -> None:
+        """Begin the next membership: ranks of a lost node are killed, those of one that leaves end, others wait."""
+        following, node = order["next"], self._spec.node
+        if node in following["nodes"]:
+            self._ranks.generation = following["generation"]
+            self._tell({"op": "reform", "next": following})
+        elif node in order["lost"]:
             self._signal(self._ranks.numbers, signal.SIGKILL)
-            return
-        self._ranks.generation = following["generation"]
-        self._tell({"op": "reform", "next": following})
+        elif node in order["leaving"]:
+            self._tell({"op": "leave", "generation": following["generation"] - 1, "reason": order["reason"]})
 
     def _tell(self, message: Message) -> None:
         self._signal(self._ranks.tell(message), signal.SIGKILL)
@@ -240,6 +281,8 @@ class Agent:
         for message in messages:
             if message["op"] == "exited":
                 self._ranks.exited(message)
+            elif message["op"] == "spawned":
+                self._ranks.spawned(message["rank"], message["process_id"])
         if closed:
             self._lost("the fork server has gone")
 
@@ -271,13 +314,9 @@ def _connect(path: str) -> socket.socket:
 
 
 def _read_spec() -> AgentSpec:
-    """One line from standard input, read byte by byte so that its end can be waited for later."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(sys.stdin.fileno(), 1)
-        if not byte:
-            raise ControlError("the launcher closed standard input before it sent the node's spec")
-        line += byte
+    line = read_line(sys.stdin.fileno())
+    if not line.endswith(b"\n"):
+        raise ControlError("the launcher closed standard input before it sent the node's spec")
     return AgentSpec(**json.loads(line))
 
 

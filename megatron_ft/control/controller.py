@@ -1,77 +1,57 @@
 """The job's controller: agents report to it, it decides by ``membership`` and gives orders.
 
-Calls of agents arrive in gRPC's threads and only enqueue; one thread, in ``run``, takes facts in order, asks the state
-machine and writes orders, which agents fetch by long polls.
+Calls arrive at the ``front_desk``; one thread, in ``run``, takes in order what came there, asks the state machine and
+writes orders, which agents fetch. What it takes in is in the journal before anything follows from it, and a controller
+that takes over does the same again: this class depends on nothing else.
 """
 
-import queue
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from megatron_ft.control import membership
-from megatron_ft.control.facts import Fact, NodeJoined, RankBroken, RankExited, RankRaised, RankReported, Tick
+from megatron_ft.control import facts, membership
+from megatron_ft.control.certificates import Certificates
+from megatron_ft.control.detector import Detector, DetectorPolicy, Place
+from megatron_ft.control.facts import (
+    Fact,
+    NodeJoined,
+    NodeLost,
+    RankBroken,
+    RankExited,
+    RankHung,
+    RankRaised,
+    RankReported,
+    Tick,
+)
+from megatron_ft.control.front_desk import FrontDesk, Item, Origin, Posted
+from megatron_ft.control.job_end import FINAL_EXIT_CODES, JobEnd, add_words, end_of
+from megatron_ft.control.journal import Journal
 from megatron_ft.control.membership_state import (
     Decision,
-    Failure,
     MembershipPolicy,
-    Outcome,
     Phase,
     State,
     Step,
-    first_of,
 )
-from megatron_ft.control.rpc import RpcServer
-from megatron_ft.errors import (
-    CheckpointError,
-    ConfigError,
-    ControlError,
-    DataError,
-    RecoveryError,
-    SoftwareError,
-    TrainingStopped,
-)
+from megatron_ft.control.operator_calls import OperatorCalls
+from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
 
-RecordSink = Callable[[Message], None]
+RecordSink = Callable[[Message, Origin], None]
+"""Takes a record and where it comes from, by which a second delivery is known."""
+
 StepSink = Callable[[Step], None]
 
-StartOrder = Callable[[int], Message]
-"""Generation to those fields of the order ``start`` that the controller does not know."""
+StartOrder = Callable[[int, Sequence[int]], Message]
+"""Generation and its nodes to those fields of the order ``start`` that the controller does not know."""
 
 RecordDecision = Callable[[Message], None]
 """Returns when the decision is on disk."""
 
-FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
-"""Errors that come again when the ranks are started again."""
-_FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
-
-MAX_WAITING_ITEMS = 4096
-_ITEMS = ("record", "reported", "raised", "broken", "exited")
-_NOT_NOTED = ("op", "rank", "generation", "position")
-_NUMBERS = (int, float, bool)
-_FIRST_WORDS = ("error", "traceback", "exit_code")
-_MAX_POLL_SECONDS = 30.0
-_ACCEPT_SECONDS = 20.0
-
-
-@dataclass
-class JobEnd:
-    """How the job, or a generation of it, ended, and what is known of every rank that did not end well."""
-
-    outcome: Outcome
-    reason: str
-    first_failure: Failure | None
-    details: dict[int, Message] = field(default_factory=dict)
-    """Rank, by its number at the start, to what was said of its end: ``number`` (in its membership), ``node,
-    returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``, as far as known."""
-    survived: tuple[str, ...] = ()
-    """Why each earlier generation ended."""
-    num_reforms: int = 0
-    """Those of them after which ranks went on in their processes."""
+_PASSING = ("record", "progress")
+"""Items that change nothing: they are in no journal."""
 
 
 class Controller:
@@ -85,33 +65,69 @@ class Controller:
         token: str,
         start_order: StartOrder,
         record_decision: RecordDecision,
+        journal: Journal | None = None,
+        epoch: int = 1,
+        port: int = 0,
+        certificates: Certificates | None = None,
+        detection: DetectorPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind the service.
 
         Args:
             start_order: called at each start and each next membership, in the thread of ``run``.
+            detection: when silence and standstill are taken for a loss; default: as its class has it.
             record_decision: called before ranks are told how they go on without lost nodes, or that they do not.
+            journal: what an earlier controller of this job took in; it is continued.
+            epoch: this controller's, see ``epochs``; every answer bears it.
+            port: to serve at; 0 takes a free one.
+            certificates: of the channel to agents, see ``certificates``.
+            clock: goes on from the last time in ``journal``.
         """
         self._policy = policy
         self._clock = clock
+        self._journal = journal
+        self._known_orders: deque[Message] = deque()
+        """Orders in the journal that are to be given again."""
+        self._num_console_facts = 0
+        self._past_deadline: float | None = None
+        self._unix_seconds = 0.0
+        """When what is being taken in came."""
         self._start_order = start_order
         self._record_decision = record_decision
-        self._state = membership.initial(policy, clock())
+        begin_seconds = clock() if journal is None else journal.first("begin_seconds", clock())
+        self._state = membership.initial(policy, begin_seconds)
         self._members = {0: self._state.members}
-        self._started_generation = 0
-        self._inbox: queue.SimpleQueue[Message | Fact] = queue.SimpleQueue()
-        self._room = threading.BoundedSemaphore(MAX_WAITING_ITEMS)
-        self._orders: list[Message] = []
-        self._changed = threading.Condition()
-        self._next_item = dict.fromkeys(range(policy.num_nodes), 0)
-        self._delivery = {node: threading.Lock() for node in range(policy.num_nodes)}
+        self._num_starts = 0
+        self._starts: dict[int, int] = {}
+        """For each node the start that made its present ranks; what those of an earlier one say is ignored."""
+        detection = detection or DetectorPolicy()
+        self._look_seconds = detection.heartbeat_interval_seconds
+        self._silence_seconds = detection.heartbeat_timeout_seconds
+        self._detector = Detector(policy, detection)
+        self._look_at = clock()
+        self._found: deque[Fact] = deque()
         self._details: dict[int, Message] = {}
         self._services: dict[int, dict[str, str]] = {}
-        methods = {"join": self._join, "poll": self._poll, "deliver": self._deliver}
-        num_threads = 4 * policy.num_nodes + 4
-        self._server = RpcServer("Controller", methods, interface=interface, token=token, num_threads=num_threads)
-        self.address = self._server.address
+        operators = OperatorCalls(
+            policy,
+            read_state=lambda: self._state,
+            detector=self._detector,
+            ask=lambda fact: self._desk.ask(fact),
+            clock=clock,
+        )
+        self._desk = FrontDesk(
+            policy,
+            self._members,
+            hear=lambda node: self._detector.hear(node, self._clock()),
+            others=operators.methods,
+            interface=interface,
+            token=token,
+            epoch=epoch,
+            port=port,
+            certificates=certificates,
+        )
+        self.address = self._desk.address
 
     @property
     def state(self) -> State:
@@ -123,67 +139,158 @@ class Controller:
         """What is known of the ends of this generation's ranks, see ``JobEnd``."""
         return self._details
 
-    def post(self, fact: Fact) -> None:
-        """Tell a fact; safe in any thread and in signal handlers."""
-        self._inbox.put(fact)
+    def post(self, fact: Fact, number: int | None = None) -> None:
+        """Tell a fact; safe in any thread and in signal handlers.
+
+        Args:
+            number: of a fact that may be told again to a controller that takes over, from 0, without gaps.
+        """
+        self._desk.post(fact, number)
 
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobEnd:
         """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread.
 
-        At a restart, and when a next membership begins, ``details`` are still those of the generation before.
+        At a restart, and when a next membership begins, ``details`` are still those of the generation before. A
+        controller that takes over makes its predecessors' decisions again first, for ``on_step`` to see.
         """
-        self._server.start()
-        while True:
-            fact = self._fact_of(self._take(), on_record)
-            before = self._state
-            step = membership.advance(self._policy, before, fact, self._clock())
-            self._state = step.state
-            self._members[step.state.generation] = step.state.members
-            if step.decision is not Decision.WAIT:
-                on_step(step)
-            if self._execute(before, step):
-                return self._end_of(step)
+        step = self._take_over(on_step)
+        self._desk.open()
+        while step is None or step.decision is not Decision.END:
+            step = self._serve(on_record, on_step)
+        self._desk.let_go()
+        return end_of(step.state, step.reason, self._details)
 
-    def _end_of(self, step: Step) -> JobEnd:
-        firsts = [first_of(failures) for failures in step.state.survived]
-        survived = tuple(first.detail for first in firsts if first is not None)
-        state, details = step.state, self._details
-        return JobEnd(state.outcome, step.reason, state.first_failure, details, survived, state.num_reforms)
+    def _take_over(self, on_step: StepSink) -> Step | None:
+        """Take in again what the journal has; the last decision."""
+        entries = [] if self._journal is None else self._journal.entries
+        self._known_orders.extend(entry["order"] for entry in entries if "order" in entry)
+        step = None
+        for entry in entries:
+            if "now" in entry:
+                step = self._take_in(entry, on_step)
+        return step
+
+    def _serve(self, on_record: RecordSink, on_step: StepSink) -> Step | None:
+        """Take the next thing there is; the step that followed."""
+        match self._take():
+            case Item() as item:
+                return self._serve_item(item, on_record, on_step)
+            case Posted(fact, number):
+                about = {"fact": facts.to_json(fact), **({} if number is None else {"console": number})}
+                if number is None or number == self._num_console_facts:
+                    return self._take_in(self._journalled(about, fact), on_step)
+        return None
+
+    def _serve_item(self, item: Item, on_record: RecordSink, on_step: StepSink) -> Step | None:
+        """Take in what a node handed in, unless that was done already; only then it hears that it is done."""
+        step = None
+        if item.origin is None:
+            step = self._take_in(self._journalled({"item": item.content}), on_step)
+        elif self._desk.expects(item.origin) and item.content["op"] in _PASSING:
+            self._pass_on(item.content, item.origin, on_record)
+            self._desk.count(item.origin)
+        elif self._desk.expects(item.origin):
+            step = self._take_in(self._journalled({"item": item.content, "origin": item.origin}), on_step)
+        self._desk.done(item)
+        return step
+
+    def _pass_on(self, item: Message, origin: Origin, on_record: RecordSink) -> None:
+        """Take in what no decision follows from."""
+        if item["op"] == "record":
+            on_record(item["record"], origin)
+        elif item["start"] == self._starts.get(origin.node):
+            place = Place(item["iteration"], item["phase"], item["step"])
+            self._detector.progress(item["rank"], place, self._clock())
+
+    def _journalled(self, about: Message, fact: Fact | None = None) -> Message:
+        """An entry with its time, in the journal; time alone is an entry only where something follows from it."""
+        entry = {"now": self._clock(), "unix": time.time(), **about}
+        if isinstance(fact, Tick):
+            step = membership.advance(self._policy, self._state, fact, entry["now"])
+            if step.decision is Decision.WAIT and step.state == self._state:
+                return entry
+        if self._journal is not None:
+            self._journal.append(entry)
+        return entry
+
+    def _take_in(self, entry: Message, on_step: StepSink) -> Step:
+        """Decide upon an entry of the journal and carry the decision out: the same again at every reading."""
+        if "console" in entry:
+            self._num_console_facts = entry["console"] + 1
+        if "origin" in entry:
+            self._desk.count(Origin(*entry["origin"]))
+        before, self._unix_seconds = self._state, entry["unix"]
+        fact = self._told(facts.from_json(entry["fact"])) if "fact" in entry else self._fact_of(entry["item"])
+        step = membership.advance(self._policy, before, fact, entry["now"])
+        self._state = step.state
+        self._members[step.state.generation] = step.state.members
+        if step.decision is not Decision.WAIT:
+            on_step(step)
+            self._execute(before, step)
+        return step
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.stop()
+        self._desk.close()
 
-    def _take(self) -> Message | Fact:
-        deadline = self._state.deadline_seconds
-        try:
-            if deadline is None:
-                return self._inbox.get()
-            return self._inbox.get(timeout=max(0.0, deadline - self._clock()))
-        except queue.Empty:
-            return Tick()
+    def _take(self) -> Item | Posted:
+        """What is next. That time has run out is said before all else, once."""
+        self._look()
+        if self._found:
+            return Posted(self._found.popleft())
+        now, deadline = self._clock(), self._state.wake_seconds
+        if deadline is not None and now >= deadline and deadline != self._past_deadline:
+            self._past_deadline = deadline
+            return Posted(Tick())
+        wake_at = self._look_at if deadline is None else min(deadline, self._look_at)
+        return self._desk.take(max(0.0, wake_at - now))
 
-    def _fact_of(self, item: Message | Fact, on_record: RecordSink) -> Fact:
-        if not isinstance(item, dict):
-            return item
-        self._room.release()
+    def _look(self) -> None:
+        """Find out, now and then, who is lost without having ended."""
+        now = self._clock()
+        if now >= self._look_at:
+            self._look_at = now + self._look_seconds
+            self._found.extend(self._detector.look(self._state, now, time.time()))
+
+    def _told(self, fact: Fact) -> Fact:
+        """A fact from elsewhere; nothing where it is of a process whose place another has taken."""
+        match fact:
+            case NodeLost(node, process_id=process_id):
+                if not self._desk.end(node, process_id):
+                    return Tick()
+                self._detector.forget(node)
+            case RankHung(rank, at_seconds, detail):
+                about = {"rank": rank, "generation": self._state.generation, "at_seconds": at_seconds}
+                self._note({**about, "node": self._policy.node_of(rank), "hung": detail})
+        return fact
+
+    def _fact_of(self, item: Message) -> Fact:
         match item["op"]:
-            case "record":
-                on_record(item["record"])
-                return Tick()
-            case _ if item["generation"] < self._started_generation:
+            case "asked":
+                return facts.from_json(item["fact"])
+            case "joined":
+                if not self._desk.admit(item["node"], item["process_id"]):
+                    return Tick()  # it has asked again
+                self._services[item["node"]] = item["services"]
+                return NodeJoined(item["node"])
+            case _ if item["start"] != self._starts.get(self._policy.node_of(item["rank"])):
                 return Tick()  # of a process that ended before the present ones were started
             case "reported":
                 return RankReported(item["rank"])
             case "raised":
                 self._note(item)
-                final = item.get("exit_code") in _FINAL_EXIT_CODES
+                final = item.get("exit_code") in FINAL_EXIT_CODES
                 return RankRaised(item["rank"], item["at_seconds"], item.get("iteration", 0), final)
             case "broken":
-                self._note(item)
-                final = item.get("exit_code") in _FINAL_EXIT_CODES
-                about = (item["at_seconds"], item.get("iteration", 0), final)
+                if not item.get("planned", False):
+                    self._note(item)
+                final = item.get("exit_code") in FINAL_EXIT_CODES
+                about = (item["at_seconds"], item.get("iteration", 0), final, item.get("planned", False))
                 return RankBroken(item["rank"], Position.from_json(item["position"]), *about)
+            case "hung":
+                detail = f"gave no sign for {self._silence_seconds:g} s (detector.heartbeat_timeout_seconds)"
+                self._note({**item, "hung": detail})
+                return RankHung(item["rank"], item["at_seconds"], detail, item.get("iteration", 0))
             case "exited":
                 self._note(item)
                 how = (item["returncode"], item["at_seconds"], item["done"], item.get("iteration", 0))
@@ -191,27 +298,32 @@ class Controller:
         raise ControlError(f"unknown item {item['op']!r}")
 
     def _note(self, item: Message) -> None:
-        """Keep what is said of an end. The first error counts: a rank that could not survive raises another."""
+        """Keep what is said of an end."""
         node, members = self._policy.node_of(item["rank"]), self._members[item["generation"]]
-        if node not in self._state.members:
+        if node not in self._state.members or node in self._state.waiting:
             return
-        details = self._details.setdefault(item["rank"], {"number": self._policy.number_among(members, item["rank"])})
-        if "error" in details:
-            item = {name: value for name, value in item.items() if name not in _FIRST_WORDS}
-        failed_at_seconds = min(item["at_seconds"], details.get("at_seconds", item["at_seconds"]))
-        details.update({name: value for name, value in item.items() if name not in _NOT_NOTED})
-        details["at_seconds"] = failed_at_seconds
+        # Said before it heard of its first membership; a node that is back may have had another place before.
+        if node not in members or self._policy.keeps_layout:
+            members = self._state.members
+        about = self._details.setdefault(item["rank"], {"number": self._policy.number_among(members, item["rank"])})
         killed_by_us = self._state.phase is Phase.KILLING or node in self._state.lost
-        details["caused_by_us"] = details.get("caused_by_us", killed_by_us)
+        add_words(about, item, caused_by_us=killed_by_us)
 
-    def _execute(self, before: State, step: Step) -> bool:
-        """Carry a decision made in the state ``before`` out; whether the job has ended."""
+    def _execute(self, before: State, step: Step) -> None:
+        """Carry a decision made in the state ``before`` out."""
         match step.decision:
             case Decision.START | Decision.RESTART:
                 self._details = {}
-                self._start(step.state.generation)
+                self._start(step.state.members, is_newcomer=False)
+            case Decision.START_NODES:
+                self._start(step.nodes, is_newcomer=True)
+            case Decision.CHANGE:
+                about = {"generation": step.state.generation, "leaving": list(step.nodes)}
+                self._order({"op": "change", "reason": step.reason, **about})
+            case Decision.KILL_NODES:
+                self._order({"op": "kill", "reason": step.reason, "nodes": list(step.nodes)})
             case Decision.BREAK:
-                about = {"generation": step.state.generation, "lost": sorted(step.state.announced)}
+                about = {"generation": step.state.generation, "lost": list(step.nodes)}
                 self._order({"op": "break", "reason": step.reason, **about})
             case Decision.REFORM:
                 self._details = {}
@@ -222,16 +334,14 @@ class Controller:
                     self._record(before, step, {"declined": step.reason, "lost_nodes": sorted(before.lost)})
                 self._order({"op": "stop", "reason": step.reason, "survivors_end": declines})
             case Decision.KILL:
-                self._order({"op": "kill", "reason": step.reason})
+                self._order({"op": "kill", "reason": step.reason, "nodes": list(range(self._policy.most_nodes))})
             case Decision.END:
                 self._order({"op": "end", "reason": step.reason})
-                return True
-        return False
 
     def _reform(self, before: State, step: Step) -> None:
         """Begin the next membership, once the decision and all that it rests on are on disk."""
         assert step.reform is not None, "a decision to reform"
-        order = self._start_order(step.state.generation)
+        order = self._start_order(step.state.generation, step.state.members)
         following = NextMembership(
             generation=step.state.generation,
             previous_ranks=step.reform.previous_ranks,
@@ -242,94 +352,46 @@ class Controller:
             reason=step.reason,
         )
         following.validate()
-        self._record(before, step, {"next": following.to_json(), "lost_nodes": list(step.reform.lost)})
-        self._order({"op": "reform", "next": following.to_json()})
+        about = {"lost": list(step.nodes), "leaving": list(step.reform.leaving), "reason": step.reason}
+        reform = self._settled({"op": "reform", "next": following.to_json(), **about})
+        lost, left, joined = step.reform.lost, step.reform.leaving, step.reform.joining
+        nodes = {"lost_nodes": list(lost), "left_nodes": list(left), "joined_nodes": list(joined)}
+        self._record(before, step, {"next": reform["next"], **nodes})
+        self._desk.give(reform)
 
     def _record(self, before: State, step: Step, decision: Message) -> None:
         positions = [fact.position for fact in before.broken] if step.reform is None else step.reform.positions
-        about = {"generation": before.generation, "time_unix_seconds": time.time(), "reason": step.reason}
+        about = {"generation": before.generation, "time_unix_seconds": self._unix_seconds, "reason": step.reason}
         self._record_decision({**about, "positions": [position.to_json() for position in positions], **decision})
 
-    def _start(self, generation: int) -> None:
-        """Start the ranks of all nodes; each learns where every node's services listen."""
-        self._started_generation = generation
-        ranks = {str(node): list(self._policy.ranks_of(node)) for node in range(self._policy.num_nodes)}
+    def _start(self, nodes: Sequence[int], *, is_newcomer: bool) -> None:
+        """Start the ranks of ``nodes``; each learns where every node's services listen."""
+        state, policy = self._state, self._policy
+        self._starts |= dict.fromkeys(nodes, self._num_starts)
         services: dict[str, dict[str, str]] = {}
         for node, addresses in sorted(self._services.items()):
             for name, address in addresses.items():
                 services.setdefault(name, {})[str(node)] = address
-        order = {"op": "start", "generation": generation, "ranks": ranks, "services": services}
-        self._order({**self._start_order(generation), **order})
+        order = {
+            "op": "start",
+            "start": self._num_starts,
+            "generation": state.generation,
+            "ranks": {str(node): list(policy.ranks_of(node)) for node in nodes},
+            "nodes": [node for node in state.members for _ in range(policy.ranks_per_node)],
+            "is_newcomer": is_newcomer,
+            "services": services,
+        }
+        self._num_starts += 1
+        self._order({**self._start_order(state.generation, state.members), **order})
 
     def _order(self, order: Message) -> None:
-        with self._changed:
-            self._orders.append(order)
-            self._changed.notify_all()
+        self._desk.give(self._settled(order))
 
-    # --- what agents call, in gRPC's threads -----------------------------------------------------------------------
-
-    def _join(self, request: Message) -> Message:
-        node = self._known(request)
-        services = request.get("services", {})
-        self._services[node] = {name: str(about["address"]) for name, about in dict(services).items()}
-        self.post(NodeJoined(node))
-        return {}
-
-    def _poll(self, request: Message) -> Message:
-        node, after = self._known(request), int(request["after"])
-        wait_seconds = min(float(request["wait_seconds"]), _MAX_POLL_SECONDS)
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._orders) > after, timeout=wait_seconds)
-            return {"node": node, "orders": self._orders[after:]}
-
-    def _deliver(self, request: Message) -> Message:
-        """Take items not taken before; says which one is expected next."""
-        node, first = self._known(request), int(request["first"])
-        deadline = time.monotonic() + _ACCEPT_SECONDS
-        with self._delivery[node]:
-            for number, item in enumerate(request["items"], start=first):
-                if number < self._next_item[node]:
-                    continue
-                self._check(node, item)
-                if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                    break
-                self._inbox.put(item)
-                self._next_item[node] = number + 1
-            return {"next": self._next_item[node]}
-
-    def _known(self, request: Message) -> int:
-        node = int(request["node"])
-        if not 0 <= node < self._policy.num_nodes:
-            raise ControlError(f"node {node}: the job has nodes 0 to {self._policy.num_nodes - 1}")
-        return node
-
-    def _check(self, node: int, item: Message) -> None:
-        """Refuse items that are malformed or speak for another node's ranks."""
-        if item["op"] not in _ITEMS:
-            raise ControlError(f"unknown item {item['op']!r}")
-        if int(item["rank"]) not in self._policy.ranks_of(node):
-            raise ControlError(f"rank {item['rank']} is not of node {node}")
-        if node not in self._members.get(int(item["generation"]), ()):
-            raise ControlError(f"rank {item['rank']}: node {node} is not of generation {item['generation']}")
-        if item["op"] in ("raised", "broken", "exited"):
-            float(item["at_seconds"]), int(item.get("iteration", 0))
-        if item["op"] == "exited":
-            int(item["returncode"]), bool(item["done"])
-        if item["op"] == "broken":
-            self._check_position(item)
-
-    def _check_position(self, item: Message) -> None:
-        """Refuse a position that is none, or another rank's."""
-        generation, rank = int(item["generation"]), int(item["rank"])
-        number = self._policy.number_among(self._members[generation], rank)
-        try:
-            position = Position.from_json(item["position"])
-            whole = (position.rank, position.generation, position.completed, position.contributed)
-            numbers = () if position.vote is None else tuple(position.vote.to_record().values())
-            if any(type(value) is not int for value in whole) or any(type(n) not in _NUMBERS for n in numbers):
-                raise TypeError(f"not all of {(*whole, *numbers)} are numbers")
-            position.validate()
-        except (KeyError, TypeError, ValueError, AttributeError, RecoveryError) as error:
-            raise ControlError(f"rank {rank}: malformed position: {error!r}") from None
-        if (position.rank, position.generation) != (number, generation):
-            raise ControlError(f"rank {number} of generation {generation} speaks for {position}")
+    def _settled(self, order: Message) -> Message:
+        """The order as it will always be read: from the journal if it is there, else it is now."""
+        if self._known_orders:
+            return self._known_orders.popleft()
+        if self._journal is not None:
+            self._journal.append({"order": order})
+            self._journal.sync()
+        return order

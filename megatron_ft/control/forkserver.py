@@ -30,6 +30,9 @@ from megatron_ft.framing import FrameReader, Message, send
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
+MAX_CLIENTS = 512
+"""Connections that are served at a time; further ones are closed at once."""
+
 HELD_SIGNALS = (signal.SIGTERM,)
 """Blocked in a new rank until it has its handlers, so that no stop request gets lost or kills it."""
 
@@ -86,6 +89,9 @@ class ForkServer:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
+        if len(self._clients) >= MAX_CLIENTS:
+            connection.close()
+            return
         client = _Client(FrameReader(connection))
         self._clients.append(client)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(client))
@@ -97,7 +103,7 @@ class ForkServer:
             messages, closed = client.reader.pump()
             for message in messages:
                 self._obey(client, message)
-        except (ControlError, OSError, KeyError, ProcessLookupError) as error:
+        except (ControlError, OSError, KeyError, TypeError, ValueError) as error:
             print(f"fork server: dropping a client: {error!r}", file=sys.stderr, flush=True)
             closed = True
         if closed:
@@ -132,6 +138,7 @@ class ForkServer:
     def _spawn(self, client: _Client, message: Message) -> None:
         if not client.reader.descriptors:
             raise ControlError("spawn without a log file")
+        rank = int(message["rank"])
         log = client.reader.descriptors.popleft()
         parent = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
@@ -140,7 +147,7 @@ class ForkServer:
             self._become_rank(message, log, parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
         os.close(log)
-        child = _Child(message["rank"], process_id, os.pidfd_open(process_id), client)
+        child = _Child(rank, process_id, os.pidfd_open(process_id), client)
         client.children[process_id] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(child, notify=True))
         send(client.reader.sock, {"op": "spawned", "rank": child.rank, "process_id": process_id})

@@ -7,7 +7,6 @@ cleans up whatever happens.
 import contextlib
 import functools
 import os
-import random
 import shutil
 import signal
 import socket
@@ -23,29 +22,32 @@ from types import FrameType
 from typing import Any, Protocol
 
 import megatron_ft
-from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import facts, report
 from megatron_ft.control.agent import AgentSpec
-from megatron_ft.control.controller import Controller, JobEnd
+from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.controller_link import ControllerLink
+from megatron_ft.control.controller_main import FOLDER, JOURNAL, ControllerSpec
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
+from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.membership import describe_returncode
-from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership_state import Outcome
+from megatron_ft.control.operating import CONTROLLER_FILE
+from megatron_ft.control.policies import detector_policy, membership_policy
+from megatron_ft.control.ports import free_port
 from megatron_ft.control.ranks import tail_of
-from megatron_ft.control.rpc import check_interface, new_token
+from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_state
 from megatron_ft.control.services import STOP_SECONDS
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
-from megatron_ft.events import StopRequested
+from megatron_ft.events import ControllerReplaced, StopRequested
 from megatron_ft.framing import Message
 
 RANK_ENTRY = "megatron_ft.mcore.loop.main:run_rank"
 PRELOAD = ("megatron_ft.mcore.loop.main:warm",)
 _CLEANUP_SECONDS = 5.0
-_PORTS = range(20000, 32000)
-_PORT_TRIES = 100
 
 
 class Sinks(Protocol):
@@ -72,10 +74,27 @@ class _Processes:
     runtime_dir: Path
     log_dir: Path
     nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    watchers: dict[int, threading.Thread] = field(default_factory=dict)
     forkserver: subprocess.Popen[bytes] | None = None
 
-    def start(self, module: str, arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> Any:
-        """Start ``python -m module`` in a session of its own; its standard input is its lifeline."""
+    @property
+    def forkserver_socket(self) -> Path:
+        """Where the job's own fork server listens."""
+        return self.runtime_dir / "forkserver.sock"
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: str,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int] = (),
+    ) -> Any:
+        """Start ``python -m module`` in a session of its own; its standard input is its lifeline.
+
+        Args:
+            descriptors: those that it has, too.
+        """
         with (self.log_dir / log).open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -84,7 +103,16 @@ class _Processes:
                 stderr=output,
                 env=_environment(environment),
                 start_new_session=True,
+                pass_fds=descriptors,
             )
+
+
+def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
+    """Write a spec to the standard input of a process that was just started."""
+    assert process.stdin is not None, "started with a lifeline"
+    with contextlib.suppress(BrokenPipeError):  # it has died; its watcher says so
+        process.stdin.write(line)
+        process.stdin.flush()
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -137,27 +165,11 @@ def launch(
 def _check_places(config: LaunchConfig) -> None:
     """Refuse addresses and sockets that cannot work."""
     check_interface(config.interface)
+    read_certificates(config.tls_dir)
     free_port(config.interface)
     path = config.forkserver_socket
     if path is not None and not Path(path).is_socket():
         raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
-
-
-def start_order(config: JobConfig, run_dir: RunDir, entry: str, generation: int) -> Message:
-    """What every rank that starts in a generation is told. Ranks started again continue the run."""
-    resume_from = run_dir.resume_from if generation == 0 else run_dir.path / "checkpoints"
-    return {
-        "entry": entry,
-        "config": to_dict(config),
-        "run_dir": str(run_dir.path),
-        "resume_from": None if resume_from is None else str(resume_from),
-        "working_dir": os.getcwd(),
-        "world_size": config.launch.num_nodes * config.launch.ranks_per_node,
-        "num_nodes": config.launch.num_nodes,
-        "can_survive": config.launch.may_lose_nodes,
-        "master_addr": config.launch.interface,
-        "master_port": config.launch.master_port or free_port(config.launch.interface),
-    }
 
 
 class _Job:
@@ -174,84 +186,119 @@ class _Job:
         self._run_dir = run_dir
         self._sinks = sinks
         self._preload = preload
-        self._services = services
+        self._entry, self._services = entry, services
         self._num_interrupts = 0
         self._interrupted_by = ""
         self._run_finished = False
-        self._policy = MembershipPolicy(
-            num_nodes=config.launch.num_nodes,
-            ranks_per_node=config.launch.ranks_per_node,
-            start_timeout_seconds=config.launch.start_timeout_seconds,
-            stop_timeout_seconds=config.launch.stop_timeout_seconds,
-            max_restarts=config.launch.max_restarts,
-            min_nodes=config.launch.min_nodes,
-            reform_timeout_seconds=config.launch.reform_timeout_seconds,
-        )
+        self._has_ended = False
+        self._policy = membership_policy(config)
+        self._detection = detector_policy(config)
         self._token = new_token()
-        self._controller = Controller(
-            self._policy,
-            interface=config.launch.interface,
-            token=self._token,
-            start_order=functools.partial(start_order, config, run_dir, entry),
-            record_decision=failpoints.append_to(run_dir.path / "decisions.jsonl"),
-        )
+        self._port = free_port(config.launch.interface)
+        self._job = config
 
     def run(self) -> JobEnd:
         """Start everything, serve until the job ends, leave nothing behind."""
-        with _runtime_dir() as runtime_dir, self._signals():
+        with _runtime_dir() as runtime_dir:
             processes = _Processes(runtime_dir, self._run_dir.path / "logs")
-            try:
-                self._start_processes(processes)
-                return self._controller.run(self._on_record, self._on_step)
-            finally:
-                self._clean_up(processes)
+            self._controller = self._link(processes)
+            with self._signals():
+                try:
+                    return self._serve(processes)
+                finally:
+                    self._clean_up(processes)
 
-    def _start_processes(self, processes: _Processes) -> None:
-        socket_path = self._config.forkserver_socket
-        if socket_path is None:
-            socket_path = str(processes.runtime_dir / "forkserver.sock")
-            arguments = ["--socket", socket_path, "--preload", *self._preload]
+    def _serve(self, processes: _Processes) -> JobEnd:
+        self._controller.begin()
+        self._start_forkserver(processes)
+        for node in range(self._policy.num_nodes + self._policy.num_spare_nodes):
+            self._start_agent(processes, node)
+        end = self._controller.run(self._on_record, functools.partial(self._on_event, processes))
+        self._has_ended = True
+        return end
+
+    def _link(self, processes: _Processes) -> ControllerLink:
+        """The way to the controller of this job, which begins with an empty journal."""
+        run_dir, resume_from = self._run_dir.path, self._run_dir.resume_from
+        (run_dir / FOLDER / JOURNAL).unlink(missing_ok=True)
+
+        def start(console: socket.socket) -> "subprocess.Popen[bytes]":
+            spec = ControllerSpec(
+                config=to_dict(self._job),
+                run_dir=str(run_dir),
+                resume_from=None if resume_from is None else str(resume_from),
+                entry=self._entry,
+                working_dir=os.getcwd(),
+                token=self._token,
+                console_descriptor=console.fileno(),
+                port=self._port,
+            )
+            module, kept = "megatron_ft.control.controller_main", (console.fileno(),)
+            process: subprocess.Popen[bytes] = processes.start(module, [], "controller.log", {}, descriptors=kept)
+            tell(process, spec.to_line())
+            return process
+
+        return ControllerLink(
+            start,
+            access_path=run_dir / CONTROLLER_FILE,
+            access={"token": self._token, "tls_dir": self._config.tls_dir},
+            silence_seconds=self._detection.heartbeat_timeout_seconds,
+        )
+
+    def _start_forkserver(self, processes: _Processes) -> None:
+        if self._config.forkserver_socket is None:
+            arguments = ["--socket", str(processes.forkserver_socket), "--preload", *self._preload]
             environment = SINGLE_THREAD_ENVIRONMENT
             processes.forkserver = processes.start(
                 "megatron_ft.control.forkserver", arguments, "forkserver.log", environment
             )
-        for node in range(self._policy.num_nodes):
-            process = processes.start("megatron_ft.control.agent", [], f"node-{node:03d}.log", {})
-            processes.nodes[node] = process
-            spec = AgentSpec(
-                controller_address=self._controller.address,
-                token=self._token,
-                node=node,
-                runtime_dir=str(processes.runtime_dir),
-                forkserver_socket=socket_path,
-                services=self._services,
-                interface=self._config.interface,
-                log_dir=str(processes.log_dir),
-            )
-            with contextlib.suppress(BrokenPipeError):  # it has died; its watcher says so
-                process.stdin.write(spec.to_line())
-                process.stdin.flush()
-            threading.Thread(target=self._watch, args=(node, process), daemon=True).start()
+
+    def _start_agent(self, processes: _Processes, node: int) -> None:
+        """Start a node's process; one that it had before ends first, and its ranks with it."""
+        if node in processes.nodes:
+            _kill(processes.nodes[node])
+            processes.watchers[node].join()  # its end is told before the new process can register
+        process = processes.start("megatron_ft.control.agent", [], f"node-{node:03d}.log", {})
+        processes.nodes[node] = process
+        spec = AgentSpec(
+            controller_address=join_address(self._config.interface, self._port),
+            token=self._token,
+            node=node,
+            runtime_dir=str(processes.runtime_dir),
+            forkserver_socket=self._config.forkserver_socket or str(processes.forkserver_socket),
+            services=self._services,
+            interface=self._config.interface,
+            log_dir=str(processes.log_dir),
+            tls_dir=self._config.tls_dir,
+            heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
+            heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
+        )
+        tell(process, spec.to_line())
+        processes.watchers[node] = threading.Thread(target=self._watch, args=(node, process), daemon=True)
+        processes.watchers[node].start()
 
     def _watch(self, node: int, process: "subprocess.Popen[bytes]") -> None:
         """Thread: a node's process ends."""
         returncode = process.wait()
         detail = f"its process {describe_returncode(returncode)}" if returncode else "its process ended"
-        self._controller.post(facts.NodeLost(node, time.time(), detail))
+        self._controller.post(facts.NodeLost(node, time.time(), detail, process.pid))
 
     def _on_record(self, record: Message) -> None:
         self._run_finished = self._run_finished or record.get("kind") == "run_finished"
         self._sinks.write(record)
 
-    def _on_step(self, step: Step) -> None:
-        if step.decision is Decision.STOP and not step.state.failures:
-            self._sinks.write(StopRequested(source=self._interrupted_by).to_record())
-        if step.decision is Decision.RESTART:
-            for event in report.restart_records(step, self._controller.details, self._policy):
-                self._sinks.write(event.to_record())
-        if step.decision is Decision.REFORM:
-            for event in report.lost_records(step, self._controller.details, self._policy):
-                self._sinks.write(event.to_record())
+    def _on_event(self, processes: _Processes, event: Message) -> None:
+        """What follows from a decision."""
+        match event["event"]:
+            case "stopping":
+                self._sinks.write(StopRequested(source=self._interrupted_by).to_record())
+            case "record":
+                self._sinks.write(event["record"])
+            case "start_agents":
+                for node in event["nodes"]:
+                    self._start_agent(processes, node)
+            case "replaced":
+                self._sinks.write(ControllerReplaced(reason=event["reason"]).to_record())
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -267,8 +314,7 @@ class _Job:
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         self._num_interrupts += 1
         self._interrupted_by = signal.Signals(number).name
-        first = self._num_interrupts == 1
-        self._controller.post(facts.StopRequested() if first else facts.KillRequested())
+        self._controller.post(facts.StopRequested() if self._num_interrupts == 1 else facts.KillRequested())
 
     def _clean_up(self, processes: _Processes) -> None:
         """End every process: nodes first (they have been told), then the fork server and ranks with it."""
@@ -279,19 +325,13 @@ class _Job:
             self._wait_or_kill([processes.forkserver])
 
     def _wait_or_kill(self, started: Sequence["subprocess.Popen[bytes]"]) -> None:
-        ended_normally = self._controller.state.phase is Phase.ENDED
+        ended_normally = self._has_ended
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._services else 0.0)
         deadline = time.monotonic() + (patience_seconds if ended_normally else 0.5)
         for process in started:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+            _kill(process)
 
     def exit_code(self, end: JobEnd) -> int:
         """The job's exit code; records of failed ranks go to the sinks."""
@@ -322,6 +362,17 @@ class _Job:
         return "\n".join(f"{name}:\n{tail_of(logs / name)}" for name in names if (logs / name).exists())
 
 
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and what it started, unless it has ended, and let go of it."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
 def exit_code_of(end: JobEnd, *, run_finished: bool) -> int:
     """Exit code for the end of a job.
 
@@ -337,30 +388,6 @@ def exit_code_of(end: JobEnd, *, run_finished: bool) -> int:
         return ControlError.exit_code
     own_code = end.details.get(first.rank, {}).get("exit_code")
     return RankFailed.exit_code if own_code is None else int(own_code)
-
-
-def free_port(interface: str) -> int:
-    """A port nobody uses on ``interface`` right now, from a range that systems do not hand out by themselves.
-
-    The port is bound again later by whoever serves it; outside the ephemeral range no outgoing connection takes it
-    in between.
-
-    Raises:
-        ConfigError: the address is none of this machine.
-    """
-    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((interface.strip("[]"), 0))
-        except OSError as error:
-            raise ConfigError.of(
-                "launch.interface", interface, f"must be an address of this machine: {error}"
-            ) from None
-    for port in random.SystemRandom().sample(_PORTS, _PORT_TRIES):
-        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind((interface.strip("[]"), port))
-            return port
-    raise ControlError(f"no free port on {interface} after {_PORT_TRIES} tries between {_PORTS[0]} and {_PORTS[-1]}")
 
 
 @contextlib.contextmanager

@@ -7,14 +7,20 @@ file or a socket: the controller drives it with real ones, tests and simulations
 import signal
 from dataclasses import replace
 
+from megatron_ft.control import membership_join as joining
+from megatron_ft.control import membership_places as places
 from megatron_ft.control import membership_reform as reform
 from megatron_ft.control.facts import (
+    AddRequested,
+    DrainRequested,
     Fact,
+    JobHung,
     KillRequested,
     NodeJoined,
     NodeLost,
     RankBroken,
     RankExited,
+    RankHung,
     RankRaised,
     RankReported,
     StopRequested,
@@ -49,26 +55,35 @@ def advance(policy: MembershipPolicy, state: State, fact: Fact, now_seconds: flo
     """
     if state.phase is Phase.ENDED:
         return Step(state, Decision.WAIT, "the job has ended")
-    observed = _observe(policy, state, fact)
-    for rule in (_restart, _end, _killed_for_nothing, _kill, _survive, _stop, _time_out, _go_on):
-        step = rule(policy, observed, fact, now_seconds)
-        if step is not None:
-            return step
-    return Step(observed, Decision.WAIT, f"{observed.phase.value}")
+    observed = _observe(policy, state, fact, now_seconds)
+    step = Step(observed, Decision.WAIT, f"{observed.phase.value}")
+    for rule in (_restart, _end, _killed_for_nothing, _kill, _survive, _stop, _time_out, _go_on, _change):
+        decided = rule(policy, observed, fact, now_seconds)
+        if decided is not None:
+            step = decided
+            break
+    fills = policy.keeps_layout and step.state.phase is Phase.REFORMING
+    look_again = places.look_again(policy, step, now_seconds) if fills else None
+    return replace(step, state=look_again or joining.look_again(policy, step.state, now_seconds))
 
 
-def _observe(policy: MembershipPolicy, state: State, fact: Fact) -> State:
+def _observe(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> State:
     match fact:
         case NodeJoined(node):
-            return replace(state, joined=state.joined | {node})
+            return joining.join(policy, state, node)
+        case AddRequested(node):
+            return joining.add(policy, state, node)
+        case DrainRequested(node):
+            return joining.drain(policy, state, node)
         case RankReported(rank):
-            return replace(state, reported=state.reported | {rank})
-        case RankRaised() | RankBroken() | RankExited():
+            return joining.report(policy, state, rank, now)
+        case RankRaised() | RankBroken() | RankExited() | RankHung():
             return _observe_rank(policy, state, fact)
+        case JobHung(at_seconds, detail):
+            return _fail(state, Failure(at_seconds=at_seconds, detail=detail))
         case NodeLost(node, at_seconds, detail):
-            gone = state.gone | set(policy.ranks_of(node))
-            state = replace(state, gone=gone, agents_lost=state.agents_lost | {node})
-            if node in state.lost:
+            state = joining.lose_agent(policy, state, node)
+            if not joining.is_member(state, node):
                 return state
             failure = Failure(node=node, at_seconds=at_seconds, sudden=True, detail=f"node {node} was lost: {detail}")
             return reform.lose(policy, _fail(state, failure), node)
@@ -77,10 +92,14 @@ def _observe(policy: MembershipPolicy, state: State, fact: Fact) -> State:
     return state
 
 
-def _observe_rank(policy: MembershipPolicy, state: State, fact: RankRaised | RankBroken | RankExited) -> State:
-    """What befalls ranks of lost nodes is no failure: they are left behind."""
+def _observe_rank(
+    policy: MembershipPolicy, state: State, fact: RankRaised | RankBroken | RankExited | RankHung
+) -> State:
+    """What befalls ranks of nodes that are lost or no members is no failure."""
     node, rank = policy.node_of(fact.rank), fact.rank
-    name = f"rank {policy.number_among(state.members, rank)}" if node in state.members else f"a rank of node {node}"
+    if node not in state.members or node in state.waiting:
+        return joining.lose_rank(policy, state, rank) if isinstance(fact, RankExited) else state
+    name = f"rank {policy.number_among(state.members, rank)}"
     match fact:
         case RankBroken():
             heard = reform.hear(policy, state, fact)
@@ -90,6 +109,12 @@ def _observe_rank(policy: MembershipPolicy, state: State, fact: RankRaised | Ran
                 rank=rank, at_seconds=at_seconds, iteration=iteration, final=final, detail=f"{name} raised"
             )
             return state if node in state.lost else _fail(state, failure)
+        case RankHung(_, at_seconds, detail, iteration):
+            failure = Failure(
+                rank=rank, at_seconds=at_seconds, iteration=iteration, sudden=True, detail=f"{name} {detail}"
+            )
+            unknown = node in state.lost or rank in state.gone
+            return state if unknown else reform.lose(policy, _fail(state, failure), node)
     state = replace(state, gone=state.gone | {rank})
     if node in state.lost or (fact.done and fact.returncode == 0):
         return state
@@ -112,20 +137,24 @@ def _fail(state: State, failure: Failure) -> State:
 
 
 def _restart(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
-    """Start all ranks again once the last one is gone, where ranks alone failed and another try may mend it."""
+    """Start ranks again once the last one is gone, where enough nodes live and another try may mend what failed."""
     first = state.first_failure
-    if first is None or first.final or state.interrupted or len(state.gone) < policy.world_size:
+    if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _living(policy, state):
         return None
-    if state.agents_lost or any(failure.rank is None for failure in state.failures):
+    members = _able(policy, state)
+    if len(members) < policy.fewest_nodes or state.num_fruitless_restarts >= policy.max_restarts:
         return None
-    if state.num_fruitless_restarts >= policy.max_restarts:
-        return None
+    out = state.left | (state.draining - set(members))
     restarted = State(
         phase=Phase.STARTING,
         generation=state.generation + 1,
         deadline_seconds=now + policy.start_timeout_seconds,
         joined=state.joined,
-        members=tuple(range(policy.num_nodes)),
+        agents_lost=state.agents_lost,
+        started=frozenset(members),
+        wanted=(_wanted(policy, state) | state.wanted) - set(members) - out,
+        left=out,
+        members=members,
         num_reforms=state.num_reforms,
         survived=(*state.survived, state.failures),
         furthest_iteration=max(state.furthest_iteration, first.iteration),
@@ -134,12 +163,39 @@ def _restart(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> 
     return Step(restarted, Decision.RESTART, first.detail)
 
 
+def _able(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
+    """Nodes that ranks can be started on again, as many as a membership has: healthy members first, rising.
+
+    In a job that keeps its layout, by place.
+    """
+    if policy.keeps_layout:
+        return places.restartable(state)
+    live = (state.joined - state.agents_lost - state.left) if policy.may_lose_nodes else frozenset(state.members)
+    live -= state.agents_lost
+    staying = live - state.draining
+    live = staying if len(staying) >= policy.fewest_nodes else live
+    waiting = {newcomer.node for newcomer in state.newcomers}
+    ordered = sorted(live, key=lambda node: (not joining.is_member(state, node), node not in waiting, node))
+    return tuple(sorted(ordered[: policy.most_members]))
+
+
+def _wanted(policy: MembershipPolicy, state: State) -> frozenset[int]:
+    """Nodes that are to join where they are no members: all that live, and lost ones as far as they come back."""
+    if not policy.may_lose_nodes:
+        return frozenset()
+    return state.joined if policy.restart_lost_nodes else state.joined - state.agents_lost
+
+
+def _living(policy: MembershipPolicy, state: State) -> set[int]:
+    """Ranks of which no exit has been heard."""
+    return {rank for node in state.started for rank in policy.ranks_of(node)} - state.gone
+
+
 def _end(policy: MembershipPolicy, state: State, fact: Fact, _now: float) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
     # After a failure the last word of every rank counts: all of them may be started again.
-    nodes = range(policy.num_nodes) if state.failures else state.members
-    remaining = {rank for node in nodes for rank in policy.ranks_of(node)} - state.gone
-    if remaining and not nothing_runs:
+    remaining = {rank for node in state.members for rank in policy.ranks_of(node)} - state.gone
+    if (_living(policy, state) if state.failures else remaining) and not nothing_runs:
         return None
     first = state.first_failure
     reason = first.detail if first else _REASONS[state.outcome]
@@ -149,7 +205,7 @@ def _end(policy: MembershipPolicy, state: State, fact: Fact, _now: float) -> Ste
 def _killed_for_nothing(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     if state.phase is not Phase.KILLING or not is_late(state, now):
         return None
-    missing = sorted(set(range(policy.world_size)) - state.gone)
+    missing = sorted(_living(policy, state))
     reason = f"no word of killed ranks {missing} for {policy.kill_timeout_seconds} s"
     return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, reason)
 
@@ -157,7 +213,8 @@ def _killed_for_nothing(policy: MembershipPolicy, state: State, fact: Fact, now:
 def _kill(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
     if state.phase is Phase.KILLING:
         return None
-    overdue = state.phase is Phase.STOPPING and is_late(state, now)
+    waits_for_change = state.phase is Phase.RUNNING and state.interrupted and state.change is not None
+    overdue = (state.phase is Phase.STOPPING or waits_for_change) and is_late(state, now)
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(fact, KillRequested):
         return None
@@ -176,9 +233,12 @@ def _stop(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Ste
     first = state.first_failure
     if first is not None:
         return reform.stop_after_failure(policy, state, now, first.detail)
-    if state.interrupted:
+    if state.interrupted and state.change is None:  # ranks may stand at the boundary: first the next membership
         state = replace(state, phase=Phase.STOPPING, deadline_seconds=now + policy.stop_timeout_seconds)
         return Step(state, Decision.STOP, "asked to stop")
+    if state.interrupted and state.deadline_seconds is None:
+        state = replace(state, deadline_seconds=now + policy.stop_timeout_seconds)
+        return Step(state, Decision.WAIT, "asked to stop while ranks are on their way to a boundary")
     return None
 
 
@@ -194,11 +254,13 @@ def _time_out(policy: MembershipPolicy, state: State, fact: Fact, now: float) ->
     if state.phase not in (Phase.FORMING, Phase.STARTING) or not is_late(state, now):
         return None
     if state.phase is Phase.FORMING:
-        missing = f"nodes {sorted(set(range(policy.num_nodes)) - state.joined)}"
+        missing = f"nodes {sorted(set(state.members) - state.joined)}"
     else:
-        missing = f"ranks {sorted(set(range(policy.world_size)) - state.reported)}"
+        ranks = {rank for node in state.members for rank in policy.ranks_of(node)}
+        names = sorted(policy.number_among(state.members, rank) for rank in ranks - state.reported)
+        missing = f"ranks {names}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: no word of {missing}"
-    state = replace(state, failures=(Failure(at_seconds=now, detail=detail),))
+    state = replace(state, failures=(Failure(at_seconds=now, final=True, detail=detail),))
     if state.phase is Phase.FORMING:
         return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, detail)
     state = replace(state, phase=Phase.KILLING, deadline_seconds=now + policy.kill_timeout_seconds)
@@ -206,13 +268,20 @@ def _time_out(policy: MembershipPolicy, state: State, fact: Fact, now: float) ->
 
 
 def _go_on(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
-    if state.phase is Phase.FORMING and len(state.joined) == policy.num_nodes:
-        state = replace(state, phase=Phase.STARTING, deadline_seconds=now + policy.start_timeout_seconds)
-        return Step(state, Decision.START, f"all {policy.num_nodes} nodes joined")
-    if state.phase is Phase.STARTING and len(state.reported) == policy.world_size:
+    members = set(state.members)
+    if state.phase is Phase.FORMING and state.joined >= members:
+        deadline = now + policy.start_timeout_seconds
+        state = replace(state, phase=Phase.STARTING, deadline_seconds=deadline, started=frozenset(members))
+        return Step(state, Decision.START, f"all {len(members)} nodes joined")
+    ranks = {rank for node in members for rank in policy.ranks_of(node)}
+    if state.phase is Phase.STARTING and state.reported >= ranks:
         state = replace(state, phase=Phase.RUNNING, deadline_seconds=None)
-        return Step(state, Decision.WAIT, f"all {policy.world_size} ranks reported")
+        return Step(state, Decision.WAIT, f"all {len(ranks)} ranks reported")
     return None
+
+
+def _change(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+    return joining.decide(policy, state, now)
 
 
 def describe_returncode(returncode: int) -> str:

@@ -8,6 +8,8 @@ from megatron_ft.control.facts import RankBroken
 from megatron_ft.planning.recovery.target import Position, Target
 
 SAME_TIME_SECONDS = 1.0
+SETTLED_ITERATIONS = 10
+"""A node that was a member for so many has settled: an earlier loss of it does not count any more."""
 
 
 class Phase(Enum):
@@ -32,7 +34,15 @@ class Decision(Enum):
     BREAK = "break"
     """End the membership: kill what is left of lost nodes, have the other ranks stop and say how far they are."""
     REFORM = "reform"
-    """Begin the next membership, of the nodes that are left."""
+    """Begin the next membership, of the nodes that are left and those that join."""
+    CHANGE = "change"
+    """Have the members stop at the next iteration boundary and say how far they are: nodes join or leave there."""
+    START_NODES = "start_nodes"
+    """Start the ranks of nodes that are no members (``Step.nodes``); they wait to be named in a membership."""
+    START_AGENTS = "start_agents"
+    """Start the processes of nodes (``Step.nodes``) that have none."""
+    KILL_NODES = "kill_nodes"
+    """Kill what is left of the ranks of nodes that will not join (``Step.nodes``)."""
     STOP = "stop"
     KILL = "kill"
     END = "end"
@@ -62,8 +72,22 @@ class MembershipPolicy:
     """Times in a row that all ranks are started again without the job getting further than before."""
     min_nodes: int | None = None
     """Fewest nodes that the job goes on with when nodes are lost; null needs all of them."""
+    position_timeout_seconds: float = 10.0
+    """Longest wait for a rank to say how far it is while others have; then its node is lost, too."""
     reform_timeout_seconds: float = 60.0
     """Longest wait for ranks to say how far they are."""
+    max_nodes: int | None = None
+    """Nodes that there can be, members or not: they are numbered from 0 to below it; null: ``num_nodes`` and spares."""
+    num_spare_nodes: int = 0
+    """Of them, those that are not members as long as the others are."""
+    join_window_seconds: float = 5.0
+    """From the first node that is ready to join until the change is ordered: others may join with it."""
+    max_node_restarts: int = 3
+    """Times in a row that a lost node is started again without having settled."""
+    restart_lost_nodes: bool = False
+    """Whether a lost node is started again, to join."""
+    keeps_layout: bool = False
+    """Whether every membership has ``num_nodes`` nodes, and others take the places of lost ones."""
 
     @property
     def fewest_nodes(self) -> int:
@@ -71,9 +95,19 @@ class MembershipPolicy:
         return self.num_nodes if self.min_nodes is None else self.min_nodes
 
     @property
+    def most_nodes(self) -> int:
+        """Nodes that there can be, members or not."""
+        return self.num_nodes + self.num_spare_nodes if self.max_nodes is None else self.max_nodes
+
+    @property
+    def most_members(self) -> int:
+        """Nodes that a membership can have."""
+        return self.most_nodes - self.num_spare_nodes
+
+    @property
     def may_lose_nodes(self) -> bool:
-        """Whether the job goes on without nodes that it loses."""
-        return self.fewest_nodes < self.num_nodes
+        """Whether memberships change while ranks live: nodes are lost, leave and join."""
+        return self.keeps_layout or self.fewest_nodes < self.most_nodes
 
     @property
     def world_size(self) -> int:
@@ -89,7 +123,7 @@ class MembershipPolicy:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def number_among(self, members: Sequence[int], rank: int) -> int:
-        """Number of ``rank`` in a membership of the nodes ``members``: dense, in node order."""
+        """Number of ``rank`` in a membership of the nodes ``members``: dense, in their order."""
         return members.index(self.node_of(rank)) * self.ranks_per_node + rank % self.ranks_per_node
 
 
@@ -109,25 +143,72 @@ class Failure:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A node outside of the membership whose ranks were started to join it."""
+
+    node: int
+    since_seconds: float
+    """On the controller's clock: since when its ranks are being started, then since when they are ready."""
+    is_ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """A node that comes and goes."""
+
+    node: int
+    iteration: int
+    """After which it has joined last."""
+    num_losses: int
+    """In a row without having settled in between."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What the controller knows. ``deadline_seconds`` is on the controller's clock, ``at_seconds`` on the agents'.
 
-    Ranks go by the number they were started with, whatever number later memberships give them.
+    Ranks go by the number that ``facts`` gives them, whatever number memberships give them.
     """
 
     phase: Phase = Phase.FORMING
     generation: int = 0
     deadline_seconds: float | None = None
+    reform_by_seconds: float | None = None
+    """Until then all ranks have to have said how far they are; None where nothing is awaited of ranks."""
+    look_at_seconds: float | None = None
+    """When something is to be decided about nodes outside of the membership, or ones that leave it."""
     joined: frozenset[int] = frozenset()
+    """Nodes whose process has registered."""
     members: tuple[int, ...] = ()
-    """Nodes of this generation, rising."""
+    """Nodes of this generation: rising, or by place in a job that keeps its layout."""
     lost: frozenset[int] = frozenset()
-    """Nodes that the job goes on without: dead members, until the next membership, and all before."""
+    """Nodes that the job goes on without: dead members, until the next membership, and all before. The ranks of a dead
+    member can be started again before the next membership: it is a newcomer, too, then."""
     announced: frozenset[int] = frozenset()
     """Those of ``lost`` that the other ranks have been told of."""
     agents_lost: frozenset[int] = frozenset()
     """Nodes whose own process is gone."""
+    started: frozenset[int] = frozenset()
+    """Nodes whose ranks were started, members or not."""
+    wanted: frozenset[int] = frozenset()
+    """Nodes outside of the membership that are to be started."""
+    agents_starting: frozenset[int] = frozenset()
+    """Those of ``wanted`` whose own process is being started."""
+    newcomers: tuple[Newcomer, ...] = ()
+    """In the order in which they were started, then became ready."""
+    dismissed: frozenset[int] = frozenset()
+    """Nodes that have been newcomers and whose ranks are to be killed."""
+    draining: frozenset[int] = frozenset()
+    """Members that are to leave."""
+    left: frozenset[int] = frozenset()
+    """Nodes that have left as asked."""
+    returns: tuple[Return, ...] = ()
+    """Nodes that were lost or have joined, rising."""
+    counted: frozenset[int] = frozenset()
+    """Dead members whose loss is in ``returns`` already."""
+    change: frozenset[int] | None = None
+    """The nodes that leave by the change that was ordered in this generation; null: none was ordered."""
     broken: tuple[RankBroken, ...] = ()
     """What living ranks of this generation, which is at its end, have said."""
     reported: frozenset[int] = frozenset()
@@ -135,7 +216,7 @@ class State:
     failures: tuple[Failure, ...] = ()
     """Deaths of this generation."""
     survived: tuple[tuple[Failure, ...], ...] = ()
-    """Deaths of each earlier generation."""
+    """Deaths of each earlier generation; none where it ended by a change as asked."""
     num_reforms: int = 0
     """Generations that went on in living processes, without a start."""
     interrupted: bool = False
@@ -143,6 +224,17 @@ class State:
     """Furthest iteration in which an earlier generation failed."""
     num_restarts: int = 0
     """Restarts since the job last got further."""
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Nodes that are newcomers, ready or not."""
+        return frozenset(newcomer.node for newcomer in self.newcomers)
+
+    @property
+    def wake_seconds(self) -> float | None:
+        """When there is something to decide even if nothing happens, on the controller's clock."""
+        times = [at for at in (self.deadline_seconds, self.look_at_seconds) if at is not None]
+        return min(times, default=None)
 
     @property
     def first_failure(self) -> Failure | None:
@@ -182,12 +274,16 @@ class Reform:
     """From one membership to the next, as ``NextMembership`` has it."""
 
     lost: tuple[int, ...]
-    """Nodes that are left behind."""
+    """Nodes that are left behind, or whose ranks are new where they are among those ``joining``, too."""
+    leaving: tuple[int, ...]
+    """Nodes that leave as asked; their ranks have spoken, too."""
+    joining: tuple[int, ...]
+    """Nodes whose ranks were not of the membership before."""
     positions: tuple[Position, ...]
-    """How far each rank that goes on is, in rank order."""
+    """How far each rank that has spoken is, in rank order."""
     target: Target
-    previous_ranks: tuple[int, ...]
-    """For each new rank its number in the membership before."""
+    previous_ranks: tuple[int | None, ...]
+    """For each new rank its number in the membership before; None for a newcomer."""
     nodes: tuple[int, ...]
     """For each new rank its node."""
 
@@ -201,6 +297,9 @@ class Step:
     reason: str
     reform: Reform | None = None
     """Of the decision ``REFORM``."""
+    nodes: tuple[int, ...] = ()
+    """That the decision is about: those that leave by a ``CHANGE``, those to start or to kill. Of ``BREAK`` and
+    ``REFORM`` lost ones with ranks to kill, if any live: not those whose ranks were started again meanwhile."""
 
 
 def is_late(state: State, now_seconds: float) -> bool:

@@ -1,5 +1,6 @@
 """What a forked rank does: from the spec it was started with to its exit code."""
 
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -9,8 +10,9 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_ft.config.serialize import from_dict
+from megatron_ft.control.agent_client import AgentClient, Identity
 from megatron_ft.control.forkserver import HELD_SIGNALS
-from megatron_ft.control.worker import AgentClient, RankContext, StopFlag
+from megatron_ft.control.worker import RankContext, StopFlag
 from megatron_ft.errors import MegatronFtError
 from megatron_ft.framing import Message
 
@@ -21,7 +23,8 @@ def run(spec: Message) -> int:
     """Be the rank that ``spec`` describes; the process's exit code.
 
     ``spec`` holds ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
-    ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``) and the fields of ``RankContext``.
+    ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``), the fields of ``Identity`` and those of
+    ``RankContext``.
     """
     faulthandler.enable()
     stop = StopFlag()
@@ -31,8 +34,8 @@ def run(spec: Message) -> int:
     os.environ.clear()
     os.environ.update(spec["environment"])
     os.chdir(spec["working_dir"])
-    identity = {name: spec[name] for name in ("rank", "generation", "can_survive")}
-    worker = AgentClient(spec["agent_socket"], stop=stop, **identity)
+    identity = Identity(**{field.name: spec[field.name] for field in dataclasses.fields(Identity)})
+    worker = AgentClient(spec["agent_socket"], identity, stop=stop, can_survive=spec["can_survive"])
     try:
         module, _, function = spec["entry"].partition(":")
         getattr(import_module(module), function)(from_dict(spec["config"]), _context(spec, worker))
@@ -52,6 +55,8 @@ def _context(spec: Message, worker: AgentClient) -> RankContext:
         resume_from=None if resume_from is None else Path(resume_from),
         worker=worker,
         services=spec["services"],
+        nodes=tuple(spec["nodes"]),
+        is_newcomer=spec["is_newcomer"],
     )
 
 

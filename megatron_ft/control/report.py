@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.control.controller import JobEnd
+from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.membership import describe_returncode, signal_name
-from megatron_ft.control.membership_state import MembershipPolicy, Outcome, Step, first_of
+from megatron_ft.control.membership_state import Failure, MembershipPolicy, Outcome, Step, first_of
 from megatron_ft.events import RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
 
@@ -58,7 +58,7 @@ def _last_lines(details: Message) -> str:
 
 
 def _how(details: Message) -> str:
-    how = f"raised {_short(details['error'])}" if "error" in details else ""
+    how = f"raised {_short(details['error'])}" if "error" in details else details.get("hung", "")
     if "returncode" in details and (not how or details["returncode"] < 0):
         how += (", " if how else "") + describe_returncode(details["returncode"])
     return how or "ended"
@@ -103,7 +103,7 @@ def _others(end: JobEnd, first: int | None) -> str:
 def _survived(end: JobEnd) -> str:
     lines = [f"  generation {number}: {reason}" for number, reason in enumerate(end.survived)][-8:]
     again = f"Its ranks had been started again {len(end.survived) - end.num_reforms} times"
-    went_on = f" and had gone on without lost nodes {end.num_reforms} times" if end.num_reforms else ""
+    went_on = f" and had gone on with other nodes {end.num_reforms} times" if end.num_reforms else ""
     return "\n".join([f"{again}{went_on}:", *lines]) if lines else ""
 
 
@@ -163,8 +163,16 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
         details: what is known of its ranks, see ``JobEnd``.
     """
     failures = step.state.survived[-1]
-    dead = {failure.rank: details[failure.rank] for failure in failures if failure.rank is not None}
+    known = {
+        failure.rank: {"hung": failure.detail, **_when(failure)} for failure in failures if failure.rank is not None
+    }
+    dead = {rank: details.get(rank, about) for rank, about in known.items()}
     return failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
+
+
+def _when(failure: Failure) -> Message:
+    """What a failure itself says, of a rank that nobody has said more of."""
+    return {"at_seconds": failure.at_seconds, "iteration": failure.iteration, "caused_by_us": False}
 
 
 def failed_records(end: JobEnd, policy: MembershipPolicy) -> list[RankFailed]:
@@ -188,5 +196,5 @@ def _failed_record(rank: int, details: Message, *, first: bool, node: int) -> Ra
         first=first,
         phase=details.get("phase"),
         iteration=details.get("iteration"),
-        error=_short(details["error"]) if "error" in details else None,
+        error=_short(details["error"]) if "error" in details else details.get("hung"),
     )

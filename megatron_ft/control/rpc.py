@@ -12,18 +12,21 @@ import hmac
 import ipaddress
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
+from megatron_ft.control.certificates import Certificates
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
 
 Method = Callable[[Message], Message]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+HANDSHAKE_SECONDS = 10
+"""A connection that has not begun to speak HTTP/2 by then is closed."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
 
@@ -65,8 +68,12 @@ class RpcServer:
         port: int = 0,
         num_threads: int = 8,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        certificates: Certificates | None = None,
     ) -> None:
         """Bind; ``start`` begins to serve.
+
+        Args:
+            certificates: encrypts, and refuses callers without one of the same authority; None does neither.
 
         Raises:
             ConfigError: ``interface`` is a wildcard.
@@ -77,6 +84,7 @@ class RpcServer:
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.so_reuseport", 0),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
         ]
         self._server = grpc.server(
             ThreadPoolExecutor(num_threads, thread_name_prefix="rpc"),
@@ -84,7 +92,11 @@ class RpcServer:
             options=options,
         )
         try:
-            bound = self._server.add_insecure_port(join_address(interface, port))
+            where = join_address(interface, port)
+            if certificates is None:
+                bound = self._server.add_insecure_port(where)
+            else:
+                bound = self._server.add_secure_port(where, certificates.of_server())
         except RuntimeError as error:
             raise ControlError(f"cannot listen on launch.interface={interface} port {port}: {error}") from error
         self.address = join_address(interface, bound)
@@ -105,7 +117,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         if not self._authentic(handler_call_details):
-            return grpc.unary_unary_rpc_method_handler(_refuse)
+            return grpc.stream_unary_rpc_method_handler(_refuse)
         method = self._methods.get(handler_call_details.method)
         return None if method is None else grpc.unary_unary_rpc_method_handler(_answer(method))
 
@@ -114,7 +126,8 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._token)
 
 
-def _refuse(_request: bytes, context: grpc.ServicerContext) -> bytes:
+def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    """Refuse without the body, which need never come: a stranger must not keep a thread waiting for it."""
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
     raise AssertionError("abort returns never")
 
@@ -123,9 +136,11 @@ def _answer(method: Method) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
         try:
             return json.dumps(method(decode(request))).encode()
+        except TimeoutError as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except ControlError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed request: {error!r}")
         raise AssertionError("abort returns never")
 
@@ -152,7 +167,15 @@ _REFUSALS = (
 class RpcClient:
     """Calls one service."""
 
-    def __init__(self, address: str, service: str, *, token: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        service: str,
+        *,
+        token: str,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        certificates: Certificates | None = None,
+    ) -> None:
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -164,7 +187,10 @@ class RpcClient:
         self.address = address
         self._service = service
         self._metadata = ((_TOKEN_KEY, token),)
-        self._channel = grpc.insecure_channel(address, options=options)
+        if certificates is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, certificates.of_client(), options=options)
 
     def call(
         self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False

@@ -2,6 +2,9 @@
 
 import datetime
 import gc
+import socket
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.control.worker import RankContext
-from megatron_ft.runtime.transport.hang_up import Transports, open_sockets
+from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
+
+_RETRY_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,24 +34,40 @@ class Groups:
     transports: Transports
     """Connections to other ranks that all of these use."""
 
+    def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
+        """A gloo group of ``ranks``; None on ranks that are not of it. Called by every rank of the job alike: names of
+        groups that only some have called for depend on which others these have.
+
+        Raises:
+            RuntimeError: others did not come, or the connections were broken.
+        """
+        before, timeout = open_sockets(), datetime.timedelta(seconds=timeout_seconds)
+        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        self.transports.include(open_sockets() - before)
+        return group if dist.get_rank() in ranks else None
+
 
 def join(
-    config: JobConfig, context: RankContext, *, device: str, timeout_seconds: float, store: dist.Store | None = None
+    config: JobConfig,
+    context: RankContext,
+    *,
+    device: str,
+    timeout_seconds: float,
+    store: dist.Store | None = None,
+    opening: Opening | None = None,
 ) -> Groups:
     """Form the groups of the membership of ``context`` with all its other ranks.
 
     Args:
         timeout_seconds: longest wait for the others to come.
-        store: that of the membership, in the rank that serves it and has opened it already.
+        store: that of the membership, where it is open here already.
+        opening: what may break the connections that are made here.
+
+    Raises:
+        RuntimeError: others did not come, or the connections were broken.
     """
     if store is None:
-        store = dist.TCPStore(
-            context.master_addr,
-            context.master_port,
-            context.world_size,
-            is_master=context.rank == 0,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
-        )
+        store = open_store(context, timeout_seconds=timeout_seconds, opening=opening)
     return form_groups(
         config.parallel,
         store=store,
@@ -56,6 +77,42 @@ def join(
         device=device,
         timeout_seconds=config.training.distributed_timeout_seconds,
     )
+
+
+def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening | None = None) -> dist.TCPStore:
+    """The store of the membership of ``context``, which its rank 0 serves.
+
+    Args:
+        timeout_seconds: longest wait for the others to come.
+        opening: what may break off the wait.
+
+    Raises:
+        RuntimeError: they did not come, or the wait was broken off.
+    """
+    if opening is not None and context.rank > 0:
+        _await_server(context, timeout_seconds, opening)
+    return dist.TCPStore(
+        context.master_addr,
+        context.master_port,
+        context.world_size,
+        is_master=context.rank == 0,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+
+
+def _await_server(context: RankContext, timeout_seconds: float, opening: Opening) -> None:
+    """Wait until somebody listens where the store is to be: torch's own wait for that cannot be broken off."""
+    where = f"{context.master_addr}:{context.master_port}"
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((context.master_addr, context.master_port), timeout=timeout_seconds).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nobody serves the store at {where} for {timeout_seconds} s: {error}") from error
+        if opening.pause(_RETRY_SECONDS):
+            raise RuntimeError(f"ranks were lost before anybody served the store at {where}")
 
 
 def form_groups(
@@ -106,6 +163,10 @@ def dissolve_groups() -> None:
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     # A process group that is still referenced keeps its transports open, and its peers blocked.
     gc.collect()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        # Groups that could not be formed have been counted: names of the next ones would differ between ranks.
+        dist.distributed_c10d._world.group_count = 0
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -8,7 +8,9 @@ nowhere.
 
 from dataclasses import dataclass
 
+from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
+from megatron_ft.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,17 @@ class BatchPlan:
     micro_batch_size: int
     data_parallel_size: int
     num_microbatches_multiple: int = 1
+
+    @classmethod
+    def of(cls, config: JobConfig, topology: Topology) -> "BatchPlan":
+        """Of a job laid out as ``topology`` says."""
+        interleaved = topology.virtual_pipeline_model_parallel_size > 1
+        return cls(
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_size=topology.data_parallel_size,
+            num_microbatches_multiple=topology.pipeline_model_parallel_size if interleaved else 1,
+        )
 
     def validate(self) -> None:
         """Raise ConfigError unless whole microbatches make up the global batch."""

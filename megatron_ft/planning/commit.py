@@ -42,8 +42,9 @@ WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
 class Ballot(WindowReport):
     """One rank's contribution to the vote of one iteration.
 
-    Sums are over this rank's real microbatches; ranks that do not hold them give zero. ``found_inf`` and
-    ``stop_requested`` (somebody asked this rank to end the run) are 0 or 1.
+    Sums are over this rank's real microbatches; ranks that do not hold them give zero. ``found_inf``,
+    ``stop_requested`` (somebody asked this rank to end the run) and ``change_requested`` (nodes are to join or leave)
+    are 0 or 1.
     """
 
     generation: int
@@ -56,6 +57,7 @@ class Ballot(WindowReport):
     aux_loss_sum: float
     z_loss_sum: float
     stop_requested: int = 0
+    change_requested: int = 0
 
     def to_row(self) -> tuple[float, ...]:
         """The ballot as numbers that float64 holds exactly."""
@@ -81,7 +83,8 @@ class Vote(WindowReport):
 
     Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over
     microbatches and mixture layers (unweighted). ``grad_norm`` is that of the unclipped gradient.
-    ``stop_requested`` makes this iteration the run's last, on every rank alike.
+    ``stop_requested`` makes this iteration the run's last, on every rank alike, and ``change_requested`` that of its
+    membership.
     """
 
     generation: int
@@ -95,6 +98,7 @@ class Vote(WindowReport):
     aux_loss: float
     z_loss: float
     stop_requested: bool = False
+    change_requested: bool = False
 
     def to_record(self) -> dict[str, object]:
         """A JSON object that ``from_record`` reads back to the same bits."""
@@ -138,6 +142,7 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
         aux_loss=sum(ballot.aux_loss_sum for ballot in ballots) * per_moe_loss,
         z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
         stop_requested=any(ballot.stop_requested for ballot in ballots),
+        change_requested=any(ballot.change_requested for ballot in ballots),
         replicated_windows=reduce(operator.and_, [ballot.replicated_windows for ballot in ballots]),
         given_up_windows=reduce(operator.or_, [ballot.given_up_windows for ballot in ballots]),
         has_free_buffer=min(ballot.has_free_buffer for ballot in ballots),

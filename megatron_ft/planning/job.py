@@ -14,8 +14,11 @@ from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_o
 from megatron_ft.planning.cost.parameters import RankParameters, parameters_of_stage
 from megatron_ft.planning.cost.saving import SavingMemory, saving_of_stage
 from megatron_ft.planning.placement.report import PlacementReport, report_placement
+from megatron_ft.planning.recovery.loss_cost import LossCost
+from megatron_ft.planning.recovery.means import costs_of_nodes, means_of
 from megatron_ft.planning.snapshot.report import SnapshotReport, report_snapshots
 from megatron_ft.planning.trace import RoutingTrace
+from megatron_ft.planning.upstream_log import UpstreamLogReport, report_upstream_log
 from megatron_ft.topology import Topology
 
 
@@ -69,8 +72,12 @@ class JobPlan:
     """None without replica slots."""
     snapshot: SnapshotReport | None = None
     """None without snapshots."""
+    upstream_log: UpstreamLogReport | None = None
+    """None where no layout is kept, or there is one stage."""
     routing: str | None = None
     """The recording that routing follows; None where it is learned."""
+    losses: tuple[LossCost, ...] = ()
+    """What losing each node alone costs; empty where nobody asks."""
     notes: tuple[str, ...] = ()
     """What a job does otherwise than its keys may suggest."""
 
@@ -108,11 +115,12 @@ class JobPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with the place of every rank."""
-        values = dataclasses.asdict(dataclasses.replace(self, placement=None, snapshot=None))
+        bare = dataclasses.replace(self, placement=None, snapshot=None, upstream_log=None, losses=())
         places = [{"rank": rank, **dataclasses.asdict(place)} for rank, place in self.topology.ranks()]
-        placement = None if self.placement is None else self.placement.to_json()
-        snapshot = None if self.snapshot is None else self.snapshot.to_json()
-        return {**values, "placement": placement, "snapshot": snapshot, "ranks": places}
+        reports = {name: getattr(self, name) for name in _REPORTS}
+        told = {name: None if report is None else report.to_json() for name, report in reports.items()}
+        losses = [cost.to_json() for cost in self.losses]
+        return {**dataclasses.asdict(bare), **told, "losses": losses, "ranks": places}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "JobPlan":
@@ -120,10 +128,19 @@ class JobPlan:
         values = {key: value for key, value in content.items() if key != "ranks"}
         stages = tuple(_stage_from_json(stage) for stage in values["stages"])
         data, topology = DataSummary.from_json(values["data"]), Topology(**values["topology"])
-        placement = None if values["placement"] is None else PlacementReport.from_json(values["placement"])
-        snapshot = None if values["snapshot"] is None else SnapshotReport.from_json(values["snapshot"])
-        own = {"stages": stages, "data": data, "topology": topology, "placement": placement, "snapshot": snapshot}
-        return cls(**{**values, **own, "notes": tuple(values["notes"])})
+        told = {name: values[name] for name in _REPORTS}
+        reports = {name: None if report is None else _REPORTS[name].from_json(report) for name, report in told.items()}
+        own = {"stages": stages, "data": data, "topology": topology, "notes": tuple(values["notes"])}
+        losses = tuple(LossCost.from_json(cost) for cost in values["losses"])
+        return cls(**{**values, **own, **reports, "losses": losses})
+
+
+_REPORTS: dict[str, type[PlacementReport] | type[SnapshotReport] | type[UpstreamLogReport]] = {
+    "placement": PlacementReport,
+    "snapshot": SnapshotReport,
+    "upstream_log": UpstreamLogReport,
+}
+"""Fields that are there in some jobs only."""
 
 
 def _stage_from_json(content: dict[str, Any]) -> StagePlan:
@@ -136,10 +153,19 @@ def _stage_from_json(content: dict[str, Any]) -> StagePlan:
     )
 
 
-def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = None, *, device: str) -> JobPlan:
+def plan_job(
+    config: JobConfig,
+    data: DataSummary,
+    inputs: JobInputs | None = None,
+    *,
+    device: str,
+    with_losses: bool = False,
+) -> JobPlan:
     """Plan a validated configuration. ``device`` is ``cpu`` or ``cuda``, already decided.
 
-    ``inputs`` are the files of placement and routing, needed where the configuration names some.
+    Args:
+        inputs: files of placement and routing, needed where the configuration names some.
+        with_losses: say what the loss of each node would cost, and warn of what makes it dearer.
 
     Raises:
         ConfigError: through ``JobPlan.validate``, or for inputs that do not fit the job.
@@ -148,13 +174,15 @@ def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = No
     launch, model, training = config.launch, config.model, config.training
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     operators = operators_of(model, data.tokenizer_vocab_size)
-    batch = _batch(config, topology)
+    batch = BatchPlan.of(config, topology)
     stages = _stages(config, operators, data, topology, device)
     placement = _placement(config, inputs or JobInputs(), stages)
     trace = _trace(config, inputs or JobInputs())
     snapshot = report_snapshots(config, data.tokenizer_vocab_size)
-    in_windows = 0 if snapshot is None else snapshot.host_bytes
+    upstream_log = report_upstream_log(config, snapshot)
+    captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
     wrap = None if trace is None else trace.wrap(training.train_iterations)
+    losses, warnings = _losses(config, inputs or JobInputs(), placement, snapshot) if with_losses else ((), ())
     plan = JobPlan(
         model=model.name,
         device=device,
@@ -168,7 +196,7 @@ def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = No
         published_active_parameters=model.published_active_parameters,
         published_parameters_source=model.published_parameters_source,
         stages=stages,
-        host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + in_windows,
+        host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured,
         gpu_memory_bytes=launch.gpu_memory_bytes,
         host_memory_bytes=launch.host_memory_bytes,
         train_iterations=training.train_iterations,
@@ -179,8 +207,10 @@ def plan_job(config: JobConfig, data: DataSummary, inputs: JobInputs | None = No
         data=data,
         placement=placement,
         snapshot=snapshot,
+        upstream_log=upstream_log,
         routing=None if trace is None else trace.summary(),
-        notes=(*(() if placement is None else placement.notes), *(() if wrap is None else (wrap,))),
+        losses=losses,
+        notes=(*(() if placement is None else placement.notes), *(() if wrap is None else (wrap,)), *warnings),
     )
     plan.validate()
     return plan
@@ -192,21 +222,19 @@ def _placement(config: JobConfig, inputs: JobInputs, stages: tuple[StagePlan, ..
     return report_placement(config, inputs, [stage.parameters.num_dense for stage in stages])
 
 
+def _losses(
+    config: JobConfig, inputs: JobInputs, placement: PlacementReport | None, snapshot: SnapshotReport | None
+) -> tuple[tuple[LossCost, ...], tuple[str, ...]]:
+    """(the cost of each node's loss, warnings)."""
+    means = means_of(config, () if placement is None else placement.stages, snapshot)
+    return costs_of_nodes(config, means, inputs), means.warnings
+
+
 def _trace(config: JobConfig, inputs: JobInputs) -> RoutingTrace | None:
     if config.model.router != "trace":
         return None
     assert inputs.trace is not None, "forced routing has a recording"
     return RoutingTrace.of(config.model, inputs.trace)
-
-
-def _batch(config: JobConfig, topology: Topology) -> BatchPlan:
-    interleaved = topology.virtual_pipeline_model_parallel_size > 1
-    return BatchPlan(
-        global_batch_size=config.training.global_batch_size,
-        micro_batch_size=config.training.micro_batch_size,
-        data_parallel_size=topology.data_parallel_size,
-        num_microbatches_multiple=topology.pipeline_model_parallel_size if interleaved else 1,
-    )
 
 
 def _stages(

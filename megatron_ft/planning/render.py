@@ -6,10 +6,15 @@ from megatron_ft.planning.job import JobPlan, StagePlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.placement.survival import Survival
+from megatron_ft.planning.recovery.loss_cost import LossCost
+from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.snapshot.report import SnapshotReport
+from megatron_ft.planning.upstream_log import UpstreamLogReport
 
 SHOWN_RANKS = 16
 """Ranks listed one by one; JSON lists all."""
+SHOWN_OPERATORS = 4
+"""Missing operators named one by one."""
 
 
 def render(plan: JobPlan) -> str:
@@ -19,6 +24,10 @@ def render(plan: JobPlan) -> str:
         blocks.append(render_placement(plan.placement))
     if plan.snapshot is not None:
         blocks.append(_snapshot(plan.snapshot))
+    if plan.upstream_log is not None:
+        blocks.append(_upstream_log(plan.upstream_log))
+    if plan.losses:
+        blocks.append(_losses(plan.losses))
     if plan.routing is not None:
         blocks.append(_pairs("routing", [("forced by", plan.routing)]))
     if plan.notes:
@@ -96,6 +105,24 @@ def _snapshot(report: SnapshotReport) -> str:
             ("why", report.reason),
         ],
     )
+
+
+def _upstream_log(report: UpstreamLogReport) -> str:
+    head = ("stage", "tensors an iteration", "bytes an iteration", "log of a rank")
+    rows: list[Sequence[str]] = [head]
+    for stage in range(min(len(report.num_entries), SHOWN_RANKS)):
+        in_log = "-" if report.rank_bytes is None else readable_bytes(report.rank_bytes[stage])
+        sizes = (str(report.num_entries[stage]), readable_bytes(report.iteration_bytes[stage]), in_log)
+        rows.append((str(stage), *sizes))
+    hidden = len(report.num_entries) - SHOWN_RANKS
+    tail = [f"  and {hidden} more stages (dry_run_format=json lists all)"] if hidden > 0 else []
+    kept, memory = "windows are measured first", "known with the first window"
+    if report.iterations_kept is not None:
+        until = f"until the next window is committed, {report.commit_lag_iterations} after its end"
+        kept = f"{report.iterations_kept} iterations: from a window's start {until}"
+        memory = f"{_with_limit(report.host_bytes, report.memory_limit_bytes)} on the largest node"
+    text = _pairs("upstream log", [("keeps", kept), ("host memory", memory), ("device memory", "none")])
+    return "\n".join([text, *(f"  {line}" for line in table(rows).splitlines()), *tail])
 
 
 def _parameters(plan: JobPlan) -> str:
@@ -211,6 +238,30 @@ def _slots(plan: PlacementPlan) -> str:
     tail = [f"    and {hidden} more ranks (dry_run_format=json lists all)"] if hidden > 0 else []
     lines = [f"    {line}" for line in table(rows[:SHOWN_RANKS]).splitlines()]
     return "\n".join([f"  experts in the slots of layer {plan.layer_numbers[0]}", *lines, *tail])
+
+
+def _losses(losses: Sequence[LossCost]) -> str:
+    """A row for each node, then why the rungs before the ones that serve do not."""
+    gone = [cost for cost in losses if cost.is_gone]
+    rows: list[Sequence[str]] = [("lost", "goes on from", "iterations again", "bytes moved", "compared")]
+    for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
+        name = f"node {cost.lost_nodes[0]}" if cost.is_gone else "ranks only"
+        moved = "-" if cost.moved_bytes is None else readable_bytes(cost.moved_bytes)
+        rows.append((name, cost.source, cost.iterations, moved, cost.result))
+    hidden = len(gone) - SHOWN_RANKS
+    tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []
+    reasons = dict.fromkeys(_shortened(declined) for cost in gone for declined in cost.declined)
+    shown = [f"  not {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
+    return "\n".join(["what a loss costs", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown])
+
+
+def _shortened(declined: Declined) -> str:
+    """One line, with a few of the operators that are missing."""
+    text, count = declined.summary(), len(declined.missing)
+    if count <= SHOWN_OPERATORS:
+        return text
+    named = ", ".join(map(str, declined.missing[:SHOWN_OPERATORS]))
+    return f"{declined.rung}: {declined.reason}: {named} and {count - SHOWN_OPERATORS} more"
 
 
 def _data(plan: JobPlan) -> str:

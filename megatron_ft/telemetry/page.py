@@ -9,7 +9,7 @@ import itertools
 from pathlib import Path
 from types import ModuleType
 
-from megatron_ft import events, snapshot_events
+from megatron_ft import events, membership_events, snapshot_events
 from megatron_ft.telemetry.metrics import METRICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "telemetry.md"
@@ -33,7 +33,8 @@ def metrics_table() -> str:
 
 def events_table() -> str:
     """All records and their fields as Markdown."""
-    meanings = field_meanings(events) | field_meanings(snapshot_events)
+    modules = (events, membership_events, snapshot_events)
+    meanings = {name: fields for module in modules for name, fields in field_meanings(module).items()}
     lines = ["| record | field | type | meaning |", "|---|---|---|---|"]
     for kind, described in events.schema()["records"].items():
         lines.append(f"| **`{kind}`** | | | *{described['meaning']}* |")

@@ -1,13 +1,17 @@
 """Reading back what a run has reported."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_ft.events import Metrics, Record
+from megatron_ft.strict_json import JsonValue
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+
+_Parsed = TypeVar("_Parsed")
 
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
@@ -20,10 +24,12 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
         FileNotFoundError: the run has no ``metrics.jsonl``.
         ValueError: a line other than an unfinished last one is damaged; names file and line.
     """
-    newest: dict[int, Metrics] = {}
-    for record in _records(run_dir / METRICS_FILE):
-        assert isinstance(record, Metrics), f"{METRICS_FILE} holds metrics only, found {record.kind}"
-        newest[record.iteration] = record
+    return newest_of_each(read_lines(run_dir / METRICS_FILE, to_metrics))
+
+
+def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
+    """Of ``metrics`` in the order they were written, the newest of each iteration, in the order of iterations."""
+    newest = {record.iteration: record for record in metrics}
     return [newest[iteration] for iteration in sorted(newest)]
 
 
@@ -33,9 +39,7 @@ def first_metrics(run_dir: Path) -> Metrics | None:
     Raises:
         ValueError: the line is damaged.
     """
-    first = next(_records(run_dir / METRICS_FILE), None)
-    assert first is None or isinstance(first, Metrics), f"{METRICS_FILE} holds metrics only"
-    return first
+    return next(read_lines(run_dir / METRICS_FILE, to_metrics), None)
 
 
 def read_events(run_dir: Path) -> list[Record]:
@@ -45,15 +49,35 @@ def read_events(run_dir: Path) -> list[Record]:
         FileNotFoundError: the run has no ``events.jsonl``.
         ValueError: a line other than an unfinished last one is damaged; names file and line.
     """
-    return list(_records(run_dir / EVENTS_FILE))
+    return list(read_lines(run_dir / EVENTS_FILE, Record.from_record))
 
 
-def _records(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8") as lines:
+def read_lines(path: Path, parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Iterator[_Parsed]:
+    """What ``parse`` makes of each line's JSON object, in order; a last line without its end is left out.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line is no JSON object, or ``parse`` refuses it; names file and line.
+    """
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # being written, or torn by a crash
             try:
-                yield Record.from_record(json.loads(line))
-            except ValueError as error:
+                yield parse(_object(line))
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
+
+
+def to_metrics(values: dict[str, JsonValue]) -> Metrics:
+    """A line of ``metrics.jsonl``. Raises ValueError: it is something else."""
+    metrics = Metrics.from_record(values)
+    assert isinstance(metrics, Metrics), "from_record gives its own kind only"
+    return metrics
+
+
+def _object(line: bytes) -> dict[str, JsonValue]:
+    value = json.loads(line.decode("utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{type(value).__name__}: must be a JSON object")
+    return value

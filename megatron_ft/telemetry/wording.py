@@ -1,5 +1,6 @@
 """Records in words, for people who watch a run."""
 
+import math
 from dataclasses import dataclass
 
 from megatron_ft import events
@@ -42,6 +43,16 @@ def note(record: Record) -> Note | None:
             return Note(level="good", text=f"checkpoint of iteration {record.iteration} loaded")
         case events.SnapshotPlanned() | events.WindowCommitted() | events.WindowDelayed() | events.SnapshotProblem():
             return _snapshot(record)
+        case events.UpstreamLogPlanned():
+            text = f"upstream log: {record.iterations_kept} iterations, {size(record.log_bytes)} a rank"
+            return Note(level="info", text=text)
+        case events.UpstreamLogFull():
+            text = f"upstream log is full from iteration {record.iteration} on"
+            return Note(level="warning", text=f"{text}: no stage can go back alone before a later window is committed")
+        case events.RecoveryDecided():
+            declined = "".join(f"; not used: {reason}" for reason in record.declined)
+            text = f"generation {record.generation} goes on after iteration {record.iteration} from {record.rung}"
+            return Note(level="info", text=text + declined)
         case events.RecoveryChosen():
             level = "warning" if record.declined else "info"
             declined = "".join(f"; not used: {reason}" for reason in record.declined)
@@ -49,6 +60,8 @@ def note(record: Record) -> Note | None:
         case events.WindowReplayed():
             text = f"replayed {record.num_iterations} iterations up to {record.iteration} in {seconds(record.seconds)}"
             return Note(level="good", text=text)
+        case events.StageRecovery():
+            return _stage_recovery(record)
         case events.LossSpike():
             ratio = f"loss {record.loss:.4f} against a median of {record.median:.4f}"
             policy = f" ({record.policy})" if record.policy else ""
@@ -98,9 +111,17 @@ def _snapshot(
     return None
 
 
+def _stage_recovery(record: events.StageRecovery) -> Note | None:
+    """Of those that compute: the others stand still, and there is a record of each."""
+    if record.role != "replays":
+        return None
+    text = f"rank {record.rank} of stage {record.stage} replayed {record.num_iterations} iterations"
+    return Note(level="good", text=f"{text} up to {record.iteration} in {seconds(record.seconds)}")
+
+
 def seconds(duration: float) -> str:
     """``0.42 s``, ``12.3 s``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
-    if duration < 60:
+    if duration < 60 or not math.isfinite(duration):
         return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
     return clock(duration)
 

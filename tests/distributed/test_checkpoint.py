@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SAME = ("dp1_fp16", "dp2_bf16", "dp2_bf16_plain", "dp1_fp32_plain", "vpp2", "ep2", "tp2")
 RESHARDED = (("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"), ("dp2", "vpp2"))
-FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention")
+FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up")
 
 
 def run_scenarios(names: list[str], directory: Path) -> dict[str, Any]:
@@ -121,6 +121,17 @@ def test_a_foreign_checkpoint_needs_trust(outcomes: dict[str, Any]) -> None:
 
 def test_retention(outcomes: dict[str, Any]) -> None:
     assert ranks_of(outcomes, "fault:retention")[0]["kept"] == ["iter_0000002", "iter_0000003", "latest"]
+
+
+def test_a_save_is_given_up_without_waiting_for_storage(outcomes: dict[str, Any]) -> None:
+    """The next one, into the same folder, begins when nothing is written any more for the first."""
+    ranks = ranks_of(outcomes, "fault:given_up")
+    assert [rank["was_writing"] for rank in ranks] == [False, True]
+    assert ranks[1]["num_written"] == 0 and "given up" in ranks[1]["given_up"], "what stood still was the last item"
+    for rank in ranks:
+        assert rank["complete_after"] == ["iter_0000001"]
+        assert rank["opened_at"] >= ranks[1]["released_at"]
+        assert rank["verified"] == 2 and rank["folder"] == ["iter_0000001", "iter_0000002", "latest"]
 
 
 # -- the runner: everything below is executed in forked ranks ------------------------------------------------
@@ -496,6 +507,67 @@ def fault_retention(rank: Rank, folder: Path) -> dict[str, Any]:
         rank.manager.save(rank.state(), iteration)
     rank.manager.finish()
     return {"kept": sorted(os.listdir(folder))}
+
+
+def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:
+    """Storage stands still for rank 1 until the next save waits for it."""
+    import threading
+    import time
+
+    import torch.distributed as dist
+
+    from megatron_ft.runtime.storage import checkpoints, files
+    from megatron_ft.runtime.storage.manifest import verify
+
+    rank.train(2)
+    goes_on, stands, times = threading.Event(), threading.Event(), {"released_at": 0.0, "opened_at": 0.0}
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if int(os.environ["RANK"]) == 1 and not goes_on.is_set():
+            stands.set()
+            assert goes_on.wait(60)
+        return os.write(descriptor, data)
+
+    def start_directory(parent: Path, iteration: int) -> Path:
+        times["opened_at"] = time.monotonic()
+        return make(parent, iteration)
+
+    def release() -> None:
+        times["released_at"] = time.monotonic()
+        goes_on.set()
+
+    files._write = write
+    rank.manager.save(rank.state(), 2)
+    job = rank.manager._pending.job
+    if int(os.environ["RANK"]) == 1:
+        assert stands.wait(60)
+    else:
+        job.wait()
+    watchdog = threading.Timer(20, goes_on.set)
+    watchdog.start()
+    rank.manager.abandon()
+    was_writing = not job.done and not goes_on.is_set()
+    watchdog.cancel()
+    rank.rebuild()
+    rank.engine.iteration = 2
+    rank.manager.poll()
+    complete = [found.path.name for found in checkpoints.list_checkpoints(folder) if found.complete]
+    dist.barrier()
+    make, checkpoints.start_directory = checkpoints.start_directory, start_directory
+    threading.Timer(1.0, release).start()
+    rank.manager.save(rank.state(), 2)
+    rank.manager.finish()
+    dist.barrier()
+    return {
+        "was_writing": was_writing,
+        "num_written": len(job.entries),
+        "given_up": job.error,
+        "complete_after": complete,
+        "released_at": times["released_at"],
+        "opened_at": times["opened_at"] if int(os.environ["RANK"]) == 0 else float("inf"),
+        "verified": verify(folder / "iter_0000002").iteration,
+        "folder": sorted(os.listdir(folder)),
+    }
 
 
 def run_rank(name: str, directory: Path) -> dict[str, Any]:

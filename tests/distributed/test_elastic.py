@@ -1,84 +1,85 @@
 """Ranks are lost, the others train on in their processes: the same bits as a run that is given the same history."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.elastic_jobs import (
+    GROWN,
+    SAVING,
+    SCARCE,
+    check_like_fresh,
+    check_same,
+    digests,
+    faults,
+    figures,
+    fresh,
+    job,
+    kill,
+    lose,
+    memberships,
+    records,
+    script,
+    write_skewed,
+)
 from tests.helpers.elastic_ranks import run_jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 
-BIASED = {"model.moe_router_score_function": "sigmoid", "model.moe_router_enable_expert_bias": True}
 EAGER = {
     "placement.rebalance_interval_iterations": 2,
     "placement.rebalance_min_gain": 0.0,
     "placement.rebalance_bytes_per_token": 1e12,
 }
-SKEWED = [[90.0, 5.0, 3.0, 2.0]] * 2
-"""Loads of both layers to start from, so that seen ones ask for another placement."""
-SCARCE = {"placement.num_slots_per_rank": 2, "placement.min_replicas": 1}
-"""With skewed loads some experts have one holder."""
-SAVING = {"checkpoint.save_interval_iterations": 2, "checkpoint.keep_last": 5}
+BF16 = {"precision.params_dtype": "bf16"}
 BEFORE_THE_BALLOT = ("forward", "dispatch", "backward", "grad_sync", "vote_before")
 PHASES = (*BEFORE_THE_BALLOT, "vote_inside", "vote_after", "update", "gather")
+SWAPPED = (
+    "lose(nodes=[0,3],before_iteration=1)",
+    "join(nodes=[3],before_iteration=3)",
+    "change(lose=[1],join=[0],before_iteration=5)",
+)
+"""It begins with two nodes; the first rank, which serves the store, joins last."""
+FRESH = (
+    ("scripted", (0, 1, 3), 2),
+    ("scripted", (1, 3), 4),
+    ("grown", (0, 1, 3), 2),
+    ("grown", (0, 1, 2, 3), 4),
+    ("swapped", (0, 2, 3), 4),
+    ("grown:bf16", (0, 1, 2, 3), 4),
+)
+"""(Scripted job, nodes that it has after an iteration, that iteration)."""
 TWO_LOSSES = [(2, 3), (0, 5)]
 """(Node, first iteration without it)."""
 
 
-def lose(*losses: tuple[int, int]) -> dict[str, Any]:
-    """A history without faults."""
-    return {"launch.membership_schedule": [f"lose(nodes=[{node}],before_iteration={k})" for node, k in losses]}
-
-
-def faults(*specs: str) -> dict[str, Any]:
-    """Injected ones."""
-    return {"launch.min_nodes": 2, "launch.failpoints": list(specs)}
-
-
-def kill(rank: int, iteration: int, phase: str) -> str:
-    """The spec of one."""
-    return f'kill(rank={rank}, at_iteration={iteration}, phase="{phase}")'
-
-
-def _job(overrides: dict[str, Any], *, nodes: int = 4, until: int = 4) -> dict[str, Any]:
-    return {"nodes": nodes, "overrides": {**BIASED, "training.train_iterations": until, **overrides}}
-
-
 def _jobs(folder: Path) -> dict[str, Any]:
-    skewed = folder / "loads.json"
-    skewed.write_text(json.dumps(SKEWED))
-    eager = {**EAGER, "placement.loads_file": str(skewed)}
+    skewed = write_skewed(folder)
+    eager = {**EAGER, **skewed}
     jobs = {
-        "undisturbed": _job({}, until=6),
-        "scripted": _job({**lose(*TWO_LOSSES), **SAVING}, until=6),
-        "lose:2:3": _job(lose((2, 3))),
-        "lose:2:4": _job(lose((2, 4))),
-        "lose:0:3": _job(lose((0, 3))),
-        "killed:rank 0": _job(faults(kill(0, 3, "backward"))),
-        "killed:twice": _job({**faults(kill(2, 3, "dispatch"), kill(0, 5, "backward")), **SAVING}, until=6),
-        "killed:checkpoint": _job({**faults(kill(2, 2, "checkpoint")), **SAVING}),
-        "left behind": _job(
+        "undisturbed": job({}, until=6),
+        "scripted": job({**lose(*TWO_LOSSES), **SAVING}, until=6),
+        "grown": job({**script(*GROWN), **SAVING}, until=6),
+        "grown:bf16": job({**script(*GROWN), **SAVING, **BF16}, until=6),
+        "swapped": job({**script(*SWAPPED), **SAVING}, until=6),
+        "lose:2:3": job(lose((2, 3))),
+        "lose:2:4": job(lose((2, 4))),
+        "lose:0:3": job(lose((0, 3))),
+        "killed:rank 0": job(faults(kill(0, 3, "backward"))),
+        "killed:twice": job({**faults(kill(2, 3, "dispatch"), kill(0, 5, "backward")), **SAVING}, until=6),
+        "killed:checkpoint": job({**faults(kill(2, 2, "checkpoint")), **SAVING}),
+        "left behind": job(
             faults('raise(rank=3, at_iteration=3, phase="update")', kill(2, 3, "gather")),
         ),
-        "rebalanced": _job({**eager, **lose((2, 3))}, until=6),
-        "rebalanced:killed": _job({**eager, **faults(kill(2, 3, "backward"))}, until=6),
-        "no copies": _job({**faults(kill(3, 3, "backward")), **SCARCE, "placement.loads_file": str(skewed)}),
+        "rebalanced": job({**eager, **lose((2, 3))}, until=6),
+        "rebalanced:killed": job({**eager, **faults(kill(2, 3, "backward"))}, until=6),
+        "no copies": job({**faults(kill(3, 3, "backward")), **SCARCE, **skewed}),
     }
     for phase in PHASES:
-        jobs[f"killed:{phase}"] = _job(faults(kill(2, 3, phase)))
-    for nodes, loaded in (((0, 1, 3), 2), ((1, 3), 4)):
-        jobs[f"fresh:{len(nodes)}"] = _job(
-            {
-                "training.exit_at_iteration": loaded + 2,
-                "launch.failure_domains": [f"node{node}" for node in nodes],
-                "checkpoint.load": str(folder / "scripted" / "checkpoints" / f"iter_{loaded:07d}"),
-                "placement.schedule": [f"{loaded + 1}:{folder}/scripted/placements/iter_{loaded + 1:07d}.json"],
-            },
-            nodes=len(nodes),
-            until=6,
-        )
+        jobs[f"killed:{phase}"] = job(faults(kill(2, 3, phase)))
+    for name, nodes, loaded in FRESH:
+        jobs[f"fresh:{name}:{loaded}"] = fresh(folder, name, nodes, loaded, **(BF16 if "bf16" in name else {}))
     return jobs
 
 
@@ -86,47 +87,6 @@ def _jobs(folder: Path) -> dict[str, Any]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("elastic")
     return run_jobs(_jobs(folder), folder, timeout_seconds=580)
-
-
-def records(outcomes: dict[str, Any], name: str, kind: str) -> list[dict[str, Any]]:
-    """Those of one kind that a job's ranks reported, in order of iterations."""
-    outcome = outcomes[name]
-    assert "error" not in outcome, f"{name}: {outcome['error']}"
-    found = [record for rank in outcome["ranks"] for record in rank["records"] if record["kind"] == kind]
-    return sorted(found, key=lambda record: (record["iteration"], record["number"]))
-
-
-def digests(outcomes: dict[str, Any], name: str) -> dict[int, list[str]]:
-    """Digest of each rank's state after each iteration, as last reported."""
-    return {record["iteration"]: record["digests"] for record in records(outcomes, name, "state_digest")}
-
-
-def figures(outcomes: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
-    """Metrics by iteration, without those that depend on the clock."""
-    return {
-        record["iteration"]: {key: value for key, value in record.items() if "second" not in key and key != "number"}
-        for record in records(outcomes, name, "metrics")
-    }
-
-
-def check_same(outcomes: dict[str, Any], faulty: str, scripted: str) -> None:
-    """States and figures of all iterations, to the bit.
-
-    Whose digests of a target were not taken before the loss takes them after it, on the ranks and the placement there
-    are then: the next iteration's speak for them.
-    """
-    targets = {target["iteration"] for target in outcomes[faulty]["targets"]}
-    expected, found = digests(outcomes, scripted), digests(outcomes, faulty)
-    last = max(expected)
-    assert max(targets) < last and expected.keys() == found.keys()
-    assert {k: found[k] for k in found if k not in targets} == {k: expected[k] for k in expected if k not in targets}
-    assert figures(outcomes, faulty) == figures(outcomes, scripted)
-
-
-def memberships(outcomes: dict[str, Any], name: str) -> list[tuple[int, list[int], int]]:
-    """(Generation, nodes, iteration it begins after) of each that followed."""
-    changed = records(outcomes, name, "membership_changed")
-    return [(record["generation"], record["nodes"], record["iteration"]) for record in changed]
 
 
 # -- a schedule -------------------------------------------------------------------------------------------
@@ -140,19 +100,25 @@ def test_nodes_leave_as_the_schedule_says(outcomes: dict[str, Any]) -> None:
     assert len({digest for ranks in found.values() for digest in ranks}) == sum(map(len, found.values()))
 
 
-@pytest.mark.parametrize(("nodes", "first"), [(3, 3), (2, 5)])
-def test_survivors_train_like_a_job_of_their_size(outcomes: dict[str, Any], nodes: int, first: int) -> None:
+@pytest.mark.parametrize(("name", "nodes", "loaded"), FRESH)
+def test_every_membership_trains_like_a_job_of_its_size(
+    outcomes: dict[str, Any], name: str, nodes: tuple[int, ...], loaded: int
+) -> None:
     """One that starts from a dense checkpoint of the same iteration, with the same placement: to the bit."""
-    expected, found = digests(outcomes, f"fresh:{nodes}"), digests(outcomes, "scripted")
-    for iteration in (first, first + 1):
-        assert len(found[iteration]) == nodes and found[iteration] == expected[iteration]
-        mine, theirs = (figures(outcomes, name)[iteration] for name in ("scripted", f"fresh:{nodes}"))
-        assert mine == theirs
+    check_like_fresh(outcomes, name, f"fresh:{name}:{loaded}", nodes, loaded)
 
 
-def test_every_size_reads_the_same_samples(outcomes: dict[str, Any]) -> None:
+def test_nodes_come_and_go_as_the_schedule_says(outcomes: dict[str, Any]) -> None:
+    assert memberships(outcomes, "grown") == [(1, [0, 1, 3], 2), (2, [0, 1, 2, 3], 4)]
+    assert memberships(outcomes, "swapped") == [(1, [1, 2], 0), (2, [1, 2, 3], 2), (3, [0, 2, 3], 4)]
+    for name in ("grown", "swapped"):
+        assert [rank["error"] for rank in outcomes[name]["ranks"]] == [None] * 4
+
+
+@pytest.mark.parametrize("name", ["scripted", "grown", "swapped"])
+def test_every_size_reads_the_same_samples(outcomes: dict[str, Any], name: str) -> None:
     """Global batch and order stay: the losses are those of a run that lost nobody, but for the order of sums."""
-    undisturbed, found = figures(outcomes, "undisturbed"), figures(outcomes, "scripted")
+    undisturbed, found = figures(outcomes, "undisturbed"), figures(outcomes, name)
     for iteration in range(1, 7):
         mine, theirs = found[iteration], undisturbed[iteration]
         assert (mine["consumed_samples"], mine["tokens"]) == (4 * iteration, theirs["tokens"])

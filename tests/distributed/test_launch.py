@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from megatron_ft.control.agent import AgentSpec
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed, TrainingStopped
+from tests.helpers.authority import make_authority
 from tests.helpers.jobs import forkserver, start_dummy_job, wait
 
 TWO_NODES = {"launch.num_nodes": 2, "launch.ranks_per_node": 2}
@@ -348,7 +350,7 @@ def test_nothing_outlives_a_killed_console(runs: Path) -> None:
     job = start_dummy_job(runs, "run_stubborn", overrides=TWO_NODES)
     for rank in range(4):
         rank_process(runs, rank)
-    assert len(processes_of(runs)) == 8, "console, fork server, two nodes, four ranks"
+    assert len(processes_of(runs)) == 9, "console, controller, fork server, two nodes, four ranks"
     os.kill(job.pid, signal.SIGKILL)
     wait(job, LIMIT_SECONDS)
     assert_nothing_left(runs)
@@ -414,7 +416,7 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
         start_order=lambda _generation: {},
         record_decision=lambda _decision: None,
     )
-    server = threading.Thread(target=controller.run, args=(lambda _: None, lambda _: None), daemon=True)
+    server = threading.Thread(target=controller.run, args=(lambda _record, _origin: None, lambda _: None), daemon=True)
     server.start()
     (tmp_path / "sockets").mkdir(mode=0o700)
     with forkserver() as socket_path:
@@ -441,3 +443,14 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
     controller.post(KillRequested())
     server.join(timeout=10)
     controller.close()
+
+
+def test_a_job_whose_control_channel_is_encrypted(runs: Path, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    folder = make_authority(tmp_path / "authority")("machine")
+    settings = {**TWO_NODES, "launch.tls_dir": folder, "training.train_iterations": 3}
+    job = start_dummy_job(runs, "run", overrides=settings)
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode == EXIT_OK, output
+    assert [record["iteration"] for record in records(runs) if record["kind"] == "metrics"] == [1, 2, 3]

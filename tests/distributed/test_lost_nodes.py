@@ -32,7 +32,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def start(runs: Path, *faults: str, iterations: int = 20, **overrides: Any) -> Any:
+def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
     """A job on three nodes of two ranks that goes on with one."""
     settings = {"training.train_iterations": iterations, "launch.failpoints": list(faults)}
     settings |= {f"launch.{name}": value for name, value in overrides.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.loop.recovering import VOTE
+from megatron_ft.mcore.loop.held_window import VOTE
 from megatron_ft.runtime.storage.refusals import read_refusals
 from megatron_ft.runtime.storage.window_folder import WindowFolder
 from megatron_ft.runtime.storage.windows import open_window, rank_name, write_window

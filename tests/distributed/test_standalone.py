@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_ft.control.launch import free_port
+from megatron_ft.control.ports import free_port
 from megatron_ft.errors import EXIT_INTERRUPTED
 from tests.helpers.jobs import start, wait
 

@@ -12,6 +12,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.framing import FrameReader, send
+from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
 
 ITERATION_SECONDS = 0.02
@@ -54,7 +55,11 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
     A rank passes the phase ``replay`` before it says how far it is, and ``build`` when it goes on.
     """
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
-    _wait_for_all(context)
+    if context.is_newcomer:
+        context.worker.report({"kind": "waiting", "number": context.rank, "node": context.node})
+        context = _begin(context, context.worker.await_membership())
+    else:
+        _wait_for_all(context)
     iteration = 1
     while True:
         where = {"rank": context.rank, "node": context.node, "generation": context.generation}
@@ -63,36 +68,49 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
         broken = threading.Event()
         context.worker.on_break(lambda _reason, broken=broken: broken.set())
         failpoints.hit("build", iteration)
+        following: NextMembership | None
         try:
-            while iteration <= config.training.train_iterations:
+            while iteration <= config.training.train_iterations and not context.worker.change_requested():
                 failpoints.hit("forward", iteration)
                 if broken.wait(ITERATION_SECONDS):
                     raise RuntimeError("connection closed by peer")
                 if context.worker.stop_requested():
                     return
                 iteration += 1
-            return
+            if not context.worker.change_requested():
+                return
+            leaving = context.worker.awaited_change().leaving
+            following = context.worker.change(_position(context))
+            if following is None:
+                context.worker.report({"kind": "left", "rank": context.rank, "leaving": list(leaving)})
+                return
         except (RuntimeError, TrainingStopped) as error:
             failpoints.hit("replay", iteration)
-            completed = LAST_COMPLETED + 10 * context.generation
-            position = Position(
-                rank=context.rank,
-                generation=context.generation,
-                completed=completed,
-                contributed=completed,
-                vote=None,
-            )
-            following = context.worker.survive(position, error)
-        rank = following.new_rank(context.rank)
-        assert rank is not None
-        context.worker.report({"kind": "reformed", "rank": rank, "node": context.node, "next": following.to_json()})
-        about = {"rank": rank, "world_size": following.world_size, "generation": following.generation}
-        context = dataclasses.replace(context, **about, master_port=following.master_port)
+            following = context.worker.survive(_position(context), error)
+        context = _begin(context, following)
+
+
+def _position(context: RankContext) -> Position:
+    completed = LAST_COMPLETED + 10 * context.generation
+    return Position(
+        rank=context.rank, generation=context.generation, completed=completed, contributed=completed, vote=None
+    )
+
+
+def _begin(context: RankContext, following: NextMembership) -> RankContext:
+    """The rank that this process is in the next membership, which it reports."""
+    rank = following.rank_on(context.node, context.local_rank)
+    assert rank is not None
+    context.worker.report({"kind": "reformed", "rank": rank, "node": context.node, "next": following.to_json()})
+    about = {"rank": rank, "world_size": following.world_size, "generation": following.generation}
+    return dataclasses.replace(context, **about, master_port=following.master_port)
 
 
 def _wait_for_all(context: RankContext) -> None:
     """Until the job runs: what all ranks report has reached the sink, as their rendezvous would have it."""
-    context.worker.report({"kind": "started", "rank": context.rank, "generation": context.generation})
+    about = {"world_size": context.world_size, "nodes": list(context.nodes), "num_nodes": context.num_nodes}
+    started = {"rank": context.rank, "node": context.node, "generation": context.generation, **about}
+    context.worker.report({"kind": "started", **started})
     sink = context.run_dir / "records.jsonl"
     while True:
         lines = [json.loads(line) for line in sink.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -5,6 +5,7 @@ forks the ranks of one job after the other and is their control plane: it sees d
 positions, chooses the target and forms the next membership.
 """
 
+import copy
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ import numpy as np
 
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.launch import free_port
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.ports import free_port
+from megatron_ft.control.worker import MembershipOrder, RankContext
 from megatron_ft.corpus.indexed import IndexedWriter
-from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, choose_target
 from tests.helpers.engines import REPOSITORY, micro_config
+from tests.unit.runtime.keeper.nodes import TOKEN, Cluster, cluster
 
 NUM_TOKENS = 20_000
 LIMIT_SECONDS = 60.0
@@ -50,12 +51,14 @@ def run_jobs(jobs: Mapping[str, Mapping[str, Any]], folder: Path, *, timeout_sec
     """What each job did: ``ranks`` (records and error of each rank it started with) and ``targets`` of its losses.
 
     Args:
-        jobs: by name: ``nodes`` and dotted ``overrides``; they run in order, each in a folder of its own name.
+        jobs: by name: the arguments of ``Job``, and ``num_keepers`` of nodes that have one; they run in order, each in
+            a folder of its own name.
     """
     spec, outcome = folder / "spec.json", folder / "outcome.json"
-    tokens = np.random.default_rng(7).integers(0, 200, size=NUM_TOKENS)
-    with IndexedWriter(folder / "tokens", np.dtype("<u2")) as writer:
-        writer.add_document(tokens)
+    for name, seed in (("tokens", 7), ("others", 8)):
+        tokens = np.random.default_rng(seed).integers(0, 200, size=NUM_TOKENS)
+        with IndexedWriter(folder / name, np.dtype("<u2")) as writer:
+            writer.add_document(tokens)
     spec.write_text(json.dumps({"folder": str(folder), "jobs": jobs}))
     result = subprocess.run(
         [sys.executable, "-m", "tests.helpers.elastic_ranks", str(spec), str(outcome)],
@@ -72,20 +75,27 @@ def run_jobs(jobs: Mapping[str, Mapping[str, Any]], folder: Path, *, timeout_sec
 
 
 class PipeClient:
-    """A rank's worker client over two pipes: one is read by a thread, for what cannot wait."""
+    """A rank's worker client over two pipes: one is read by a thread, for what cannot wait.
 
-    def __init__(self, calls: Connection, breaks: Connection) -> None:
-        self._calls, self._breaks = calls, breaks
+    Args:
+        orders: leaving nodes by the iteration after which the job's first rank is told that its membership changes.
+    """
+
+    def __init__(self, calls: Connection, breaks: Connection, orders: Mapping[int, Sequence[int]]) -> None:
+        self._calls, self._breaks, self._orders = calls, breaks, orders
         self._hang_up: Callable[[str], None] | None = None
-        self.records: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._broken: set[int] = set()
+        self._generation = 0
+        self._iteration = 0
+        self.is_first = False
         threading.Thread(target=self._listen, daemon=True).start()
 
     def report(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
         self._calls.send({"op": "record", "record": record})
 
     def progress(self, iteration: int, phase: str) -> None:
-        pass
+        self._iteration = iteration
 
     def stop_requested(self) -> bool:
         return False
@@ -95,14 +105,37 @@ class PipeClient:
         return True
 
     def on_break(self, hang_up: Callable[[str], None]) -> None:
-        self._hang_up = hang_up
+        with self._lock:
+            self._hang_up = hang_up
+            is_broken = self._generation in self._broken
+        if is_broken:
+            hang_up("broken already")
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
-        self._calls.send({"op": "broken", "position": position.to_json(), "error": str(error).strip().splitlines()[-1]})
+        last_line = str(error).strip().splitlines()[-1]
+        self._calls.send({"op": "broken", "position": position.to_json(), "error": last_line})
+        following = self.await_membership()
+        assert following is not None, "who survives does not leave"
+        return following
+
+    def change_requested(self) -> bool:
+        return self.is_first and self._iteration in self._orders
+
+    def awaited_change(self) -> MembershipOrder:
+        return MembershipOrder(tuple(self._orders[self._iteration]))
+
+    def change(self, position: Position) -> NextMembership | None:
+        self._calls.send({"op": "broken", "position": position.to_json(), "error": None})
+        return self.await_membership()
+
+    def await_membership(self) -> NextMembership | None:
         answer = self._calls.recv()
-        if "ends" in answer:
-            raise ControlError(answer["ends"])
-        return NextMembership.from_json(answer)
+        if answer is None:
+            return None
+        following = NextMembership.from_json(answer)
+        with self._lock:
+            self._generation = following.generation
+        return following
 
     def close(self) -> None:
         pass
@@ -110,123 +143,221 @@ class PipeClient:
     def _listen(self) -> None:
         while True:
             try:
-                reason = self._breaks.recv()
+                generation, reason = self._breaks.recv()
             except EOFError:
                 return
-            if self._hang_up is not None:
-                self._hang_up(reason)
+            with self._lock:
+                self._broken.add(generation)
+                hang_up = self._hang_up if generation == self._generation else None
+            if hang_up is not None:
+                hang_up(reason)
 
 
 class Job:
-    """One job from its start to the end of its last rank."""
+    """One job from its start to the end of its last rank.
 
-    def __init__(self, folder: Path, *, nodes: int, overrides: Mapping[str, Any]) -> None:
+    Args:
+        changes: by the iteration (as text) after which a membership changes: ``leave`` and ``join``, lists of nodes.
+        keepers: those of its nodes, numbered from 0; None where it takes no snapshots.
+        spares: nodes whose keepers run, and whose ranks take the places of lost ones where the layout is kept; without
+            any left, ranks are started again on their own nodes, whose keepers have lived on.
+        keepers_live: the keepers of lost nodes live on where spares take their places, too: only ranks have died.
+        strangers: nodes whose newcomers read other data, in a run folder that others do not see.
+        present: nodes that it is started on again, from the checkpoints of the job ``resumes``; None starts on all.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int,
+        overrides: Mapping[str, Any],
+        changes: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
+        keepers: Cluster | None = None,
+        present: Sequence[int] | None = None,
+        resumes: str | None = None,
+        strangers: Sequence[int] = (),
+        spares: Sequence[int] = (),
+        keepers_live: bool = False,
+    ) -> None:
         wanted = {**BASE, "launch.num_nodes": nodes, "data.train": [str(folder.parent / "tokens")], **overrides}
-        config = derive_placement(micro_config(wanted))
+        self.config = derive_placement(micro_config(wanted))
         folder.mkdir()
-        fork = multiprocessing.get_context("fork")
+        self.folder = folder
+        self.changes = {int(iteration): change for iteration, change in (changes or {}).items()}
         self.targets: list[dict[str, Any]] = []
-        self.outcomes: list[dict[str, Any]] = [{"records": [], "error": None, "broken": []} for _ in range(nodes)]
-        self.calls, self.breaks, self.processes = [], [], []
-        port = free_port("127.0.0.1")
-        for rank in range(nodes):
-            (mine, theirs), (told, telling) = fork.Pipe(), fork.Pipe(duplex=False)
-            process = fork.Process(target=_be, args=(config, _context(folder, rank, nodes, port), theirs, told))
-            process.start()
-            theirs.close()
-            told.close()
-            self.calls.append(mine)
-            self.breaks.append(telling)
-            self.processes.append(process)
-        self.generation = 0
+        self.outcomes: list[dict[str, Any]] = []
+        self.calls: list[Connection] = []
+        self.breaks: list[Connection] = []
+        self.processes: list[Any] = []
+        self.nodes: list[int] = []
+        """Node of each process."""
+        self.keepers = keepers
+        self.spares = list(spares)
+        self.keepers_live = keepers_live
+        self.port = free_port("127.0.0.1")
+        self.generation = 0 if resumes is None else 1
+        present = range(nodes) if present is None else present
+        for rank, node in enumerate(present):
+            about = {"rank": rank, "world_size": len(present), "num_nodes": len(present), "nodes": tuple(present)}
+            resume_from = None if resumes is None else folder.parent / resumes / "checkpoints"
+            self._start(node, **about, generation=self.generation, resume_from=resume_from)
         self.num_records = 0
-        self.members = list(range(nodes))
-        """First rank number of each present rank."""
+        self.members = list(range(len(present)))
+        """Process of each present rank."""
+        self.left: list[int] = []
+        self.newcomers = {
+            node: self._start_stranger(node) if node in strangers else self._start(node, is_newcomer=True)
+            for change in self.changes.values()
+            for node in change.get("join", ())
+        }
 
     def run(self) -> dict[str, Any]:
         """Be the control plane until all ranks are gone."""
         try:
             while self.members:
                 self._one_membership()
+            for process in self.left:
+                while self._hear(process, {}, set(), set()):
+                    pass
         finally:
             for process in self.processes:
                 process.kill()
                 process.join()
         return {"ranks": self.outcomes, "targets": self.targets}
 
+    def _start_stranger(self, node: int) -> int:
+        own = self.folder.with_name(f"{self.folder.name}-{node}")
+        own.mkdir()
+        config, self.config = self.config, copy.deepcopy(self.config)
+        self.config.data.train = [str(self.folder.parent / "others")]
+        number = self._start(node, is_newcomer=True, run_dir=own)
+        self.config = config
+        return number
+
+    def _start(self, node: int, **about: Any) -> int:
+        fork = multiprocessing.get_context("fork")
+        (mine, theirs), (told, telling) = fork.Pipe(), fork.Pipe(duplex=False)
+        context = {**_context(self.folder, node, self.port), **about}
+        if self.keepers is not None:
+            is_alone = about.get("is_newcomer") and not self.config.launch.keep_layout
+            known = {node: self.keepers.nodes[node]} if is_alone else self.keepers.nodes
+            addresses = {str(number): keeper.address for number, keeper in known.items()}
+            service = {"socket": self.keepers.nodes[node].socket_path, "token": TOKEN, "addresses": addresses}
+            context["services"] = {"keeper": service}
+        orders = {iteration: change.get("leave", ()) for iteration, change in self.changes.items()}
+        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders))
+        process.start()
+        theirs.close()
+        told.close()
+        self.calls.append(mine)
+        self.breaks.append(telling)
+        self.processes.append(process)
+        self.nodes.append(node)
+        self.outcomes.append({"records": [], "error": None, "broken": []})
+        return len(self.processes) - 1
+
     def _one_membership(self) -> None:
-        """Until all members have ended well, or some have died and the others have formed another membership."""
+        """Until all members have ended well, or those that are left have formed another membership."""
         positions: dict[int, Position] = {}
         dead: set[int] = set()
         gone: set[int] = set()
-        while len(positions) + len(dead) + len(gone) < len(self.members) or not (dead or not positions):
-            open_calls = {self.calls[rank]: rank for rank in self.members if rank not in dead | gone}
+        while len(positions) + len(dead) + len(gone) < len(self.members) or not self._can_go_on(positions, dead):
+            open_calls = {self.calls[process]: process for process in self.members if process not in dead | gone}
             ready = wait(list(open_calls), timeout=LIMIT_SECONDS)
             if not ready:
-                raise RuntimeError(f"nothing heard for {LIMIT_SECONDS} s; positions of {sorted(positions)}")
+                errors = [self.outcomes[process]["broken"][-1]["error"] for process in sorted(positions)]
+                raise RuntimeError(f"nothing heard for {LIMIT_SECONDS} s; {sorted(positions)} have said: {errors}")
             for call in ready:
                 self._hear(open_calls[call], positions, dead, gone)
         if not positions:
             self.members = []
             return
-        self._reform(positions)
+        self._reform(positions, is_planned=not dead)
 
-    def _hear(self, rank: int, positions: dict[int, Position], dead: set[int], gone: set[int]) -> None:
+    def _can_go_on(self, positions: dict[int, Position], dead: set[int]) -> bool:
+        """Somebody has died, or all have ended, or all stand at a boundary that was ordered."""
+        planned = [self.outcomes[process]["broken"][-1]["error"] is None for process in positions]
+        return bool(dead) or all(planned)
+
+    def _hear(self, process: int, positions: dict[int, Position], dead: set[int], gone: set[int]) -> bool:
+        """Take one message; False where there will be none any more."""
         try:
-            message = self.calls[rank].recv()
+            message = self.calls[process].recv()
         except (EOFError, ConnectionResetError):
-            self.processes[rank].join()
-            if self.processes[rank].exitcode == 0:
-                gone.add(rank)
-                return
-            dead.add(rank)
-            positions.pop(rank, None)
+            self.processes[process].join()
+            if self.processes[process].exitcode == 0:
+                gone.add(process)
+                return False
+            dead.add(process)
+            keeps = self.config.launch.keep_layout and (self.keepers_live or not self.spares)
+            if self.keepers is not None and not keeps:
+                self.keepers.nodes[self.nodes[process]].kill()
+            positions.pop(process, None)
             for other in self.members:
                 if other not in dead | gone:
-                    self._tell_break(other, f"rank {rank} was killed")
-            return
+                    self._tell_break(other, f"rank {process} was killed")
+            return False
         if message["op"] == "record":
             self.num_records += 1
-            self.outcomes[rank]["records"].append({**message["record"], "number": self.num_records})
+            self.outcomes[process]["records"].append({**message["record"], "number": self.num_records})
         elif message["op"] == "ended":
-            self.outcomes[rank]["error"] = message["error"]
+            self.outcomes[process]["error"] = message["error"]
         else:
-            positions[rank] = Position.from_json(message["position"])
-            self.outcomes[rank]["broken"].append({"position": message["position"], "error": message["error"]})
+            positions[process] = Position.from_json(message["position"])
+            self.outcomes[process]["broken"].append({"position": message["position"], "error": message["error"]})
+        return True
 
-    def _tell_break(self, rank: int, reason: str) -> None:
+    def _substitute(self, process: int) -> int:
+        """A process in the place of one that has died."""
+        node = self.spares.pop(0) if self.spares else self.nodes[process]
+        return self._start(node, is_newcomer=True, generation=self.generation - 1)
+
+    def _tell_break(self, process: int, reason: str) -> None:
         try:
-            self.breaks[rank].send(reason)
+            self.breaks[process].send((self.generation, reason))
         except BrokenPipeError:
             return  # it is ending, which its calls will tell
 
-    def _reform(self, positions: dict[int, Position]) -> None:
+    def _reform(self, positions: dict[int, Position], *, is_planned: bool) -> None:
         target = choose_target(list(positions.values()))
         self.targets.append(target.to_json())
         self.generation += 1
-        survivors = sorted(positions)
+        change = self.changes.pop(target.iteration) if is_planned else {}
+        leaving = [process for process in positions if self.nodes[process] in change.get("leave", ())]
+        joining = [self.newcomers[node] for node in change.get("join", ())]
+        if self.config.launch.keep_layout:
+            members = [process if process in positions else self._substitute(process) for process in self.members]
+        else:
+            members = sorted({*positions, *joining} - set(leaving), key=lambda process: self.nodes[process])
         following = NextMembership(
             generation=self.generation,
-            previous_ranks=tuple(self.members.index(rank) for rank in survivors),
-            nodes=tuple(survivors),
+            previous_ranks=tuple(
+                self.members.index(process) if process in self.members else None for process in members
+            ),
+            nodes=tuple(self.nodes[process] for process in members),
             target=target,
             master_addr="127.0.0.1",
             master_port=free_port("127.0.0.1"),
-            reason="killed",
+            reason="asked for" if is_planned else "killed",
         )
         following.validate()
-        self.members = survivors
-        for rank in survivors:
-            self.calls[rank].send(following.to_json())
+        self.members = members
+        self.left += leaving
+        for process in leaving:
+            self.calls[process].send(None)
+        for process in members:
+            self.calls[process].send(following.to_json())
 
 
-def _context(folder: Path, rank: int, nodes: int, port: int) -> dict[str, Any]:
+def _context(folder: Path, node: int, port: int) -> dict[str, Any]:
+    """What is alike for ranks of a start and for newcomers, which learn the rest later."""
     return {
-        "rank": rank,
-        "world_size": nodes,
+        "rank": node,
+        "world_size": 0,
         "local_rank": 0,
-        "node": rank,
-        "num_nodes": nodes,
+        "node": node,
+        "num_nodes": 0,
         "generation": 0,
         "master_addr": "127.0.0.1",
         "master_port": port,
@@ -235,17 +366,33 @@ def _context(folder: Path, rank: int, nodes: int, port: int) -> dict[str, Any]:
     }
 
 
-def _be(config: JobConfig, context: dict[str, Any], calls: Connection, breaks: Connection) -> None:
+def _be(
+    config: JobConfig,
+    context: dict[str, Any],
+    calls: Connection,
+    breaks: Connection,
+    orders: Mapping[int, Sequence[int]],
+) -> None:
     from megatron_ft.mcore.loop.main import run_rank
 
     error = None
     try:
-        run_rank(config, RankContext(worker=PipeClient(calls, breaks), **context))
+        client = PipeClient(calls, breaks, orders)
+        client.is_first = context["rank"] == 0
+        run_rank(config, RankContext(worker=client, **context))
     except BaseException:  # noqa: BLE001 - handed to the test, whatever it is
         error = traceback.format_exc()
     calls.send({"op": "ended", "error": error})
     calls.close()
     os._exit(0)
+
+
+def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
+    num_keepers = job.pop("num_keepers", 0)
+    if not num_keepers:
+        return Job(folder, **job).run()
+    with cluster(num_keepers) as keepers:
+        return Job(folder, keepers=keepers, **job).run()
 
 
 def _main(spec: str, outcome: str) -> None:
@@ -256,7 +403,7 @@ def _main(spec: str, outcome: str) -> None:
     outcomes = {}
     for name, job in content["jobs"].items():
         try:
-            outcomes[name] = Job(Path(content["folder"], name), **job).run()
+            outcomes[name] = _run(Path(content["folder"], name), job)
         except Exception:  # noqa: BLE001 - the test that needs this job says so
             outcomes[name] = {"error": traceback.format_exc()}
     Path(outcome).write_text(json.dumps(outcomes))

@@ -8,7 +8,7 @@ import typing
 
 import pytest
 
-from megatron_ft import events, records, snapshot_events
+from megatron_ft import events, membership_events, records, snapshot_events
 
 
 def example(hint: object) -> object:
@@ -111,7 +111,12 @@ def test_records_are_immutable() -> None:
 def test_every_field_has_a_docstring() -> None:
     from megatron_ft.telemetry.page import field_meanings
 
-    meanings = field_meanings(records) | field_meanings(events) | field_meanings(snapshot_events)
+    meanings = (
+        field_meanings(records)
+        | field_meanings(events)
+        | field_meanings(membership_events)
+        | field_meanings(snapshot_events)
+    )
     for kind, found in events.RECORDS.items():
         for field in dataclasses.fields(found):
             owner = found.__name__ if field.name in meanings[found.__name__] else "Record"

@@ -199,3 +199,23 @@ def test_what_has_not_fired_is_known() -> None:
     assert [failpoint.text for failpoint in failpoints.unfired()] == ["kill(phase='gather')"]
     arm(["kill(rank=1, phase='gather')"], rank=0, node=0, record=lambda _: None)
     assert failpoints.unfired() == ()
+
+
+def test_a_fault_waits_for_its_pass_in_the_generation_it_names() -> None:
+    hits: list[Record] = []
+    failpoints.arm(['raise(phase="forward", generation=2, passes=3)'], rank=0, node=0, record=hits.append, generation=1)
+    for _ in range(5):
+        failpoints.hit("forward", 1)
+    failpoints.enter(2)
+    for iteration in (7, 8):
+        failpoints.hit("forward", iteration)
+        failpoints.hit("backward", iteration)
+    with pytest.raises(failpoints.InjectedFault):
+        failpoints.hit("forward", 9)
+    failpoints.hit("forward", 10)
+    assert [hit["iteration"] for hit in hits] == [9]
+
+
+def test_no_pass_before_the_first() -> None:
+    with pytest.raises(ConfigError, match="passes of at least 1"):
+        failpoints.parse('kill(phase="forward", passes=0)')

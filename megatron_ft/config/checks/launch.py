@@ -4,6 +4,7 @@ import ipaddress
 import re
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require
+from megatron_ft.config.detector import DetectorConfig
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.run import RunConfig
@@ -32,13 +33,53 @@ def check_launch(launch: LaunchConfig) -> None:
     at_least(1, "launch.host_memory_bytes", launch.host_memory_bytes)
     _check_interface(launch.interface)
     _check_socket(launch.forkserver_socket)
-    domains = len(launch.failure_domains)
+    _check_most_nodes(launch)
+    domains, most = len(launch.failure_domains), launch.most_nodes
+    nodes = "launch.num_nodes" if most == launch.num_nodes else "launch.max_nodes"
     require(
-        domains in (0, launch.num_nodes),
+        domains in (0, most),
         "launch.failure_domains",
         launch.failure_domains,
-        f"must name one domain for each of launch.num_nodes={launch.num_nodes}, or none; it names {domains}",
+        f"must name one domain for each of {nodes}={most}, or none; it names {domains}",
     )
+
+
+def _check_most_nodes(launch: LaunchConfig) -> None:
+    at_least(0, "launch.num_spare_nodes", launch.num_spare_nodes)
+    fewest = launch.num_nodes + launch.num_spare_nodes
+    require(
+        launch.max_nodes is None or launch.max_nodes >= fewest,
+        "launch.max_nodes",
+        launch.max_nodes,
+        f"must be null or at least {fewest}: launch.num_nodes={launch.num_nodes} and "
+        f"launch.num_spare_nodes={launch.num_spare_nodes}",
+    )
+    at_least(0, "launch.join_window_seconds", launch.join_window_seconds)
+    require(
+        launch.max_node_restarts >= 0,
+        "launch.max_node_restarts",
+        launch.max_node_restarts,
+        "must be at least 0",
+    )
+    require(
+        launch.may_lose_nodes or not launch.restart_lost_nodes,
+        "launch.restart_lost_nodes",
+        launch.restart_lost_nodes,
+        f"must be false with launch.min_nodes={launch.min_nodes}: this job does not go on without a lost node",
+    )
+
+
+def check_detector(detector: DetectorConfig) -> None:
+    """Times above 0, and a timeout that more than one sign of life fits into."""
+    interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
+    above(0, "detector.heartbeat_interval_seconds", interval)
+    require(
+        timeout >= 2 * interval,
+        "detector.heartbeat_timeout_seconds",
+        timeout,
+        f"must be at least twice detector.heartbeat_interval_seconds={interval:g}",
+    )
+    above(0, "detector.hang_seconds", detector.hang_seconds)
 
 
 def _check_interface(interface: str) -> None:

@@ -1,66 +1,77 @@
-"""A job that goes on without nodes it loses: what of it is covered, and scripted losses that can happen."""
+"""A job that loses nodes and goes on: what of it is covered, and scripted histories that can happen."""
 
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import above, require, show
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import parse_membership_change
-from megatron_ft.errors import ConfigError
+from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time, parse_membership_change
 
 
 def check_survival(config: JobConfig) -> None:
-    """``launch.min_nodes`` and ``launch.membership_schedule``.
+    """``launch.min_nodes``, ``launch.keep_layout`` and ``launch.membership_schedule``.
 
     Raises:
         ConfigError: names key, value and constraint; also what cannot be combined with them.
     """
     launch = config.launch
     above(0, "launch.reform_timeout_seconds", launch.reform_timeout_seconds)
+    above(0, "launch.position_timeout_seconds", launch.position_timeout_seconds)
     require(
         launch.min_nodes is None or 1 <= launch.min_nodes <= launch.num_nodes,
         "launch.min_nodes",
         launch.min_nodes,
         f"must be null or in 1..launch.num_nodes={launch.num_nodes}",
     )
-    _check_schedule(config)
-    fewest = min([launch.fewest_nodes, launch.num_nodes - len(_scripted_losses(config))])
-    if fewest == launch.num_nodes:
+    changes = _check_schedule(config)
+    fewest = min(launch.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))
+    if launch.keep_layout:
+        _check_keeps_layout(config)
         return
-    reason = f"launch.min_nodes={launch.min_nodes}" if launch.may_lose_nodes else "a launch.membership_schedule"
+    if not changes and not launch.may_lose_nodes:
+        return
+    reason = "a launch.membership_schedule"
+    if launch.may_lose_nodes:
+        grows = launch.fewest_nodes == launch.num_nodes
+        reason = f"launch.max_nodes={launch.most_nodes}" if grows else f"launch.min_nodes={launch.min_nodes}"
     _check_covered(config, reason)
     _check_slots(config, fewest, reason)
 
 
-def _scripted_losses(config: JobConfig) -> set[int]:
-    changes = map(parse_membership_change, config.launch.membership_schedule)
-    return {node for change in changes for node in change.nodes}
-
-
-def _check_schedule(config: JobConfig) -> None:
+def _check_schedule(config: JobConfig) -> list[MembershipChange]:
     key, launch = "launch.membership_schedule", config.launch
-    lost: set[int] = set()
+    changes: list[MembershipChange] = []
+    nodes: tuple[int, ...] = tuple(range(launch.num_nodes))
     earliest, last = 1, config.training.train_iterations
+    stateless: set[int] = set()
     for text in launch.membership_schedule:
         change = parse_membership_change(text)
-        require(change.nodes[-1] < launch.num_nodes, key, text, f"must name nodes in 0..{launch.num_nodes - 1}")
-        require(not lost & set(change.nodes), key, text, "must name each node once: it does not come back")
-        lost |= set(change.nodes)
-        require(len(lost) < launch.num_nodes, key, text, "must leave a node")
+        named = (*change.lose, *change.join)
+        require(max(named) < launch.num_nodes, key, text, f"must name nodes in 0..{launch.num_nodes - 1}")
+        require(set(change.lose) <= set(nodes), key, text, f"must lose nodes of {list(nodes)}, which are there then")
+        require(not set(change.join) & set(nodes), key, text, f"must have nodes join that are not of {list(nodes)}")
+        nodes = change.after(nodes)
+        stateless = set(change.join) | (stateless if change.before_iteration == earliest else set())
+        require(
+            bool(set(nodes) - stateless), key, text, "must leave a node that has done an iteration, or began the run"
+        )
         inside = earliest <= change.before_iteration <= last
         bounds = f"{earliest}..training.train_iterations={last}"
-        require(inside, key, text, f"must name an iteration in {bounds}; iterations must increase")
-        earliest = change.before_iteration + 1
+        require(inside, key, text, f"must name an iteration in {bounds}; iterations must not fall")
+        earliest = change.before_iteration
+        changes.append(change)
+    reason = "launch.keep_layout=true" if launch.keep_layout else f"launch.min_nodes={launch.min_nodes}"
     require(
-        not launch.membership_schedule or not launch.may_lose_nodes,
+        not changes or not launch.may_lose_nodes,
         key,
         launch.membership_schedule,
-        f"must be empty with launch.min_nodes={launch.min_nodes}: losses come from a script or from faults",
+        f"must be empty with {reason}: losses come from a script or from faults",
     )
     require(
-        not launch.membership_schedule or launch.max_restarts == 0,
+        not changes or launch.max_restarts == 0,
         "launch.max_restarts",
         launch.max_restarts,
         "must be 0 with a launch.membership_schedule: a start is of all nodes again",
     )
+    return changes
 
 
 def _check_covered(config: JobConfig, reason: str) -> None:
@@ -84,15 +95,55 @@ def _check_covered(config: JobConfig, reason: str) -> None:
         None,
         f"must be given with {reason}: experts live on in their replicas, e.g. placement=overlap_search",
     )
+    _check_device(config, reason)
+
+
+def _check_keeps_layout(config: JobConfig) -> None:
+    """Every membership has all places: somebody can fill them, and there is a window that their state comes from."""
+    launch, reason = config.launch, "launch.keep_layout=true"
+    covered: tuple[tuple[str, object, object, str], ...] = (
+        ("launch.mode", launch.mode, "local", ""),
+        ("launch.master_port", launch.master_port, 0, ""),
+        ("launch.max_nodes", launch.max_nodes, None, ": a job that keeps its layout does not grow"),
+        (
+            "placement.algorithm",
+            config.placement.algorithm,
+            None,
+            ": experts with replica slots go on by their replicas, on other ranks, not in their places",
+        ),
+    )
+    for key, value, wanted, why in covered:
+        require(value == wanted, key, value, f"must be {show(wanted)} with {reason}{why}")
+    require(
+        launch.min_nodes in (None, launch.num_nodes),
+        "launch.min_nodes",
+        launch.min_nodes,
+        f"must be null or launch.num_nodes={launch.num_nodes} with {reason}: every place is filled again",
+    )
+    require(
+        launch.num_spare_nodes > 0 or (launch.restart_lost_nodes and launch.max_node_restarts > 0),
+        "launch.keep_layout",
+        True,
+        f"needs launch.num_spare_nodes={launch.num_spare_nodes} above 0, or launch.restart_lost_nodes="
+        f"{show(launch.restart_lost_nodes)} true with launch.max_node_restarts={launch.max_node_restarts} above 0: "
+        "nobody could fill the place of a lost node",
+    )
+    require(
+        config.snapshot.policy is not None,
+        "snapshot.policy",
+        None,
+        f"must be given with {reason}: a stage that loses a rank goes back to a window, e.g. snapshot=sparse_window",
+    )
+    _check_device(config, reason)
+
+
+def _check_device(config: JobConfig, reason: str) -> None:
     require(
         config.training.device != "cuda",
         "training.device",
         config.training.device,
         f"must be cpu with {reason}: connections of NCCL are not broken yet when a rank is lost",
     )
-    policy = config.snapshot.policy
-    if policy is not None:
-        raise ConfigError.of("snapshot.policy", policy.get("_target_"), f"must be null with {reason}: snapshot=none")
 
 
 def _check_slots(config: JobConfig, num_nodes: int, reason: str) -> None:

@@ -11,7 +11,7 @@ class Agreement:
     """Collectives over ``group`` (the whole job), called by all its ranks in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
         on_gpu = "nccl" in str(dist.get_backend(group))
@@ -20,7 +20,7 @@ class Agreement:
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on at least one rank."""
         value = torch.tensor([int(flag)], dtype=torch.int32, device=self._device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return bool(value.item())
 
     def all(self, flag: bool) -> bool:
@@ -31,12 +31,12 @@ class Agreement:
         """The JSON-able ``record`` of every rank, in rank order, on every rank."""
         content = json.dumps(record).encode()
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.num_ranks)]
-        dist.all_gather(sizes, torch.tensor([len(content)], dtype=torch.int64, device=self._device), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(content)], dtype=torch.int64, device=self._device), group=self.group)
         longest = max(int(size.item()) for size in sizes)
         mine = torch.zeros(longest, dtype=torch.uint8, device=self._device)
         mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
         everyone = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        dist.all_gather(everyone, mine, group=self._group)
+        dist.all_gather(everyone, mine, group=self.group)
         return [
             json.loads(buffer[: int(size.item())].cpu().numpy().tobytes())
             for buffer, size in zip(everyone, sizes, strict=True)
@@ -44,7 +44,11 @@ class Agreement:
 
     def from_first(self, record: Any) -> Any:
         """The ``record`` of the group's first rank, on every rank."""
-        return self.gather(record if self.rank == 0 else None)[0]
+        return self.from_rank(0, record)
+
+    def from_rank(self, rank: int, record: Any) -> Any:
+        """The ``record`` of ``rank``, on every rank; those of others are not looked at."""
+        return self.gather(record if self.rank == rank else None)[rank]
 
     def errors(self, error: str | None) -> str | None:
         """None when no rank has an error, else the errors with their ranks, the same text everywhere."""

@@ -110,11 +110,12 @@ class CheckpointManager:
     def save(self, state: TrainingState, iteration: int) -> None:
         """Start saving ``state`` as it is now; waits for it unless ``checkpoint.async_save``.
 
-        A save still on its way is finished first.
+        A save still on its way is finished first, and nothing is written any more for one that was given up.
         """
         assert iteration == state.iteration, f"saving iteration {iteration} of a state at {state.iteration}"
         self.finish()
         started = time.monotonic()
+        self._await_given_up()
         directory = self._open_directory(iteration)
         if directory is None:
             return
@@ -144,10 +145,19 @@ class CheckpointManager:
             self._complete(self._pending)
 
     def abandon(self) -> None:
-        """Give up the save on its way, if any, without a word to others; a later save sweeps what is left."""
+        """Give up the save on its way, if any, without a word to others and without waiting for storage.
+
+        It gets no manifest. The next save of this process waits until nothing is written any more for this one, and
+        sweeps what is left.
+        """
         if self._pending is not None:
-            self._pending.job.wait()
+            self._pending.job.give_up()
             self._pending = None
+
+    def _await_given_up(self) -> None:
+        """Until no rank writes for a save that was given up: it may be in the folder that is about to be made anew."""
+        WriteJob.await_given_up()
+        self._agreement.all(True)
 
     def _open_directory(self, iteration: int) -> Path | None:
         name: str | None = None

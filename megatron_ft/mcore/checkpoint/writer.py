@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -103,8 +103,15 @@ def _without_manager_process() -> Iterator[None]:
         module._results_queue = before
 
 
+class GivenUp(Exception):
+    """The save that is being written is not wanted any more."""
+
+
 class WriteJob:
     """Writes a :class:`PlannedWrite` in a thread. ``error`` and ``entries`` are final once ``done``."""
+
+    _given_up: ClassVar[list["WriteJob"]] = []
+    """Of this process, that may still write: they outlive the memberships that began them."""
 
     def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
         self.planned = planned
@@ -113,6 +120,7 @@ class WriteJob:
         self.error: str | None = None
         self._directory = directory
         self._whole_files = whole_files
+        self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
@@ -125,11 +133,28 @@ class WriteJob:
         """Return when ``done``."""
         self._thread.join()
 
+    def give_up(self) -> None:
+        """Have the thread end after the item it is writing, without waiting for that."""
+        self._cancelled.set()
+        self._given_up.append(self)
+
+    @classmethod
+    def await_given_up(cls) -> None:
+        """Return when no save of this process that was given up writes any more."""
+        while cls._given_up:
+            cls._given_up.pop().wait()
+
+    def _check_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise GivenUp(f"{self._directory}: the save was given up while it was written")
+
     def _run(self) -> None:
         try:
             for name, content in self._whole_files.items():
+                self._check_wanted()
                 self.entries.append(write_file(self._directory, name, content))
             for name, items in self.planned.files:
+                self._check_wanted()
                 self._write(name, items)
         except BaseException as error:  # noqa: BLE001 - whatever it was, finalisation reports it
             self.error = f"{type(error).__name__}: {error}"
@@ -141,6 +166,7 @@ class WriteJob:
         with HashedFile(self._directory, name) as file:
             try:
                 for item, data in items:
+                    self._check_wanted()
                     self.results.append(_to_json(self._write_one(file, name, item, data)))
             except RuntimeError:
                 if file.failure is not None:  # torch's writer raises its own error over it

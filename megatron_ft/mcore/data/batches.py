@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.training import TrainingConfig
 from megatron_ft.planning.batch import BatchPlan
@@ -49,6 +50,22 @@ class BatchReader:
     device: torch.device
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
+
+    @classmethod
+    def of(
+        cls, pg: ProcessGroupCollection, *, samples: Samples, plan: BatchPlan, seq_length: int, device: torch.device
+    ) -> "BatchReader":
+        """That of this rank among ``pg``."""
+        return cls(
+            samples=samples,
+            plan=plan,
+            seq_length=seq_length,
+            data_parallel_rank=pg.dp.rank(),
+            needs_tokens=pg.pp.rank() in (0, pg.pp.size() - 1),
+            device=device,
+            context_parallel_rank=pg.cp.rank(),
+            context_parallel_size=pg.cp.size(),
+        )
 
     def microbatches(self, iteration: int) -> Iterator[Microbatch]:
         """The rank's microbatches of ``iteration`` (counted from 1), in order."""

@@ -1,48 +1,63 @@
-"""Trains through as many memberships as a run has: ranks that are lost, and ranks that leave as a schedule says."""
+"""Trains through as many memberships as a run has: ranks are lost, leave and join, asked for or by a schedule."""
 
 import traceback
-from collections import deque
 
-import torch.distributed as dist
-
-from megatron_ft.config.membership_schedule import MembershipChange, parse_membership_change
 from megatron_ft.errors import ConfigError, RecoveryError
+from megatron_ft.mcore.groups import dissolve_groups
+from megatron_ft.mcore.loop.evacuating import evacuate
 from megatron_ft.mcore.loop.reforming import reform
+from megatron_ft.mcore.loop.scripted import ScriptedHistory
 from megatron_ft.mcore.loop.settling import position_of
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.planning.recovery.target import Position
 
 
-def run_memberships(trainer: Trainer) -> None:
-    """Train to the end of the run, or until a schedule has this rank leave.
+def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
+    """Train to the end of the run, or until this rank leaves for good; then let go of everything.
+
+    Args:
+        trainer: built, or that of a newcomer, which waits for its first membership.
 
     Raises:
         MegatronFtError: what ``Trainer.run`` raises; RecoveryError where the survivors of a loss lack state;
             ControlError where the job ends; ConfigError where this run cannot lose nodes.
     """
-    changes = _scheduled(trainer)
-    owes_save = False
+    _check(trainer, history)
+    worker, owes_save = trainer.context.worker, False
+    if trainer.context.is_newcomer:
+        owes_save = _form(trainer, worker.await_membership(), history)
+    else:
+        trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
-        _listen(trainer)
-        failure = _attempt(trainer, changes[0].before_iteration if changes else None, owes_save=owes_save)
+        scripted = history.next
+        failure = _attempt(trainer, None if scripted is None else scripted.target.iteration + 1, owes_save=owes_save)
         if failure is not None:
-            following, store = _survive(trainer, failure), None
+            following: NextMembership | None = _survive(trainer, failure)
         elif trainer.ended:
-            return
+            history.end()
+            return _leave(trainer)
+        elif scripted is None:
+            following = _planned(trainer)
         else:
-            planned = _planned(trainer, changes.popleft())
-            if planned is None:
-                return
-            following, store = planned
-        owes_save = reform(trainer, following, store=store)
+            trainer.checkpoints.finish()
+            following = history.begin()
+        if following is None:
+            return _leave(trainer)
+        if scripted is not None and following.new_rank(trainer.context.rank) is None:
+            _leave(trainer)
+            following = history.await_own()
+            if following is None:
+                return None
+            trainer = trainer.anew()
+        owes_save = _form(trainer, following, history)
 
 
-def _scheduled(trainer: Trainer) -> deque[MembershipChange]:
-    """The changes that the job asks for, in order: the configuration has them rise.
+def _check(trainer: Trainer, history: ScriptedHistory) -> None:
+    """Refuse what cannot be.
 
     Raises:
-        ConfigError: one should have come already, or connections of this device cannot be broken.
+        ConfigError: a change should have come already, or connections of this device cannot be broken.
     """
     launch, iteration = trainer.job.launch, trainer.engine.iteration
     if trainer.device.type != "cpu" and (launch.may_lose_nodes or launch.membership_schedule):
@@ -51,11 +66,15 @@ def _scheduled(trainer: Trainer) -> deque[MembershipChange]:
         raise ConfigError.of(
             key, value, f"must be left out on {trainer.device.type}: only gloo's ranks can be lost yet"
         )
-    changes = deque(map(parse_membership_change, launch.membership_schedule))
-    if changes and changes[0].before_iteration <= iteration:
+    if history.next is not None and history.next.target.iteration < iteration:
         reason = f"must begin after iteration {iteration}, which the run continues from with all nodes"
         raise ConfigError.of("launch.membership_schedule", launch.membership_schedule, reason)
-    return changes
+
+
+def _leave(trainer: Trainer) -> None:
+    """Let go of the run; others need not be there any more."""
+    trainer.teardown()
+    dissolve_groups()
 
 
 def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | None:
@@ -77,15 +96,8 @@ def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | 
     return None
 
 
-def _listen(trainer: Trainer) -> None:
-    """Let the control plane hang up for this rank while it waits for a healthy peer."""
-    worker, transports = trainer.context.worker, trainer.engine.groups.transports
-    if worker.can_survive:
-        worker.on_break(transports.hang_up)
-
-
 def _survive(trainer: Trainer, failure: str) -> NextMembership:
-    trainer.engine.groups.transports.hang_up()
+    trainer.hang_up("this rank's iteration failed")
     try:
         position = position_of(trainer.engine, trainer.context.rank)
     except RecoveryError as error:
@@ -93,25 +105,43 @@ def _survive(trainer: Trainer, failure: str) -> NextMembership:
     return trainer.context.worker.survive(position, failure)
 
 
-def _planned(trainer: Trainer, change: MembershipChange) -> tuple[NextMembership, dist.Store | None] | None:
-    """The membership after ``change``, and its store in the rank that serves it; None for a rank that leaves."""
-    context, nodes = trainer.context, trainer.nodes
-    staying = tuple(rank for rank, node in enumerate(nodes) if node not in change.nodes)
-    trainer.checkpoints.finish()
-    store = None
-    if staying and context.rank == staying[0]:
-        store = dist.TCPStore(context.master_addr, 0, len(staying), is_master=True, wait_for_workers=False)
-    ports = trainer.agreement.gather(None if store is None else store.port)
-    if context.rank not in staying:
-        return None
-    following = NextMembership(
-        generation=context.generation + 1,
-        previous_ranks=staying,
-        nodes=tuple(nodes[rank] for rank in staying),
-        target=Target(iteration=trainer.engine.iteration, vote=None),
-        master_addr=context.master_addr,
-        master_port=ports[staying[0]],
-        reason=f"scheduled: nodes {list(change.nodes)} leave before iteration {change.before_iteration}",
-    )
-    following.validate()
-    return following, store
+def _planned(trainer: Trainer) -> NextMembership | None:
+    """The membership that begins at this boundary because nodes join or leave; None where this rank's node leaves.
+
+    A death on the way makes it what begins after a loss.
+    """
+    worker, failure = trainer.context.worker, None
+    try:
+        trainer.checkpoints.finish()
+        evacuate(trainer, worker.awaited_change().leaving)
+    except RuntimeError:  # of a collective: errors of this project's own are meant for everybody
+        failure = traceback.format_exc()
+    if failure is not None:
+        return _survive(trainer, failure)
+    return worker.change(position_of(trainer.engine, trainer.context.rank))
+
+
+def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory) -> bool:
+    """Go on in ``following``, or in the first after it that forms: ranks may be lost while they join each other.
+
+    Returns:
+        Whether a save has been given up.
+    """
+    while True:
+        try:
+            owes_save = reform(trainer, following, store=history.store)
+            history.formed()
+            return owes_save
+        except RuntimeError:  # as in ``_attempt``
+            if not trainer.context.worker.can_survive or trainer.context.generation != following.generation:
+                raise
+            failure = traceback.format_exc()
+        trainer.hang_up("this membership did not form")
+        position = Position(
+            rank=trainer.context.rank,
+            generation=following.generation,
+            completed=following.target.iteration,
+            contributed=following.target.iteration,
+            vote=None,
+        )
+        following = trainer.context.worker.survive(position, failure)

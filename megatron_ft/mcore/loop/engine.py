@@ -4,10 +4,9 @@ Everything here can be called again in the same process: ``build`` after ``teard
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.rng import seed_rng
-from megatron_ft.mcore.data.batches import BatchReader, Samples, plan_batches
+from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.forward import forward_step
 from megatron_ft.mcore.loop.underway import IterationResult, Prepared, Underway
@@ -37,10 +35,14 @@ from megatron_ft.mcore.moe.trace_router import router_builder
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
+from megatron_ft.mcore.pipeline.boundaries import Boundaries
 from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport, tally
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
+
+_BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
+_OPTIONAL = ("replica_gradients", "state_copies")
 
 
 class TrainingEngine:
@@ -75,6 +77,7 @@ class TrainingEngine:
         self.vocab_size = vocab_size
         self.samples = samples
         self.stop_requested = stop_requested
+        self.change_requested: Callable[[], bool] = lambda: False  # whether nodes join or leave: the vote carries it
         self.iteration = 0
         self.history = History()
         self.newest_vote: Vote | None = None
@@ -82,12 +85,13 @@ class TrainingEngine:
         self.underway: Underway | None = None
         """The iteration that has begun and is not carried out; or the one that stopped the run."""
         self.wants_load: Callable[[int], bool] = lambda _: False
-        """Whether the tokens per expert of an iteration are to be summed over the job before its vote: who knows the
-        vote knows them."""
+        """Whether tokens per expert are to be summed over the job before the vote: who knows it knows them."""
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
         """How this rank's windows stand, for the vote."""
+        self.boundaries = Boundaries()
+        self.num_forward_passes = 0  # of a microbatch through a chunk
         self._router = router_builder(config)
         training = config.training
         self.policy = CommitPolicy(
@@ -111,6 +115,11 @@ class TrainingEngine:
         self.pg = groups.pg_collection
         seed_rng(self.config.training.seed, self.pg)
         self._assemble(replicas)
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there is a model, whose state can be carried elsewhere."""
+        return "scheduler" in self.__dict__
 
     def rebuild(self, replicas: Replicas) -> None:
         """Build model and optimizer anew on the same groups for another placement.
@@ -160,25 +169,15 @@ class TrainingEngine:
     def teardown(self) -> None:
         """Let go of everything that holds the groups; the caller dissolves them next."""
         failpoints.hit("teardown", self.iteration)
-        self._release()
-        del self.pg, self.groups
-        gc.collect()
+        self._release("pg", "groups")
 
-    def _release(self) -> None:
-        """Let go of the model and all that was built around it."""
+    def _release(self, *others: str) -> None:
+        """Let go of the model and all that was built around it, and of ``others``."""
         forget_auxiliary_losses()
         release_caches()
-        for name in (
-            "model_chunks",
-            "optimizer",
-            "scheduler",
-            "p2p",
-            "transformer_config",
-            "replica_gradients",
-            "state_copies",
-            "_mixture_layers",
-        ):
-            delattr(self, name)
+        self.boundaries.release()
+        for name in (*_BUILT, *_OPTIONAL, *others):
+            self.__dict__.pop(name, None)  # what a build that broke has not made is not there
         gc.collect()
 
     def _connect_schedule(self) -> None:
@@ -189,7 +188,7 @@ class TrainingEngine:
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
         if self.config.parallel.overlap_grad_reduce and len(chunks) > 1:
             config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]  # type: ignore[misc]
-        self.p2p = P2PCommunicator(self.pg.pp, config)
+        self.p2p = self.boundaries.connect(self.pg.pp, config)
         self.forward_backward = get_forward_backward_func(
             self.pg.pp.size(), self.config.parallel.virtual_pipeline_model_parallel_size
         )
@@ -239,6 +238,7 @@ class TrainingEngine:
         self.iteration = vote.iteration
         self.newest_vote = vote
         self.underway = None
+        self.boundaries.commit(vote)
 
     def prepare(self, iteration: int) -> Prepared:
         """Forward, backward and gradient reduction of all microbatches; the norm; this rank's ballot."""
@@ -260,7 +260,8 @@ class TrainingEngine:
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        return self._run_microbatches("train", iteration, forward_only=False)
+        with self.boundaries.logging(iteration, self.groups.generation):
+            return self._run_microbatches("train", iteration, forward_only=False)
 
     def ballot(self, reports: list[torch.Tensor], *, loss_scale: float, found_inf: bool, grad_norm: float) -> Ballot:
         """What this rank says of the iteration it has accumulated; empties the auxiliary losses."""
@@ -277,6 +278,7 @@ class TrainingEngine:
             aux_loss_sum=aux_loss_sum,
             z_loss_sum=z_loss_sum,
             stop_requested=int(self.stop_requested()),
+            change_requested=int(self.change_requested()),
             **asdict(self.window_report()),
         )
 
@@ -360,18 +362,11 @@ class TrainingEngine:
     def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
         """Batch ``number`` of a split (that of iteration ``number``, for training) through the pipeline."""
         pg, batch = self.pg, self.batch
-        reader = BatchReader(
-            samples=self.samples[split],
-            plan=batch,
-            seq_length=self.config.model.seq_length,
-            data_parallel_rank=pg.dp.rank(),
-            needs_tokens=pg.pp.rank() in (0, pg.pp.size() - 1),
-            device=self.device,
-            context_parallel_rank=pg.cp.rank(),
-            context_parallel_size=pg.cp.size(),
+        reader = BatchReader.of(
+            pg, samples=self.samples[split], plan=batch, seq_length=self.config.model.seq_length, device=self.device
         )
         reports: list[torch.Tensor] = self.forward_backward(
-            forward_step_func=partial(forward_step, iteration=self._current_iteration),
+            forward_step_func=self._forward_step,
             data_iterator=[reader.microbatches(number) for _ in self.model_chunks],
             model=self.model_chunks,
             num_microbatches=batch.num_microbatches,
@@ -382,6 +377,10 @@ class TrainingEngine:
             pg_collection=pg,
         )
         return reports
+
+    def _forward_step(self, microbatches: Iterator[Microbatch], model: torch.nn.Module) -> Any:
+        self.num_forward_passes += 1
+        return forward_step(microbatches, model, iteration=self._current_iteration)
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         failpoints.hit("grad_sync", self._current_iteration)

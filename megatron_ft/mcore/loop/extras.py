@@ -37,14 +37,15 @@ def capture_extras(engine: TrainingEngine) -> dict[str, Any]:
 
 
 def restore_extras(engine: TrainingEngine, record: Mapping[str, Any]) -> None:
-    """Put back what ``capture_extras`` returned on the rank of the same place.
+    """Put back what ``capture_extras`` returned on the rank of the same place; a record may lack generators (``rng``).
 
     Raises:
         RecoveryError: the model has other buffers, or the optimizer other parts.
     """
     content = _decode(record)
     _fill_buffers(engine, content["buffers"])
-    restore_rng(content["rng"])
+    if "rng" in content:
+        restore_rng(content["rng"])
     scalers, groups = grad_scalers(engine.optimizer), list(_groups(engine))
     if (len(scalers), len(groups)) != (len(content["grad_scalers"]), len(content["group_steps"])):
         raise RecoveryError(f"captured from an optimizer of other parts: {len(groups)} groups, {len(scalers)} scalers")

@@ -1,9 +1,12 @@
 """How a rank reaches its node's keeper, and which nodes keep copies for which."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
+from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
 from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.runtime.storage.window_folder import WindowFolder
@@ -13,7 +16,7 @@ _FOLDER = "windows"
 
 
 def peer_assignment(config: JobConfig) -> PeerAssignment:
-    """Which nodes keep copies for which, over the job's failure domains.
+    """Which nodes keep copies for which, over the job's failure domains; nodes count from 0 among those that are there.
 
     What a rank captures nobody else does: state that several ranks hold is cut over them, so no domain has a copy
     already.
@@ -23,15 +26,21 @@ def peer_assignment(config: JobConfig) -> PeerAssignment:
     return assign_peers(domains, config.snapshot.num_peer_copies)
 
 
-def connect_keeper(config: JobConfig, context: RankContext, topology: dict[str, int]) -> KeeperClient | None:
+def connect_keeper(
+    config: JobConfig, context: RankContext, topology: dict[str, int], nodes: Sequence[int]
+) -> KeeperClient | None:
     """A connection to the keeper of this rank's node; None where the job takes no snapshots.
+
+    Args:
+        nodes: of each rank, by its number since the job began; ``config`` counts those that are there from 0.
 
     Raises:
         ControlError: the keeper is not there, or refuses this rank.
     """
     if config.snapshot.policy is None:
         return None
-    service = context.services[SERVICE]
+    service, present = context.services[SERVICE], list(dict.fromkeys(nodes))
+    peers = peer_assignment(config).peers[present.index(context.node)]
     hello = {
         "token": service["token"],
         "rank": context.rank,
@@ -41,12 +50,23 @@ def connect_keeper(config: JobConfig, context: RankContext, topology: dict[str, 
         "run_id": context.run_dir.name,
         "topology": topology,
         "peers": service["addresses"],
-        "peer_nodes": list(peer_assignment(config).peers[context.node]),
+        "peer_nodes": [present[peer] for peer in peers],
         "persist_every": config.snapshot.persist_interval_windows,
         "persist_url": persist_url(config, context.run_dir),
         "num_persisted": config.snapshot.keep_persisted,
     }
     return KeeperClient(service["socket"], hello=hello)
+
+
+def share_addresses(context: RankContext, agreement: Agreement) -> RankContext:
+    """``context`` with the addresses of the keepers of all nodes that are there, told by their own ranks; collective.
+
+    Nodes that join later know of all that were there before, and these not of them.
+    """
+    service = context.services[SERVICE]
+    told = agreement.gather([context.node, service["addresses"][str(context.node)]])
+    addresses = {**service["addresses"], **{str(node): address for node, address in told}}
+    return replace(context, services={**context.services, SERVICE: {**service, "addresses": addresses}})
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:

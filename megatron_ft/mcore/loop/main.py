@@ -23,7 +23,7 @@ def warm() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cpu.install()
-            import_module("megatron_ft.mcore.loop.trainer")
+            import_module("megatron_ft.mcore.loop.elastic")
 
 
 def run_rank(config: JobConfig, context: RankContext) -> None:
@@ -40,18 +40,26 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     with warnings.catch_warnings():
         # Megatron warns at import about every optional package; device.software has checked them.
         warnings.simplefilter("ignore")
-        from megatron_ft.mcore.groups import dissolve_groups, join
+        from megatron_ft.mcore.groups import join, open_store
+        from megatron_ft.mcore.loop.data_checks import check_run_data, note_run_data
         from megatron_ft.mcore.loop.elastic import run_memberships
+        from megatron_ft.mcore.loop.scripted import ScriptedHistory
         from megatron_ft.mcore.loop.trainer import Trainer
 
-    groups = join(config, context, device=device_type, timeout_seconds=config.launch.start_timeout_seconds)
     trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
-    trainer.build(groups)
-    del groups
-    run_memberships(trainer)
-    trainer.teardown()
+    store = None
+    if not context.is_newcomer:
+        timeout_seconds = config.launch.start_timeout_seconds
+        store = open_store(context, timeout_seconds=timeout_seconds)
+        trainer.build(join(trainer.config, context, device=device_type, timeout_seconds=timeout_seconds, store=store))
+        if context.rank == 0 and config.launch.may_lose_nodes:
+            note_run_data(trainer.samples["train"], context.run_dir)
+    elif config.launch.may_lose_nodes:
+        check_run_data(config, trainer.samples["train"], context.run_dir)
+    history = ScriptedHistory(config, context, store)
+    del store
+    run_memberships(trainer, history)
     _report_unfired(context)
-    dissolve_groups()
 
 
 def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
@@ -63,9 +71,8 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         names = ("action", "phase", "iteration", "rank", "node")
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
-    failpoints.arm(
-        config.launch.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
-    )
+    generation = context.generation + int(context.is_newcomer)  # it begins with the next membership
+    failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, generation=generation, record=record)
 
 
 def _report_unfired(context: RankContext) -> None:

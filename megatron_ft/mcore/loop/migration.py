@@ -1,5 +1,6 @@
 """Carries out a ``MigrationPlan``: expert weights and optimizer state move, nothing else changes, not by a bit."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +25,31 @@ class Former:
     plans: list[PlacementPlan]
     """Of each stage, before."""
     state: NamedState
-    """Of experts that this rank has no more."""
+    """Of experts that this rank has no more; while they move, all that it had."""
+    is_moving: bool = False
+    """Whether the engine is between the two placements: its state is that of none."""
+    is_evacuation: bool = False
+    """Whether it took over for the ranks that stay in the next membership."""
 
 
-def migrate(engine: TrainingEngine, replicas: Replicas, migration: MigrationPlan) -> NamedState:
+def migrate(
+    engine: TrainingEngine,
+    replicas: Replicas,
+    migration: MigrationPlan,
+    *,
+    keep: Callable[[NamedState], None] | None = None,
+) -> NamedState:
     """Rebuild ``engine`` for ``replicas`` after moving what ``migration`` says; collective over the stage.
 
+    Args:
+        keep: called with this rank's whole state before any of it moves: with that, it can go back at any time.
+
     Returns:
-        State of the experts that this rank had and has no more: with it, it could go back.
+        State of the experts that this rank had and has no more: with it, it could go back once this has returned.
     """
     state = take_state(engine.model_chunks, engine.optimizer)
+    if keep is not None:
+        keep(dict(state))
     move_experts(state, migration, engine.pg.ep)
     engine.rebuild(replicas)
     put_state(engine.model_chunks, engine.optimizer, state)
@@ -41,30 +57,36 @@ def migrate(engine: TrainingEngine, replicas: Replicas, migration: MigrationPlan
     return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
 
 
-def move_experts(state: NamedState, migration: MigrationPlan, group: dist.ProcessGroup) -> int:
+def move_experts(
+    state: NamedState, migration: MigrationPlan, group: dist.ProcessGroup, *, like: NamedState | None = None
+) -> int:
     """Send from ``state`` what ``migration`` says, and add what comes; collective over the plan's ranks, ``group``.
+
+    Args:
+        like: state of any expert, for shapes, dtypes and devices; None takes one that is held here.
 
     Returns:
         Bytes this rank sent.
     """
     position = {rank: place for place, rank in enumerate(migration.placement.ranks)}
     me = migration.placement.ranks[group.rank()]
-    by_expert = _by_expert(state)
+    names = by_expert(state)
+    like = {name: state[name] for name in next(iter(names.values()))} if like is None else like
     outgoing: list[list[torch.Tensor]] = [[] for _ in position]
     incoming: list[list[torch.Tensor]] = [[] for _ in position]
     for transfer in migration.transfers:
         expert = (transfer.layer_number, transfer.expert)
         if transfer.source_rank == me:
-            outgoing[position[transfer.target_rank]] += [state[name] for name in by_expert[expert]]
+            outgoing[position[transfer.target_rank]] += [state[name] for name in names[expert]]
         if transfer.target_rank == me:
-            for name, tensor in _space_for(expert, by_expert, state).items():
+            for name, tensor in _space_for(expert, like).items():
                 state[name] = tensor
                 incoming[position[transfer.source_rank]].append(tensor)
     return exchange_tensors(outgoing, incoming, group)
 
 
-def _by_expert(state: NamedState) -> dict[_ExpertId, list[str]]:
-    """Names of each expert's tensors here, sorted: the same order on every rank."""
+def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
+    """Names of each expert's tensors among those of ``state``, sorted: the same order on every rank."""
     names: dict[_ExpertId, list[str]] = {}
     for name in sorted(state):
         expert = expert_of(name)
@@ -73,11 +95,15 @@ def _by_expert(state: NamedState) -> dict[_ExpertId, list[str]]:
     return names
 
 
-def _space_for(expert: _ExpertId, by_expert: dict[_ExpertId, list[str]], state: NamedState) -> NamedState:
-    """Empty tensors for an expert's state: experts are alike, so any one held here shows shapes and dtypes."""
-    template = next(iter(by_expert))
+def _space_for(expert: _ExpertId, like: NamedState) -> NamedState:
+    """Empty tensors for an expert's state: experts are alike."""
+    template = expert_of(next(iter(like)))
+    assert template is not None, "the state of an expert"
     old, new = _prefix(template), _prefix(expert)
-    return {name.replace(old, new, 1): torch.empty_like(state[name]) for name in by_expert[template]}
+    return {
+        name.replace(old, new, 1): torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        for name, tensor in like.items()
+    }
 
 
 def _prefix(expert: _ExpertId) -> str:

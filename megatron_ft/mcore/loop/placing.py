@@ -33,6 +33,7 @@ from megatron_ft.planning.placement.stage import (
     scripted_plans,
     stage_requests,
 )
+from megatron_ft.planning.recovery.evacuation import plan_evacuation
 from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.topology import Topology
@@ -56,17 +57,35 @@ class Change:
         return sum(migration.num_bytes for migration in self.migrations)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementState:
+    """What a membership leaves to the next one, and a checkpoint to a restart."""
+
+    plans: list[PlacementPlan]
+    """Of each stage, in force."""
+    loads: list[Loads] | None
+    """Smoothed tokens per stage, layer and expert; None until the first are seen."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"stages": [plan.to_json() for plan in self.plans], "loads": self.loads}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "PlacementState":
+        """Inverse of ``to_json``."""
+        plans = [PlacementPlan.from_json(plan) for plan in content["stages"]]
+        return cls(plans=plans, loads=content["loads"])
+
+
 class PlacementKeeper:
     """Plans of all stages of a job, and the loads they rest on.
 
     Args:
         stage: pipeline stage of this rank.
-        before: the one of the membership before, whose loads go on; None makes plans like a new run.
+        before: that of the membership before, whose loads go on; None makes plans like a new run.
     """
 
-    def __init__(
-        self, config: JobConfig, *, world_size: int, stage: int, before: "PlacementKeeper | None" = None
-    ) -> None:
+    def __init__(self, config: JobConfig, *, world_size: int, stage: int, before: PlacementState | None = None) -> None:
         self._config = config
         self._stage = stage
         self._algorithm = algorithm_of(config)
@@ -85,20 +104,22 @@ class PlacementKeeper:
         self._num_dense = parameters_of_stage(config.model, operators, topology, stage).num_dense
         self.plans = first_plans(config, self._requests, self._inputs) if before is None else before.plans
 
+    @classmethod
     def following(
-        self, config: JobConfig, previous_ranks: Sequence[int]
+        cls, before: PlacementState, config: JobConfig, previous_ranks: Sequence[int | None]
     ) -> "tuple[PlacementKeeper, MigrationPlan] | Declined":
         """The keeper of the next membership, and what its ranks have to move for its plan. Of one pipeline stage.
 
-        A pure function of the plan and the loads of this one and of who goes on.
+        A pure function of its arguments.
 
         Args:
+            before: of the membership before.
             config: of the next membership.
-            previous_ranks: for each of its ranks, in order, the rank it is now.
+            previous_ranks: for each of its ranks, in order, the rank it is in ``before``; None where it has no state.
         """
-        keeper = PlacementKeeper(config, world_size=len(previous_ranks), stage=0, before=self)
+        keeper = cls(config, world_size=len(previous_ranks), stage=0, before=before)
         found = plan_replicas(
-            self.plans[0],
+            before.plans[0],
             previous_ranks,
             keeper._wanted,
             num_slots_per_rank=config.placement.num_slots_per_rank or 0,
@@ -108,6 +129,16 @@ class PlacementKeeper:
             return found
         keeper.plans = [found.placement]
         return keeper, found
+
+    def evacuation(self, config: JobConfig, staying: Sequence[int]) -> MigrationPlan | None:
+        """What moves before all ranks but ``staying`` leave; None where these hold everything. Of one pipeline stage.
+
+        Args:
+            config: of those that stay.
+        """
+        before = PlacementState(plans=self.plans, loads=self.loads)
+        keeper = PlacementKeeper(config, world_size=len(staying), stage=0, before=before)
+        return plan_evacuation(self.plans[0], staying, keeper._wanted, expert_bytes=expert_state_bytes(self._config))
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
         """What this rank's model is built with, under ``plan`` of its stage or the one in force."""
@@ -166,7 +197,7 @@ class PlacementKeeper:
 
     def to_json(self) -> dict[str, Any]:
         """Plans and loads, for checkpoints and for a scripted history."""
-        return {"stages": [plan.to_json() for plan in self.plans], "loads": self.loads}
+        return PlacementState(plans=self.plans, loads=self.loads).to_json()
 
     def write(self, path: Path) -> None:
         """Keep the plans in force as a file that ``placement.schedule`` can name."""
@@ -181,8 +212,8 @@ class PlacementKeeper:
         """
         if content is None:
             return
-        plans = [PlacementPlan.from_json(plan) for plan in content["stages"]]
-        loads: list[Loads] | None = content["loads"]
+        state = PlacementState.from_json(content)
+        plans, loads = state.plans, state.loads
         if [plan.layer_numbers for plan in plans] != [request.layer_numbers for request in self._requests]:
             return
         self.loads = loads

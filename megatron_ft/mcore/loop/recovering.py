@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
+from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, HeldWindow, other_pieces
 from megatron_ft.mcore.loop.replaying import CapturedSlice, Replayer
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
-from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
-from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.runtime.storage.checkpoints import iteration_of
@@ -28,57 +26,9 @@ from megatron_ft.runtime.storage.windows import check_pieces
 
 _INVENTORY = ("start_iteration", "num_slices", "generation", "where", "node", "complete", "buffer")
 
-EXTRAS, PLACEMENT, CONFIG, VOTE = "extras", "placement", "config", "vote"
-"""What the header of a slice holds, as JSON text: NaN and the like are no JSON of the manifest's kind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldWindow:
-    """This rank's part of the window the job continues from: every byte verified."""
-
-    manifest: WindowManifest
-    slices: tuple[memoryview, ...]
-    is_in_arena: bool
-    """Whether this rank's own memory holds it."""
-    buffer: int | None
-    """Buffer of this rank's arena that must not be overwritten yet: its newest committed window's; None without."""
-
-    @property
-    def plan(self) -> WindowPlan:
-        """The plan it was captured by."""
-        return WindowPlan.from_json(self.manifest.plan)
-
-    @property
-    def digest(self) -> str:
-        """What this rank's part contains."""
-        return window_digest([self.manifest.to_bytes().decode()])
-
-    def header(self, index: int, name: str) -> Any:
-        """What the header of slice ``index`` says under ``name``; None if nothing."""
-        text = self.manifest.slices[index].header.get(name)
-        return None if text is None else json.loads(text)
-
-    def replay_plan(self) -> ReplayPlan:
-        """How it becomes a dense state.
-
-        Raises:
-            RecoveryError: plan, votes or extras are missing or cannot be read.
-        """
-        start, where = self.manifest.start_iteration, f"window of iteration {self.manifest.start_iteration}"
-        try:
-            votes = [Vote.from_record(self.header(index, VOTE)) for index in range(self.manifest.num_slices)]
-            replay = plan_replay(self.plan, start, {vote.iteration: vote for vote in votes})
-            extras = self.header(0, EXTRAS)
-            self.header(0, PLACEMENT)
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
-            raise RecoveryError(f"{where}: plan or headers cannot be read: {error!r}") from error
-        if len(replay.steps) != self.manifest.num_slices or not isinstance(extras, dict):
-            raise RecoveryError(f"{where}: its plan has {len(replay.steps)} slices, or slice 0 has no extras")
-        return replay
-
 
 class Recovery:
-    """Finds what the job continues from. All methods are collective over the job.
+    """Finds what ranks continue from. All methods are collective over the ranks of ``agreement``: all, or a few stages.
 
     Args:
         client: connection to the node's keeper; None where the job takes no snapshots.
@@ -117,14 +67,17 @@ class Recovery:
         self._committed_buffer: int | None = None
         self._refused: list[str] = []
         self._chosen_digest = ""
+        self.declined: tuple[str, ...] = ()
+        """What ``find`` has not used, each with its reason."""
 
-    def find(self, checkpoint: Path | None) -> HeldWindow | None:
+    def find(self, checkpoint: Path | None, *, only: tuple[int, int] | None = None) -> HeldWindow | None:
         """The newest window that every rank can have, verified on all of them; None where the checkpoint is as new.
 
         Damage is named and passed over, and so is a window that was refused before.
 
         Args:
             checkpoint: the newest dense checkpoint that verifies.
+            only: start iteration and generation of the only window that will do.
 
         Raises:
             RecoveryError: windows were refused, and nothing else is left.
@@ -133,7 +86,8 @@ class Recovery:
         if self._client is None and self._folder is None:
             return None
         mine = self._held_windows()
-        by_rank = [[StoredWindow(**window) for window in windows] for windows in self._agreement.gather(mine)]
+        told = [[StoredWindow(**window) for window in windows] for windows in self._agreement.gather(mine)]
+        by_rank = [[window for window in windows if only in (None, window.identity)] for windows in told]
         at = None if checkpoint is None else iteration_of(checkpoint)
         reasons = [reason for last, reason in self._foreign if at is None or last > at]
         refusals = self._refusals()
@@ -199,7 +153,7 @@ class Recovery:
         By another job, or by this one where it went back behind a refused window.
         """
         error = None
-        if self._folder is not None and self._rank == 0 and (is_new_job or self._refused):
+        if self._folder is not None and self._agreement.rank == 0 and (is_new_job or self._refused):
             try:
                 self._folder.set_aside_from(iteration + 1)
             except CheckpointError as failure:
@@ -211,25 +165,13 @@ class Recovery:
     # -- parts --------------------------------------------------------------------------------------------
 
     def _carry_out(self, engine: TrainingEngine, window: HeldWindow) -> ReplayResult:
-        replay, plan = window.replay_plan(), window.plan
-        view = OperatorView(
-            engine.model_chunks, engine.optimizer, groups=engine.groups, num_layers=self._config.model.num_layers
-        )
-        error = self._agreement.errors(_other_pieces(view, window))
-        if error is not None:
-            raise RecoveryError(error)
-        slices = [
-            CapturedSlice(payload=content, extras=window.header(index, EXTRAS))
-            for index, content in enumerate(window.slices)
-        ]
-        skip_frozen = self._config.snapshot.skip_frozen_gradients
-        return carry_out(replay, Replayer(engine, view, window=plan, slices=slices, skip_frozen=skip_frozen))
+        return carry_out(window.replay_plan(), open_replay(engine, window, self._agreement))
 
     def _refusals(self) -> dict[str, Refusal]:
         """Windows of this run that were refused, by digest."""
         refusals: list[Refusal] = []
         error = None
-        if self._rank == 0:
+        if self._agreement.rank == 0:
             try:
                 refusals = read_refusals(self._run_dir)
             except CheckpointError as failure:
@@ -243,7 +185,7 @@ class Recovery:
     def _refuse(self, window: HeldWindow, reason: str) -> None:
         """Name the chosen window, and keep with the run that it was refused; no rank ends before that is on disk."""
         error = None
-        if self._rank == 0:
+        if self._agreement.rank == 0:
             manifest = window.manifest
             refusal = Refusal(
                 start_iteration=manifest.start_iteration,
@@ -262,6 +204,7 @@ class Recovery:
 
     def _say(self, source: RecoverySource) -> None:
         source.validate()
+        self.declined = source.declined
         self._report(RecoveryChosen(source=source.kind, iteration=source.iteration, declined=source.declined))
 
     def _problem(self, what: str, error: str) -> None:
@@ -270,7 +213,8 @@ class Recovery:
     def _held_windows(self) -> list[dict[str, Any]]:
         """What is held for this rank: on this node, on its peers, on storage."""
         found = [] if self._client is None else self._client.inventory(self._rank, ask_peers=True)
-        committed = [window["buffer"] for window in found if window["where"] == "own" and window["committed"]]
+        here = [window for window in found if window["where"] == "own" and window["node"] == self._node]
+        committed = [window["buffer"] for window in here if window["committed"]]
         self._committed_buffer = committed[0] if committed else None
         in_memory = [{name: window[name] for name in _INVENTORY} for window in found]
         return in_memory + [asdict(window) for window in self._persisted_windows()]
@@ -302,7 +246,7 @@ class Recovery:
 
     def _open(self, source: RecoverySource) -> tuple[HeldWindow | None, str | None]:
         """This rank's part, verified; or what is wrong with it."""
-        place = source.places[self._rank]
+        place = source.places[self._agreement.rank]
         try:
             window = self._read(place) if place.where == "persisted" else self._fetch(place)
             window.replay_plan()
@@ -333,7 +277,7 @@ class Recovery:
         slices = tuple(fetched.payload[part.offset : part.offset + part.num_bytes] for part in manifest.slices)
         for part, content in zip(manifest.slices, slices, strict=True):
             check_pieces(part, content, where)
-        is_in_arena = place.where == "own"
+        is_in_arena = place.where == "own" and place.node == self._node  # not of the node that this one stands for
         buffer = place.buffer if is_in_arena else self._committed_buffer
         return HeldWindow(manifest=manifest, slices=slices, is_in_arena=is_in_arena, buffer=buffer)
 
@@ -373,15 +317,28 @@ class Recovery:
         return f"was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}"
 
 
-def _other_pieces(view: OperatorView, window: HeldWindow) -> str | None:
-    """What is wrong where the window's pieces are not those of this model and optimizer."""
-    for index, record in enumerate(window.manifest.slices):
-        captured = [piece.to_json()[:-1] for piece in record.pieces]
-        if captured != [piece.to_row() for piece in view.pieces(window.plan, index)]:
-            return (
-                f"slice {index} of window {window.manifest.start_iteration} was captured from other ranges of the state"
-            )
-    return None
+def open_replay(engine: TrainingEngine, window: HeldWindow, agreement: Agreement) -> Replayer:
+    """``window`` at hand in ``engine``; collective over the ranks of ``agreement``, which replay it.
+
+    Raises:
+        RecoveryError: it was captured from other ranges of the state.
+    """
+    config = engine.config
+    view = OperatorView(
+        engine.model_chunks,
+        engine.optimizer,
+        groups=replace(engine.groups, vote=agreement.group),
+        num_layers=config.model.num_layers,
+    )
+    error = agreement.errors(other_pieces(view, window))
+    if error is not None:
+        raise RecoveryError(error)
+    slices = [
+        CapturedSlice(payload=content, extras=window.header(index, EXTRAS))
+        for index, content in enumerate(window.slices)
+    ]
+    skip_frozen = config.snapshot.skip_frozen_gradients
+    return Replayer(engine, view, window=window.plan, slices=slices, skip_frozen=skip_frozen, agreement=agreement)
 
 
 def _identity(stored: FolderEntry) -> tuple[int, int]:

@@ -1,114 +1,217 @@
 """From one membership to the next in the same processes: state is carried out, groups are formed anew, state put back.
 
-The experts that the lost ranks held come from copies among the survivors; all other state is whole on every rank. What
-is not state of the job stays each rank's own: random numbers go on where they were.
+The experts that the lost ranks held come from copies among those that stay; all other state is whole on each of these.
+What is not state of the job stays each rank's own: random numbers go on where they were. Newcomers, which have no
+state, join the same groups and are given all of it.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
 
 from megatron_ft import failpoints
-from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.present_nodes import config_of
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import CheckpointFailed, MembershipChanged
-from megatron_ft.mcore.groups import dissolve_groups, join
+from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryDecided
+from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.groups import Groups, dissolve_groups, join
+from megatron_ft.mcore.loop.carrying import Beginning, Carried, Common, carry, hand_over, seed_newcomer, shapes_of
+from megatron_ft.mcore.loop.data_checks import check_newcomers_data
+from megatron_ft.mcore.loop.extras import restore_extras
+from megatron_ft.mcore.loop.in_place import go_on_in_place
 from megatron_ft.mcore.loop.migration import move_experts
 from megatron_ft.mcore.loop.placing import PlacementKeeper
-from megatron_ft.mcore.loop.settling import settle
+from megatron_ft.mcore.loop.presence import Presence, is_evacuated
 from megatron_ft.mcore.loop.trainer import Trainer
-from megatron_ft.mcore.loop.undo import UndoRecord
-from megatron_ft.mcore.optimizer.state_view import NamedState, put_state, take_state
+from megatron_ft.mcore.loop.windows import take_snapshots_anew
+from megatron_ft.mcore.optimizer.build import set_position
+from megatron_ft.mcore.optimizer.state_view import NamedState, put_state
+from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.runtime.storage.checkpoints import directory_name
+from megatron_ft.runtime.transport.hang_up import Opening
 
 
 def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:
     """Make ``trainer`` go on as a rank of ``following``, from the state after its target; collective over its ranks.
 
-    The groups there are may be broken: nothing is sent through them.
+    The groups there are may be broken: nothing is sent through them. A newcomer's trainer has none.
 
     Args:
-        store: that of ``following``, in its rank 0 where it is open already.
+        store: that of ``following``, where it is open here already.
 
     Returns:
         Whether a checkpoint that was on its way has been given up.
 
     Raises:
-        RecoveryError: the survivors do not hold the whole state; it names what is missing. Nothing has changed then
-            but the iteration under way, which is settled.
+        RecoveryError: no rank holds some state any more; it names what is missing. Or ranks would go on from different
+            placements.
+        DataError: a rank reads other data, and the others cannot survive without it.
+        RuntimeError: the membership has not formed, for ranks were lost, or read other data. What was carried is kept.
+        TrainingStopped: the iteration that is finished on the way stops the run.
     """
     began = time.monotonic()
-    engine, placement = trainer.engine, trainer.placement
-    assert placement is not None, "without replicas nobody can be lost"
-    finished = settle(engine, following.target)
-    if finished is not None:
-        trainer.observe(finished)
-    former = _state_of_former_placement(trainer, placement)
-    config = config_of(trainer.job, following.nodes)
-    found = placement.following(config, following.previous_ranks)
-    if isinstance(found, Declined):
-        raise RecoveryError(f"generation {following.generation} cannot go on from living ranks: {found.summary()}")
-    keeper, migration = found
-
-    state = {**take_state(engine.model_chunks, engine.optimizer), **former}
-    volatile = UndoRecord.take(engine.model_chunks, engine.optimizer)
-    batch, unsaved = engine.batch, trainer.checkpoints.pending_iteration
-    trainer.teardown()
-    dissolve_groups()
-
-    context = _context(trainer.context, following, config)
+    carried = carry(trainer, following.target)
+    trainer.beginning = Beginning(iteration=following.target.iteration, carried=carried)
+    _let_go(trainer)
+    trainer.config = trainer.engine.config = config = config_of(trainer.job, following.nodes)
+    trainer.context, trainer.nodes = _context(trainer.context, following, config), following.nodes
     failpoints.enter(following.generation)
-    timeout_seconds = config.launch.reform_timeout_seconds
-    groups = join(config, context, device=trainer.device.type, timeout_seconds=timeout_seconds, store=store)
-    move_experts(state, migration, groups.pg_collection.ep)
-    trainer.config = engine.config = config
-    trainer.context, trainer.placement, trainer.nodes = context, keeper, following.nodes
-    trainer.use(groups)
-    engine.build(groups, keeper.replicas())
-    put_state(engine.model_chunks, engine.optimizer, state)
-    engine.restore(volatile)
-    trainer.keep_copies()
-
-    seconds = time.monotonic() - began
-    nodes = tuple(sorted(set(following.nodes)))
+    groups = _join(trainer, store)
+    present, fingerprints = _present(trainer, carried, groups)
+    has_moved = is_evacuated(present, following.generation)
+    if carried is not None:
+        carried = _as_all_have_it(carried, has_moved)
+    previous = tuple(None if found is None else found.rank for found in present)
+    check_newcomers_data(trainer, fingerprints, _first(previous))
+    in_place = trainer.job.launch.keep_layout
+    if in_place:
+        go_on_in_place(trainer, carried, groups, following.target.iteration)
+    else:
+        _go_on(trainer, carried, previous, groups)
+    iteration, rung = trainer.engine.iteration, LOCALIZED if in_place else "replicas"
+    trainer.report(RecoveryDecided(generation=following.generation, rung=rung, iteration=iteration))
     trainer.report(
         MembershipChanged(
             generation=following.generation,
             world_size=following.world_size,
-            nodes=nodes,
+            nodes=tuple(dict.fromkeys(following.nodes)),
             reason=following.reason,
-            iteration=engine.iteration,
-            seconds=seconds,
+            iteration=iteration,
+            seconds=time.monotonic() - began,
         )
     )
-    trainer.report_placement("membership")
+    if trainer.placement is not None:
+        trainer.report_placement("membership")
+    if carried is None:
+        return False
+    trainer.reporting_rank = _first(previous)
+    owes_save = _account(trainer, carried, time.monotonic() - began)
+    trainer.reporting_rank = 0
+    return owes_save
+
+
+def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
+    """The groups of the membership of ``trainer``; deaths break off the wait for them as they break collectives."""
+    failpoints.hit("reform_join", trainer.engine.iteration)
+    opening = Opening()
+    trainer.break_with(opening.hang_up)
+    try:
+        groups = join(
+            trainer.config,
+            trainer.context,
+            device=trainer.device.type,
+            timeout_seconds=trainer.config.launch.reform_timeout_seconds,
+            store=store,
+            opening=opening,
+        )
+    finally:
+        opening.close()
+    trainer.break_with(groups.transports.hang_up)
+    return groups
+
+
+def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple[list[Presence | None], list[str]]:
+    """What each rank has, None of newcomers; and the fingerprint of the samples that it reads."""
+    mine = None if carried is None else Presence.of(carried).to_json()
+    told = Agreement(groups.vote).gather([mine, trainer.samples["train"].fingerprint()])
+    present = [None if found is None else Presence(**found) for found, _ in told]
+    return present, [fingerprint for _, fingerprint in told]
+
+
+def _as_all_have_it(carried: Carried, has_moved: bool) -> Carried:
+    """With the placement that took over for departing nodes where every rank has come so far, else the one before."""
+    if not has_moved or carried.evacuated is None:
+        return carried
+    return replace(carried, common=replace(carried.common, placement=carried.evacuated))
+
+
+def _let_go(trainer: Trainer) -> None:
+    """Of the groups there are and all that holds them, as far as a newcomer or a rank that broke has any."""
+    trainer.placement = None
+    if dist.is_initialized():
+        trainer.teardown()
+    dissolve_groups()
+
+
+def _go_on(trainer: Trainer, carried: Carried | None, previous: tuple[int | None, ...], groups: Groups) -> None:
+    """Move what ranks lack, and build and fill model and optimizer.
+
+    Args:
+        previous: for each rank the one it was when state was carried out; None where it has none.
+    """
+    common, shapes = _in_common(carried, previous, groups)
+    keeper, migration = _placement(trainer, common, previous)
+    state: NamedState = {} if carried is None else dict(carried.state)
+    failpoints.hit("reform_move", common.extras["iteration"])
+    like = None if shapes is None else hand_over(state, shapes, previous, groups)
+    move_experts(state, migration, groups.pg_collection.ep, like=like)
+    trainer.placement = keeper
+    trainer.use(groups)
+    engine = trainer.engine
+    engine.iteration, engine.newest_vote, engine.underway = common.extras["iteration"], common.newest_vote, None
+    failpoints.hit("reform_build", engine.iteration)
+    engine.build(groups, keeper.replicas())
+    put_state(engine.model_chunks, engine.optimizer, state)
+    if carried is None:
+        seed_newcomer(trainer.job.training.seed, engine.iteration, groups)
+    restore_extras(engine, common.extras)
+    set_position(engine.scheduler, engine.iteration * trainer.job.training.global_batch_size)
+    trainer.rounded_off = common.rounded_off
+    trainer.keep_copies()
+    take_snapshots_anew(trainer)
+    if carried is None and common.stopped is not None:
+        trainer.stop(engine.iteration + 1, common.stopped)
+
+
+def _in_common(
+    carried: Carried | None, previous: tuple[int | None, ...], groups: Groups
+) -> tuple[Common, list[tuple[str, str, str, list[int]]] | None]:
+    """What all ranks know alike; and what state looks like, where newcomers have to be told."""
+    if None not in previous:
+        assert carried is not None, "everybody has state"
+        return carried.common, None
+    record = None if carried is None else {"common": carried.common.to_json(), "shapes": shapes_of(carried.state)}
+    told = Agreement(groups.vote).from_rank(_first(previous), record)
+    return Common.from_json(told["common"]) if carried is None else carried.common, told["shapes"]
+
+
+def _first(previous: tuple[int | None, ...]) -> int:
+    """The first rank that has state."""
+    return next(rank for rank, former in enumerate(previous) if former is not None)
+
+
+def _placement(
+    trainer: Trainer, common: Common, previous: tuple[int | None, ...]
+) -> tuple[PlacementKeeper, MigrationPlan]:
+    assert common.placement is not None, "experts have places"
+    found = PlacementKeeper.following(common.placement, trainer.config, previous)
+    if isinstance(found, Declined):
+        generation = trainer.context.generation
+        raise RecoveryError(f"generation {generation} cannot go on from living ranks: {found.summary()}")
+    return found
+
+
+def _account(trainer: Trainer, carried: Carried, seconds: float) -> bool:
+    """Tell what was finished and what was given up on the way."""
+    finished, carried.finished = carried.finished, None
     if finished is not None:
-        trainer.account(finished, seconds, batch)
-    if unsaved is not None:
-        path = str(context.run_dir / "checkpoints" / directory_name(unsaved))
+        trainer.account(finished, seconds, carried.batch)
+    if carried.unsaved is not None:
+        path = str(trainer.context.run_dir / "checkpoints" / directory_name(carried.unsaved))
         error = "ranks were lost while it was written; the state they go on with is saved instead"
-        trainer.report(CheckpointFailed(iteration=unsaved, error=error, path=path))
-    return unsaved is not None
-
-
-def _state_of_former_placement(trainer: Trainer, placement: PlacementKeeper) -> NamedState:
-    """State of experts given away for a placement that no iteration has been committed with: the one before holds."""
-    former, trainer.former = trainer.former, None
-    if former is None or trainer.engine.iteration >= former.before_iteration:
-        return {}
-    placement.plans = former.plans
-    return former.state
+        trainer.report(CheckpointFailed(iteration=carried.unsaved, error=error, path=path))
+    return carried.unsaved is not None
 
 
 def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
-    rank = following.new_rank(context.rank)
-    assert rank is not None, f"rank {context.rank} does not go on"
+    rank = following.rank_on(context.node, context.local_rank)
+    assert rank is not None, f"rank {context.local_rank} of node {context.node} is not of {following.summary()}"
     return replace(
         context,
         rank=rank,
@@ -117,22 +220,6 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
         generation=following.generation,
         master_addr=following.master_addr,
         master_port=following.master_port,
-    )
-
-
-def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
-    """``job`` for the ranks on ``nodes`` alone (numbers since the job began, one for each rank).
-
-    Their failure domains keep their names. Copies are asked for on as many domains as there are.
-    """
-    launch, remaining = job.launch, sorted(set(nodes))
-    names = launch.failure_domains or [f"node{node}" for node in range(launch.num_nodes)]
-    domains = [names[node] for node in remaining]
-    return derive_placement(
-        replace(
-            job,
-            launch=replace(launch, num_nodes=len(remaining), failure_domains=domains),
-            parallel=replace(job.parallel, expert_model_parallel_size=1),
-            placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, len(set(domains)))),
-        )
+        nodes=following.nodes,
+        is_newcomer=False,
     )

@@ -18,7 +18,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import WINDOW_FIELDS, Ballot, Vote
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
-_OF_THE_JOB = ("generation", "stop_requested", *WINDOW_FIELDS)
+_OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELDS)
 """What a vote says of the job and its time, and not of the iteration."""
 
 
@@ -31,7 +31,8 @@ class CapturedSlice:
 
 
 class Replayer:
-    """A window at hand in a built engine: the ``ReplayEngine`` of ``runtime.engine``. Collective over the job.
+    """A window at hand in a built engine: the ``ReplayEngine`` of ``runtime.engine``. Collective over the ranks of
+    ``agreement``, all of the job or all of a few pipeline stages.
 
     Copies of optimizer state on other ranks (``TrainingEngine.keep_copies``) do not follow a replay: the caller
     makes them anew when the state is dense.
@@ -40,6 +41,8 @@ class Replayer:
         view: of the engine's present model and optimizer.
         slices: of this rank, in the window's order.
         skip_frozen: leave out weight gradients of frozen operators; the result is the same without.
+        agreement: of the ranks that replay; None for all of the job. What a few of them compute is no vote, and is not
+            compared with one.
     """
 
     def __init__(
@@ -50,13 +53,15 @@ class Replayer:
         window: WindowPlan,
         slices: Sequence[CapturedSlice],
         skip_frozen: bool = True,
+        agreement: Agreement | None = None,
     ) -> None:
         self._engine = engine
         self._view = view
         self._window = window
         self._slices = slices
         self._skip_frozen = skip_frozen
-        self._agreement = Agreement(engine.groups.vote)
+        self._agreement = Agreement(engine.groups.vote) if agreement is None else agreement
+        self._is_whole = self._agreement.num_ranks == engine.groups.vote.size()
 
     def load(self, index: int) -> None:
         """Put slice ``index`` back on every rank that holds any of it; with slice 0 the extras.
@@ -83,7 +88,9 @@ class Replayer:
         failpoints.hit("replay", vote.iteration)
         undo = UndoRecord.take(engine.model_chunks, engine.optimizer)
         unchanged = parameters_of(engine.model_chunks, operators, engine.config.model.num_layers)
-        self._compare(vote, self._accumulate(vote, unchanged))
+        ballot = self._accumulate(vote, unchanged)
+        if self._is_whole:
+            self._compare(vote, ballot)
         decision = engine.policy.decide(vote, engine.history)
         if decision.action == "commit":
             engine.commit(vote)

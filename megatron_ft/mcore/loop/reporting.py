@@ -3,17 +3,22 @@
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Sequence
 
 import torch
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.worker import RankContext
-from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce, RunStarted
+from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce, RunStarted, SnapshotPlanned
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
 from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
+from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.snapshot.pieces import window_bytes
+from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.snapshot.report import dense_plan
 
 _PACKAGES = ("torch", "megatron-core", "numpy")
 
@@ -22,6 +27,21 @@ def config_digest(config: JobConfig) -> str:
     """Checksum of the job's configuration."""
     content = json.dumps(to_dict(config), sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def planned_record(
+    iteration: int, plan: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]], host_bytes: int
+) -> SnapshotPlanned:
+    """What windows of ``plan`` take, from after ``iteration`` on."""
+    return SnapshotPlanned(
+        iteration=iteration,
+        window_iterations=plan.num_iterations,
+        interval_iterations=plan.interval_iterations,
+        window_bytes=max(window_bytes(plan, shards) for shards in shards_by_rank),
+        dense_bytes=max(window_bytes(dense_plan(shards), shards) for shards in shards_by_rank),
+        host_bytes=host_bytes,
+        reason=plan.reason,
+    )
 
 
 def run_started(

@@ -6,7 +6,6 @@ from the commit vote or from the same inputs on every rank.
 
 import json
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ import torch
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.policy import build_policy
-from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowCommitted, WindowDelayed
+from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.recovering import HeldWindow
+from megatron_ft.mcore.loop.held_window import PLAN, KeptPart
+from megatron_ft.mcore.loop.reporting import planned_record
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
-from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.commit import Vote, WindowReport
+from megatron_ft.planning.recovery.localized import KeptWindow
 from megatron_ft.planning.snapshot.activations import Activations
 from megatron_ft.planning.snapshot.buffers import WindowBuffers
 from megatron_ft.planning.snapshot.demand import Demand
@@ -31,10 +31,10 @@ from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
-from megatron_ft.planning.snapshot.report import check_limit, dense_plan
+from megatron_ft.planning.snapshot.report import check_limit, whole_plan
 from megatron_ft.runtime.keeper.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
 from megatron_ft.runtime.snapshot.capture import CaptureFigures, WindowCapture
-from megatron_ft.runtime.snapshot.copier import open_copier
+from megatron_ft.runtime.snapshot.copier import capture_bandwidth, open_copier
 from megatron_ft.runtime.snapshot.window_memory import WindowMemory
 
 Rows = tuple[tuple[int, ...], ...]
@@ -45,8 +45,6 @@ Header = Callable[[int], dict[str, str]]
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
-_PROBE_BYTES = 32 << 20
-_NUM_PROBES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +97,7 @@ class Snapshotter:
         self._start: int | None = None
         self._last_start: int | None = None
         self._lengths: dict[int, int] = {}
+        self._kept_generation = -1
         self._num_windows = 0
         self._stalled_before = 0.0
         self._num_problems = 0
@@ -127,15 +126,47 @@ class Snapshotter:
 
     # -- in step with the loop ----------------------------------------------------------------------------
 
-    def resume(self, window: HeldWindow) -> None:
-        """The job has continued from ``window``: keep it until a newer one is committed, and go on with its plan."""
-        start = window.manifest.start_iteration
-        self._plan = window.plan
-        self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
-        if window.is_in_arena:
-            self._client.committed(start, captured_in=window.manifest.generation)
-            self._lengths[start] = window.plan.num_iterations
-        self._opened = self._open(self._engine.iteration, is_resumed=True)
+    def resume(self, part: KeptPart, plan: WindowPlan) -> None:
+        """The job has continued from the window of ``part``, or could: keep it until a newer one is committed, and go
+        on with ``plan``."""
+        start, self._plan, self._kept_generation = part.window.start_iteration, plan, part.window.generation
+        self._buffers = WindowBuffers(held={start: part.buffer or 0}, committed=start)
+        if part.is_in_arena:
+            self._client.committed(start, captured_in=part.window.generation)
+            self._lengths[start] = part.num_slices
+        self._opened = self._open(self._engine.iteration, is_resumed=part.is_in_arena)
+
+    def capture_whole(self, vote: Vote) -> None:
+        """Capture the present state at once, as a window of one slice: after a recovery the one that the job could go
+        back to is far behind. Windows of the plan follow as they would follow one of it.
+
+        Args:
+            vote: of the newest iteration.
+        """
+        opened, memory, iteration = self._opened, self._memory, self._engine.iteration
+        assert opened is not None and memory is not None, "resumed"
+        shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
+        if self._agreement.any(window_bytes(whole, shards) > memory.arena.window_bytes):
+            return self._say_plan_problem(iteration, "the whole state does not fit the buffers, and is not captured")
+        if not self._agreement.all(bool(self._window_report().has_free_buffer)):
+            return self._say_delayed(iteration)
+        capture = self._capture(whole, opened.view, memory)
+        self._enter(iteration, capture)
+        header = {"vote": json.dumps(vote.to_record()), PLAN: json.dumps(opened.plan.to_json()), **self._header(0)}
+        capture.begin_slice(self._buffers.held[iteration], 0, iteration=iteration, header=header)
+        capture.settle()
+        return None
+
+    @property
+    def plan(self) -> WindowPlan | None:
+        """The plan in force; None before the first."""
+        return self._plan
+
+    @property
+    def kept(self) -> KeptWindow | None:
+        """The newest committed window; None before the first."""
+        start = self._buffers.committed
+        return None if start < 0 else KeptWindow(start_iteration=start, generation=self._kept_generation)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
         """The state after ``iteration`` is complete: let windows go that are no longer needed, start a slice."""
@@ -206,6 +237,7 @@ class Snapshotter:
         if self._buffers.committed > before.committed:
             failpoints.hit("replicate", iteration)
             self._client.committed(self._buffers.committed)
+            self._kept_generation = self._engine.groups.generation
             self._say_committed(iteration)
         for start in before.held:
             if start > self._buffers.committed and start not in self._buffers.held:
@@ -227,13 +259,18 @@ class Snapshotter:
             return False
         self._opened = opened = self._plan_again(iteration, opened)
         self._is_delayed = False
-        self._buffers = self._buffers.begin(iteration, self._client.buffer_states().pinned)
-        self._start = self._last_start = iteration
-        self._lengths = {start: length for start, length in self._lengths.items() if start in self._buffers.held}
-        self._lengths[iteration] = opened.plan.num_iterations
-        self._num_windows += 1
-        opened.capture.begin_window(self._buffers.held[iteration], iteration)
+        self._enter(iteration, opened.capture)
+        self._start = iteration
         return True
+
+    def _enter(self, iteration: int, capture: WindowCapture) -> None:
+        """A window begins that ``capture`` captures."""
+        self._buffers = self._buffers.begin(iteration, self._client.buffer_states().pinned)
+        self._last_start = iteration
+        self._lengths = {start: length for start, length in self._lengths.items() if start in self._buffers.held}
+        self._lengths[iteration] = capture.plan.num_iterations
+        self._num_windows += 1
+        capture.begin_window(self._buffers.held[iteration], iteration)
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
         """Plan unless there is a plan, take memory, lay slices out.
@@ -268,13 +305,15 @@ class Snapshotter:
         """
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
+        is_outgrown = self._memory is not None
         if self._memory is not None:
             if not self._agreement.any(exact > self._memory.arena.window_bytes):
                 return self._memory
             self._say_plan_problem(iteration, "windows have outgrown their memory: those in it are given up")
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()
-        return WindowMemory(self._client.allocate(needed), self._engine.device)
+        # Also where it is large enough still: windows are on all ranks or on none.
+        return WindowMemory(self._client.allocate(needed, anew=is_outgrown), self._engine.device)
 
     def _release_memory(self) -> None:
         """Before more is taken, so that a node never has room for both."""
@@ -287,38 +326,28 @@ class Snapshotter:
     ) -> _Opened:
         """``plan`` in force from now on."""
         self._plan = plan
-        capture = WindowCapture(
-            plan,
-            view.shards,
-            keeper=self._client,
-            copier=self._copier,
-            buffers=memory.buffers,
-            source=view.source,
-        )
+        capture = self._capture(plan, view, memory)
         self._stalled_before = 0.0
         opened = _Opened(view=view, capture=capture, host_bytes=needed)
-        self._say_planned(iteration, opened)
+        self._report(planned_record(iteration, plan, view.shards_by_rank, needed))
         return opened
+
+    def _capture(self, plan: WindowPlan, view: OperatorView, memory: WindowMemory) -> WindowCapture:
+        copier, buffers = self._copier, memory.buffers
+        return WindowCapture(plan, view.shards, keeper=self._client, copier=copier, buffers=buffers, source=view.source)
 
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
         if bandwidth is None:
-            bandwidth = min(self._agreement.gather(_capture_bandwidth(self._engine.device)))
+            bandwidth = min(self._agreement.gather(capture_bandwidth(self._engine.device)))
         if seconds is None:
             seconds = min(self._agreement.gather(statistics.median(self._iteration_seconds)))
         return SnapshotContext(
             bandwidth_bytes_per_second=bandwidth,
             iteration_seconds=seconds,
-            activations=self._activations(),
+            activations=Activations.of(self._config.model, self._loads),
         )
-
-    def _activations(self) -> Activations | None:
-        if not self._loads:
-            return None
-        layers = tuple(n for n in range(1, self._config.model.num_layers + 1) if is_moe_layer(self._config.model, n))
-        records = tuple(tuple(rows[layer - 1] for layer in layers) for rows in self._loads)
-        return Activations(layers=layers, tokens=records)
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:
         """Before a window, where it is due: look at what was measured, and whether the order still fits."""
@@ -336,21 +365,6 @@ class Snapshotter:
         return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes)
 
     # -- what is said -------------------------------------------------------------------------------------
-
-    def _say_planned(self, iteration: int, opened: _Opened) -> None:
-        plan, shards_by_rank = opened.plan, opened.view.shards_by_rank
-        sizes = [window_bytes(plan, shards) for shards in shards_by_rank]
-        self._report(
-            SnapshotPlanned(
-                iteration=iteration,
-                window_iterations=plan.num_iterations,
-                interval_iterations=plan.interval_iterations,
-                window_bytes=max(sizes),
-                dense_bytes=max(window_bytes(dense_plan(shards), shards) for shards in shards_by_rank),
-                host_bytes=opened.host_bytes,
-                reason=plan.reason,
-            )
-        )
 
     def _say_committed(self, iteration: int) -> None:
         stalled = self.figures.stalled_seconds
@@ -384,15 +398,3 @@ class Snapshotter:
 
     def _problem(self, iteration: int, what: str, error: str) -> None:
         self._report(SnapshotProblem(iteration=iteration, node=self._node, what=what, error=error))
-
-
-def _capture_bandwidth(device: torch.device) -> float:
-    """Bytes per second from ``device`` into warm host memory: the best of a few."""
-    source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    target = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(_NUM_PROBES):
-        began = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - began)
-    return _PROBE_BYTES / best

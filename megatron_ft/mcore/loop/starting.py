@@ -7,7 +7,8 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint import CheckpointManager
-from megatron_ft.mcore.loop.recovering import PLACEMENT, HeldWindow, Recovery
+from megatron_ft.mcore.loop.held_window import PLACEMENT, HeldWindow
+from megatron_ft.mcore.loop.recovering import Recovery
 
 
 def find_source(

@@ -1,8 +1,8 @@
 """The training loop of one rank: iterations, reports, evaluations, checkpoints, and when to stop."""
 
-import json
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.config.present_nodes import config_of
+from megatron_ft.control.worker import HangUp, RankContext
 from megatron_ft.corpus.check import resolve_vocab_size
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.events import (
@@ -19,6 +20,7 @@ from megatron_ft.events import (
     LossSpike,
     RanksReady,
     Record,
+    RecoveryDecided,
     SnapshotProblem,
     StateDigest,
 )
@@ -26,27 +28,29 @@ from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.checkpoint.digest import state_digest
 from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.loop.data_checks import check_known_data, check_same_data, open_splits
+from megatron_ft.mcore.loop.carrying import Beginning
+from megatron_ft.mcore.loop.data_checks import check_same_data, open_splits
 from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.extras import capture_extras
-from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, window_folder
+from megatron_ft.mcore.loop.held_window import HeldWindow
+from megatron_ft.mcore.loop.keeping import connect_keeper
 from megatron_ft.mcore.loop.migration import Former, migrate
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
-from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, HeldWindow, Recovery
 from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.mcore.loop.reporting import (
-    config_digest,
     expert_load_record,
     metrics_record,
     placement_record,
     run_started,
 )
+from megatron_ft.mcore.loop.saving import extra_state, load, open_checkpoints
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.mcore.loop.starting import find_source, recorded_placement
 from megatron_ft.mcore.loop.underway import IterationResult
+from megatron_ft.mcore.loop.upstream import keep_log, replay_window
+from megatron_ft.mcore.loop.windows import open_recovery, take_snapshots
+from megatron_ft.mcore.optimizer.state_view import NamedState
 from megatron_ft.planning.batch import BatchPlan
-from megatron_ft.planning.commit import History
-from megatron_ft.runtime.keeper.client import KeeperClient
+from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.topology import Topology
 
 
@@ -56,14 +60,19 @@ class Trainer:
     Only rank 0 reports; what it reports, every rank knows from the vote.
     """
 
+    agreement: Agreement
+    checkpoints: CheckpointManager
+
     def __init__(self, config: JobConfig, context: RankContext, *, device: torch.device, transformer_impl: str) -> None:
         self.job = config
         """As it was asked for."""
-        self.config = config
-        """The same for the ranks there are now."""
         self.context = context
-        self.nodes = tuple(rank // config.launch.ranks_per_node for rank in range(context.world_size))
+        self.nodes = context.nodes or tuple(rank // config.launch.ranks_per_node for rank in range(context.world_size))
         """Node of each rank, by its number since the job began."""
+        is_told = bool(context.nodes) and not context.is_newcomer
+        is_other = is_told and tuple(dict.fromkeys(self.nodes)) != tuple(range(config.launch.num_nodes))
+        self.config = config = config_of(config, self.nodes) if is_other else config
+        """The same for the ranks there are now."""
         self.device = device
         self.samples = open_splits(config)
         self.engine = TrainingEngine(
@@ -74,10 +83,12 @@ class Trainer:
             samples=self.samples,
             stop_requested=context.worker.stop_requested,
         )
-        self._replay_config = replay_config(
-            config, self.samples["train"].fingerprint(), device=device.type, transformer_impl=transformer_impl
-        )
-        self.placement = self._placement_keeper()
+        self.placement: PlacementKeeper | None = None  # from when this rank has state on
+        self.beginning: Beginning | None = None
+        """While a membership has not committed an iteration."""
+        self.reporting_rank = 0
+        self.hang_up: HangUp = lambda _: None
+        """Breaks the connections to other ranks that there are."""
         self.former: Former | None = None
         """While the first iteration of a placement is not committed."""
         self.snapshots: Snapshotter | None = None
@@ -86,8 +97,22 @@ class Trainer:
         self.rounded_off = 0
         """Newest iteration after which all is done that was due."""
         self.engine.wants_load = self._wants_load
+        self.engine.change_requested = context.worker.change_requested
 
     # -- life ---------------------------------------------------------------------------------------------
+
+    def replay_config(self) -> dict[str, Any]:
+        """What decides what an iteration of the present ranks computes."""
+        return replay_config(
+            self.config,
+            self.samples["train"].fingerprint(),
+            device=self.device.type,
+            transformer_impl=self.engine.transformer_impl,
+        )
+
+    def anew(self) -> "Trainer":
+        """Another of the same job, without state: a rank that has left joins with it later."""
+        return Trainer(self.job, self.context, device=self.device, transformer_impl=self.engine.transformer_impl)
 
     def build(self, groups: Groups) -> None:
         """Build the engine on ``groups`` and load what the run continues from.
@@ -97,40 +122,51 @@ class Trainer:
             DataError: ranks read different data, or other data than the checkpoint was trained on.
         """
         started = time.monotonic()
+        self.placement = self._placement_keeper()
         self.use(groups)
         check_same_data(self.config, self.samples["train"], self.agreement)
-        client = connect_keeper(self.config, self.context, self.topology_record)
-        recovery = self._recovery(client)
+        client = connect_keeper(self.config, self.context, self.topology_record, self.nodes)
+        recovery = open_recovery(self, client)
         source, window = find_source(self.config, self.context, self.checkpoints, recovery)
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
         if source is not None:
-            self._load(source)
+            load(self, source)
         if window is not None:
-            recovery.replay(self.engine, window)
+            replay_window(self, recovery, window)
         recovery.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
         self.engine.newest_vote = None  # what a replayed iteration was asked for, no one asks of this run
         self.rounded_off = self.engine.iteration
         self.keep_copies()
         origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
+        if self.context.generation > 0:
+            self.report(_decided(self, source, window, recovery.declined))
         resumed = None if origin is None else (str(origin), self.engine.iteration)
         self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
             self.report_placement("resumed" if source is not None or window is not None else "first")
         if client is not None:
-            self._take_snapshots(client, window)
+            self.snapshots = take_snapshots(self, client, None if window is None else window.resumed)
         self.report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
 
     def use(self, groups: Groups) -> None:
         """Agree, save and tell as a rank of ``groups``."""
         self.topology_record = asdict(Topology.of(self.config.parallel, self.context.world_size))
         self.agreement = Agreement(groups.vote)
-        self.checkpoints = self._checkpoint_manager(groups)
+        self.checkpoints = open_checkpoints(self, groups)
         failpoints.watch(self._tell_phase)
+
+    def break_with(self, hang_up: HangUp) -> None:
+        """Let ``hang_up`` break the connections to other ranks, also for the control plane where others are lost."""
+        self.hang_up = hang_up
+        if self.context.worker.can_survive:
+            self.context.worker.on_break(hang_up)
 
     def run(self, *, before: int | None = None) -> None:
         """Train to the end, or to the iteration at which the vote carries a stop; then ``ended`` says so.
+
+        It returns earlier, with all that was due done, where the vote carries that nodes join or leave.
 
         Args:
             before: iteration to return before, whose ranks are others.
@@ -143,7 +179,7 @@ class Trainer:
         if self.agreement.any(self.rounded_off < self.engine.iteration):
             self.round_off(self.engine.iteration)
         while self.engine.iteration < last and not self._stop_is_voted():
-            if self.engine.iteration + 1 == before:
+            if self.engine.iteration + 1 == before or self._change_is_voted():
                 return
             self.iterate(self.engine.iteration + 1)
         if self.config.checkpoint.save_at_end:
@@ -157,15 +193,21 @@ class Trainer:
     def _stop_is_voted(self) -> bool:
         return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested
 
+    def _change_is_voted(self) -> bool:
+        vote = self.engine.newest_vote
+        return vote is not None and vote.change_requested and vote.generation == self.context.generation
+
     def teardown(self) -> None:
-        """Let go of everything that holds the groups. Other ranks need not be there any more."""
+        """Let go of everything that holds the groups, as far as it is there. Other ranks need not be there any more."""
         if self.snapshots is not None:
             self.snapshots.close()
             self.snapshots = None
         self.engine.teardown()
         failpoints.watch(None)
-        self.checkpoints.abandon()
-        del self.agreement, self.checkpoints
+        checkpoints: CheckpointManager | None = self.__dict__.pop("checkpoints", None)
+        if checkpoints is not None:
+            checkpoints.abandon()
+        self.__dict__.pop("agreement", None)
 
     def _tell_phase(self, iteration: int, phase: str) -> None:
         if iteration > 0 or phase == "build":  # an evaluation passes the model as iteration 0
@@ -178,12 +220,14 @@ class Trainer:
         self._rebalance(iteration)
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
-        self.former = self.former if result.decision.action == "stop" else None
+        if result.decision.action != "stop":
+            self.former = self.beginning = None
         self.observe(result)
         seconds = time.perf_counter() - began
-        if self.snapshots is not None and result.decision.action != "stop":
-            self.snapshots.after_iteration(iteration, result.vote, seconds)
         self.account(result, seconds)
+        if self.snapshots is not None:
+            self.snapshots.after_iteration(iteration, result.vote, seconds)
+            keep_log(self)
         self.round_off(iteration)
         if self.snapshots is not None and result.vote.stop_requested:
             self.snapshots.persist_newest()
@@ -211,9 +255,17 @@ class Trainer:
             values = {"loss": vote.loss, "grad_norm": vote.grad_norm, "loss_scale": vote.loss_scale}
             self.report(IterationSkipped(iteration=iteration, reason=decision.reason, values=values))
         if decision.action == "stop":
-            self.save()
-            self.checkpoints.finish()
-            raise TrainingStopped(f"iteration {iteration}: {decision.reason}")
+            self.stop(iteration, decision.reason)
+
+    def stop(self, iteration: int, reason: str) -> None:
+        """Save the state as it is and end the run.
+
+        Raises:
+            TrainingStopped: always.
+        """
+        self.save()
+        self.checkpoints.finish()
+        raise TrainingStopped(f"iteration {iteration}: {reason}")
 
     def _observers(self) -> list[PlacementKeeper | Snapshotter]:
         return [o for o in (self.placement, self.snapshots) if o is not None and o.wants_loads]
@@ -239,12 +291,23 @@ class Trainer:
         began = time.perf_counter()
         if self.snapshots is not None:
             self.snapshots.pause()
-        part = self.placement.part_of(change)
-        state = migrate(self.engine, self.placement.replicas(part.placement), part)
-        self.former = Former(before_iteration=iteration, plans=self.placement.plans, state=state)
+        self.move(self.placement.part_of(change), iteration)
         self.placement.adopt(change)
         self.keep_copies()
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
+
+    def move(self, migration: MigrationPlan, iteration: int, *, is_evacuation: bool = False) -> None:
+        """Move experts before ``iteration``; until one is committed after it, this rank can go back. Collective."""
+        assert self.placement is not None, "experts have places"
+        failpoints.hit("migrate", iteration)
+        plans = self.placement.plans
+        former = partial(Former, before_iteration=iteration, plans=plans, is_evacuation=is_evacuation)
+
+        def keep(state: NamedState) -> None:
+            self.former = former(state=state, is_moving=True)
+
+        replicas = self.placement.replicas(migration.placement)
+        self.former = former(state=migrate(self.engine, replicas, migration, keep=keep))
 
     def keep_copies(self) -> None:
         """Have copies of optimizer state kept where the configuration wants them, from the present state on."""
@@ -283,19 +346,6 @@ class Trainer:
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def _checkpoint_manager(self, groups: Groups) -> CheckpointManager:
-        return CheckpointManager(
-            self.config.checkpoint,
-            run_dir=self.context.run_dir,
-            run_id=self.context.run_dir.name,
-            topology_record=self.topology_record,
-            group=groups.vote,
-            dp_cp_group=groups.pg_collection.dp_cp,
-            report=self._report_record,
-            config_digest=config_digest(self.job),
-            generation=groups.generation,
-        )
-
     def save(self) -> None:
         """Save the state as it is, unless that is saved already; a save of it that failed is tried again."""
         iteration = self.engine.iteration
@@ -305,66 +355,7 @@ class Trainer:
             return
         self.context.worker.progress(iteration, "checkpoint")
         failpoints.hit("checkpoint", iteration)
-        history = self.engine.history
-        extra: dict[str, Any] = {
-            "data_fingerprint": self.samples["train"].fingerprint(),
-            "losses": list(history.losses),
-            "num_consecutive_skips": history.num_consecutive_skips,
-        }
-        if self.placement is not None:
-            extra["placement"] = self.placement.to_json()
-        self.checkpoints.save(self.state(extra), iteration)
-
-    def _load(self, directory: Path) -> None:
-        """Fill the engine from a checkpoint."""
-        state = self.state({})
-        self.checkpoints.load(state, directory)
-        check_known_data(self.config, self.samples["train"], state.extra.get("data_fingerprint"), directory)
-        self.engine.iteration = state.iteration
-        self.engine.history = History(
-            losses=tuple(state.extra.get("losses", ())),
-            num_consecutive_skips=state.extra.get("num_consecutive_skips", 0),
-        )
-
-    def _recovery(self, client: KeeperClient | None) -> Recovery:
-        return Recovery(
-            self.config,
-            rank=self.context.rank,
-            node=self.context.node,
-            run_dir=self.context.run_dir,
-            topology=self.topology_record,
-            settings=self._replay_config,
-            agreement=self.agreement,
-            client=client,
-            folder=window_folder(self.config, self.context.run_dir),
-            report=self._report_own,
-        )
-
-    # -- snapshots ----------------------------------------------------------------------------------------
-
-    def _take_snapshots(self, client: KeeperClient, window: HeldWindow | None) -> None:
-        self.snapshots = Snapshotter(
-            self.config,
-            self.engine,
-            client=client,
-            assignment=peer_assignment(self.config),
-            node=self.context.node,
-            header=self._slice_header,
-            report=self._report_own,
-        )
-        if window is not None:
-            self.snapshots.resume(window)
-
-    def _slice_header(self, index: int) -> dict[str, str]:
-        """What a replay needs besides tensors; it begins with slice 0."""
-        if index > 0:
-            return {}
-        placement = None if self.placement is None else self.placement.to_json()
-        return {
-            EXTRAS: json.dumps(capture_extras(self.engine)),
-            PLACEMENT: json.dumps(placement),
-            CONFIG: json.dumps(self._replay_config),
-        }
+        self.checkpoints.save(self.state(extra_state(self)), iteration)
 
     def state(self, extra: dict[str, Any]) -> TrainingState:
         """What a checkpoint holds, as it is now; ``extra`` goes with it."""
@@ -381,20 +372,29 @@ class Trainer:
     # -- reports ------------------------------------------------------------------------------------------
 
     def report(self, record: Record) -> None:
-        """Say it once for the job: rank 0 does."""
-        self._report_record(record.to_record())
+        """Say it once for the job: one rank does, rank 0 unless it does not know."""
+        self.report_record(record.to_record())
 
-    def _report_own(self, record: Record) -> None:
+    def report_own(self, record: Record) -> None:
         """What every rank may say: problems of its node; all else is said once."""
         if isinstance(record, SnapshotProblem):
             self.context.worker.report(record.to_record())
         else:
             self.report(record)
 
-    def _report_record(self, record: dict[str, Any]) -> None:
-        if self.context.rank == 0:
+    def report_record(self, record: dict[str, Any]) -> None:
+        """As ``report``, of what is plain values already."""
+        if self.context.rank == self.reporting_rank:
             self.context.worker.report(record)
 
 
 def _due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
+
+
+def _decided(
+    trainer: Trainer, source: Path | None, window: HeldWindow | None, declined: tuple[str, ...]
+) -> RecoveryDecided:
+    rung = "window" if window is not None else "nothing" if source is None else "checkpoint"
+    generation, iteration = trainer.context.generation, trainer.engine.iteration
+    return RecoveryDecided(generation=generation, rung=rung, iteration=iteration, declined=declined)

@@ -16,7 +16,8 @@ class UndoRecord:
     """State before an iteration: random numbers, router bias, loss scale.
 
     Data position and schedule are functions of the iteration and need no undo; gradients are kept in their
-    buffers until the next iteration starts; expert counts and auxiliary trackers are emptied with the vote.
+    buffers until the next iteration starts; auxiliary trackers are emptied with the vote. Expert counts are zero
+    between iterations.
     """
 
     cpu_rng: torch.Tensor
@@ -42,6 +43,10 @@ class UndoRecord:
         torch.cuda.set_rng_state(self.device_rng)
         get_cuda_rng_tracker().set_states(self.tracker_rng)
         self.restore_expert_bias(model_chunks)
+        for counts in _expert_counts(model_chunks):
+            counts.zero_()
+        for router in _routers(model_chunks):
+            router.reset_global_aux_loss_tracker()
         for scaler, state in zip(grad_scalers(optimizer), self.grad_scalers, strict=True):
             scaler.load_state_dict(state)
 
@@ -52,8 +57,23 @@ class UndoRecord:
 
 
 def _expert_biases(model_chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    return _router_buffers(model_chunks, "expert_bias")
+
+
+def _expert_counts(model_chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    """Tokens per expert since the last update of the bias."""
+    return _router_buffers(model_chunks, "local_tokens_per_expert")
+
+
+def _routers(model_chunks: list[torch.nn.Module]) -> list[Any]:
+    """Those that sum tokens over an iteration for a global auxiliary loss."""
     modules = [module for chunk in model_chunks for module in unwrap(chunk).modules()]
-    return [module.expert_bias for module in modules if isinstance(getattr(module, "expert_bias", None), torch.Tensor)]
+    return [module for module in modules if getattr(module, "global_tokens_per_expert", None) is not None]
+
+
+def _router_buffers(model_chunks: list[torch.nn.Module], name: str) -> list[torch.Tensor]:
+    modules = [module for chunk in model_chunks for module in unwrap(chunk).modules()]
+    return [getattr(module, name) for module in modules if isinstance(getattr(module, name, None), torch.Tensor)]
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Declined:
         return f"{self.rung}: {self.reason}{named}"
 
 
-def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int]) -> tuple[OperatorId, ...]:
+def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int | None]) -> tuple[OperatorId, ...]:
     """Experts that none of ``previous_ranks``, ranks of ``plan`` that go on, holds."""
     return tuple(
         OperatorId(layer=layer, kind="expert", expert=expert)
@@ -34,7 +34,7 @@ def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int]) -> tuple[Op
 
 def plan_replicas(
     plan: PlacementPlan,
-    previous_ranks: Sequence[int],
+    previous_ranks: Sequence[int | None],
     place: Callable[[], PlacementPlan],
     *,
     num_slots_per_rank: int,
@@ -46,7 +46,7 @@ def plan_replicas(
 
     Args:
         plan: the placement in force.
-        previous_ranks: for each rank of the next membership, in order, the rank it was under ``plan``.
+        previous_ranks: for each rank of the next membership, in order, the rank it was under ``plan``; None: no state.
         place: the placement wanted for them; asked where it is needed only.
         num_slots_per_rank: of the next membership.
         expert_bytes: state of one expert, or of one expert of each layer.

@@ -1,8 +1,11 @@
 """How often experts were activated, and when that has changed enough to order operators anew."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from megatron_ft.config.model import ModelConfig
+from megatron_ft.operators import is_moe_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +18,13 @@ class Activations:
     """[record][layer][expert], oldest record first; a record is an iteration or several."""
     probabilities: tuple[tuple[float, ...], ...] | None = None
     """Sums of gate probabilities [layer][expert] over all records, where they were collected."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
+        """From records of tokens [layer of the model][expert], oldest first; None without any."""
+        layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
+        records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
+        return cls(layers=layers, tokens=records) if records else None
 
     def validate(self) -> None:
         """Assert that every record has a row for each layer, equally long, of counts."""

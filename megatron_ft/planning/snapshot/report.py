@@ -1,5 +1,6 @@
 """What a job's snapshots amount to before anything runs: window, bytes, and the memory they take on every node."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,6 +119,13 @@ def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> Sna
     )
     report.validate()
     return report
+
+
+def whole_plan(shards_by_rank: Sequence[tuple[StateShard, ...]], interval_iterations: int) -> WindowPlan:
+    """The whole state of the job as one slice."""
+    operators = sorted({shard.operator for shards in shards_by_rank for shard in shards}, key=str)
+    units = tuple(Unit(operator=operator) for operator in operators)
+    return WindowPlan(slices=(units,), interval_iterations=interval_iterations, reason="whole, after a recovery")
 
 
 def dense_plan(shards: tuple[StateShard, ...]) -> WindowPlan:

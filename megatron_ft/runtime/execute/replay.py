@@ -28,7 +28,8 @@ def carry_out(plan: ReplayPlan, engine: ReplayEngine) -> ReplayResult:
     load_seconds = replay_seconds = 0.0
     for step in plan.steps:
         started = time.monotonic()
-        engine.load(step.load)
+        if step.load is not None:
+            engine.load(step.load)
         loaded = time.monotonic()
         if step.vote is not None:
             engine.replay(step.vote, step.frozen)

@@ -145,16 +145,16 @@ class KeeperClient:
             self.close()
             raise
 
-    def allocate(self, window_bytes: int) -> Arena:
+    def allocate(self, window_bytes: int, *, anew: bool = False) -> Arena:
         """This rank's memory, for windows of at least ``window_bytes`` bytes.
 
         Memory that survived an earlier process and is large enough is the same again, windows included; memory that
-        is too small is given back with its windows, so fetch them before.
+        is too small is given back with its windows, so fetch them before; ``anew`` any is.
 
         Raises:
             KeeperRefused: there is not so much.
         """
-        answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes})
+        answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes, "anew": int(anew)})
         self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
         self._committed = self._arena.status(COMMITTED_START)
         return self._arena

@@ -120,7 +120,8 @@ class RankSession(threading.Thread):
 
     def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
-        segment, taken_bytes = self._store.take_arena(own, window_bytes)
+        anew = bool(fields.integer(message, "anew", most=1)) if "anew" in message else False
+        segment, taken_bytes = self._store.take_arena(own, window_bytes, anew=anew)
         descriptors.append(os.dup(segment.descriptor))
         sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
         return {"op": "memory", **sizes}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
+from megatron_ft.framing import read_line
 from megatron_ft.runtime.keeper.fields import MAX_BYTES, MAX_RANK, integer, text
 from megatron_ft.runtime.keeper.hashing import Hasher
 from megatron_ft.runtime.keeper.memory import Memory
@@ -175,12 +176,9 @@ def _listen_for_peers(interface: str) -> socket.socket:
 
 
 def _read_spec() -> KeeperSpec:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(sys.stdin.fileno(), 1)
-        if not byte or len(line) > MAX_LINE_BYTES:
-            raise ControlError("standard input has no line with the keeper's spec")
-        line += byte
+    line = read_line(sys.stdin.fileno(), most=MAX_LINE_BYTES)
+    if not line.endswith(b"\n"):
+        raise ControlError("standard input has no line with the keeper's spec")
     try:
         content = json.loads(line)
     except ValueError as error:

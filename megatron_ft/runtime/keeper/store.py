@@ -175,8 +175,8 @@ class Store:
         """Whether a rank belongs to the newest generation of this node."""
         return own.settings.origin.generation == self.own_generation
 
-    def take_arena(self, own: OwnRank, window_bytes: int) -> tuple[Segment, int]:
-        """The memory of a rank and the size of its windows: what it had, if that is enough, else new memory.
+    def take_arena(self, own: OwnRank, window_bytes: int, *, anew: bool = False) -> tuple[Segment, int]:
+        """The memory of a rank and the size of its windows: what it had, if that is enough, else (or ``anew``) new.
 
         What it had goes before new memory is taken. The lock must not be held.
 
@@ -184,7 +184,8 @@ class Store:
             ControlError: the memory is not there.
         """
         with self.lock:
-            if own.segment is not None and own.windows is not None and own.windows.window_bytes >= window_bytes:
+            is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
+            if own.segment is not None and own.windows is not None and is_enough and not anew:
                 return own.segment, own.windows.window_bytes
             own.windows = own.segment = None
         name = f"arena-rank-{own.settings.origin.rank}"
@@ -209,6 +210,9 @@ class Store:
 
     def let_go(self, generation: int) -> None:
         """The whole job holds a window of ``generation``: memory of ranks that were here earlier is given back.
+
+        Only a rank of this node may say so. On a node that has none in ``generation``, windows of the generation
+        before may be the only complete ones for a restart that this node is part of: all of them stay.
 
         The lock must be held.
         """

@@ -13,6 +13,9 @@ from typing import Protocol
 
 import torch
 
+_PROBE_BYTES = 32 << 20
+_NUM_PROBES = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBatch:
@@ -196,3 +199,15 @@ def unpin(memory: torch.Tensor) -> None:
     code = cudart.cudaHostUnregister(memory.data_ptr())
     if int(code) != 0:
         raise RuntimeError(f"cannot unpin {memory.numel()} bytes of snapshot memory: CUDA error {code}")
+
+
+def capture_bandwidth(device: torch.device) -> float:
+    """Bytes per second from ``device`` into warm host memory: the best of a few."""
+    source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    target = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(_NUM_PROBES):
+        began = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - began)
+    return _PROBE_BYTES / best

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Iterable
 from contextlib import closing, suppress
 
+_LOOK_SECONDS = 0.02
+"""How often one looks for connections that have been made since."""
+
 SocketId = tuple[int, int]
 """Descriptor and inode: a descriptor is used again once its socket is closed, its inode is not."""
 
@@ -29,7 +32,7 @@ class Transports:
     """Connected TCP sockets of this process, to be shut down from whatever thread learns of a failure."""
 
     def __init__(self, sockets: Iterable[SocketId]) -> None:
-        self._sockets = tuple(sorted(sockets))
+        self._sockets = sorted(sockets)
         self._lock = threading.Lock()
         self._is_down = False
 
@@ -41,6 +44,14 @@ class Transports:
     def __len__(self) -> int:
         return len(self._sockets)
 
+    def include(self, sockets: Iterable[SocketId]) -> None:
+        """Those of ``sockets`` that are connected by TCP, made since; shut down at once where the others are."""
+        connected = [found for found in sockets if _connects_ranks(found, None)]
+        with self._lock:
+            self._sockets += connected
+            for found in connected if self._is_down else ():
+                _shut_down(found)
+
     def hang_up(self, _reason: str = "") -> None:
         """Shut down all that are still open. A second call does nothing."""
         with self._lock:
@@ -49,6 +60,47 @@ class Transports:
             self._is_down = True
             for found in self._sockets:
                 _shut_down(found)
+
+
+class Opening:
+    """Connections that are being made: from whatever thread learns of a failure they can be broken, and their maker be
+    told, until ``close``."""
+
+    def __init__(self) -> None:
+        self._before = open_sockets()
+        self._broken = threading.Event()
+        self._closed = threading.Event()
+        self._breaker: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def hang_up(self, _reason: str = "") -> None:
+        """Shut down all TCP connections that have been made since, and those that are still made."""
+        with self._lock:
+            if self._breaker is None and not self._closed.is_set():
+                self._broken.set()
+                self._breaker = threading.Thread(target=self._break, name="break what opens", daemon=True)
+                self._breaker.start()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait before another try; at once whether they have been broken."""
+        return self._broken.wait(seconds)
+
+    def close(self) -> None:
+        """Break nothing from now on."""
+        with self._lock:
+            self._closed.set()
+        if self._breaker is not None:
+            self._breaker.join()
+
+    def _break(self) -> None:
+        down: set[SocketId] = set()
+        is_over = False
+        while not is_over:
+            for found in open_sockets() - self._before - down:
+                if _connects_ranks(found, None):
+                    _shut_down(found)
+                    down.add(found)
+            is_over = self._closed.wait(_LOOK_SECONDS)
 
 
 def _connects_ranks(found: SocketId, store_port: int | None) -> bool:

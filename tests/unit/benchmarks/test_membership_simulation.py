@@ -2,21 +2,27 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
 from benchmarks.membership_simulation import simulate
-from megatron_ft.control import membership_reform
-from megatron_ft.control.membership_state import MembershipPolicy, State, Step
+from benchmarks.simulated_job import KEEPS_LAYOUT
+from megatron_ft.control import membership_join, membership_places, membership_reform
+from megatron_ft.control.membership_state import MembershipPolicy, Reform, State, Step
 from megatron_ft.planning.recovery.target import Position, Target
 
 SEEDS = range(60)
+KEEPING = range(KEEPS_LAYOUT - 1, 240, KEEPS_LAYOUT)
+"""Seeds of jobs that keep their layout."""
 
 
 def test_the_decisions_of_the_product_keep_every_rule() -> None:
     counts, failures = simulate(SEEDS)
     assert not failures, failures[0]
-    assert min(counts["reform"], counts["finished"], counts["undone"]) > 10
+    often = ("reform", "finished", "undone", "joined nodes", "left nodes")
+    assert min(counts[name] for name in often) > 3
+    assert min(counts[name] for name in ("replaced nodes", "hung ranks found", "silent nodes", "sent again")) > 0
 
 
 @pytest.mark.parametrize(("choose", "broken_rule"), [(min, "would be undone"), (max, "cannot finish")])
@@ -53,3 +59,111 @@ def test_a_lost_node_that_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(membership_reform, "_reform", generous)
     _, failures = simulate(SEEDS)
     assert any("came back" in failure["error"] for failure in failures)
+
+
+def newcomers(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
+    """Those that are not ready, too."""
+    nodes = [newcomer.node for newcomer in state.newcomers]
+    return tuple(sorted(nodes[: max(0, policy.most_members - num_staying)]))
+
+
+def too_many(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
+    """All that are ready, spares as well."""
+    return tuple(sorted(newcomer.node for newcomer in state.newcomers if newcomer.is_ready))
+
+
+def anybody(policy: MembershipPolicy, state: State, node: int) -> bool:
+    """Takes every node for one without ranks."""
+    return True
+
+
+@pytest.mark.parametrize(
+    ("modules", "name", "wrong", "broken_rule"),
+    [
+        ((membership_reform,), "admitted", newcomers, "did not wait"),
+        ((membership_reform, membership_join), "admitted", too_many, "too many"),
+        ((membership_join,), "is_vacant", anybody, "beside one that lives"),
+    ],
+)
+def test_wrong_decisions_about_newcomers_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    modules: Sequence[ModuleType],
+    name: str,
+    wrong: Callable[..., object],
+    broken_rule: str,
+) -> None:
+    for module in modules:
+        monkeypatch.setattr(module, name, wrong)
+    _, failures = simulate(SEEDS)
+    assert any(broken_rule in failure["error"] for failure in failures)
+
+
+def test_a_node_that_leaves_in_the_middle_of_an_iteration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    following = membership_reform._next
+
+    def hasty(policy: MembershipPolicy, state: State) -> Reform:
+        reform = following(policy, state)
+        return reform if not state.draining else replace(reform, leaving=tuple(sorted(state.draining)))
+
+    monkeypatch.setattr(membership_reform, "_next", hasty)
+    _, failures = simulate(SEEDS)
+    assert any("without a word" in failure["error"] for failure in failures)
+
+
+def test_a_change_that_is_ordered_again_and_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = membership_join._change
+
+    def forgetful(policy: MembershipPolicy, state: State, now: float) -> Step | None:
+        return change(policy, replace(state, change=None), now)
+
+    monkeypatch.setattr(membership_join, "_change", forgetful)
+    _, failures = simulate(SEEDS)
+    assert any("two changes" in failure["error"] for failure in failures)
+
+
+def test_kept_layouts_keep_every_rule() -> None:
+    counts, failures = simulate(KEEPING)
+    assert not failures, failures[0]
+    often = ("reform", "filled places", "places filled by their own node", "replayed ranks", "waiting ranks")
+    assert min(counts[name] for name in often) > 10
+    assert min(counts[name] for name in ("start_agents", "kill_nodes", "hung ranks found", "silent nodes")) > 0
+
+
+def in_any_order(state: State) -> tuple[int, ...]:
+    """Members as in a job that does not keep its layout."""
+    return tuple(sorted(FILLED(state)))
+
+
+def not_ready(state: State) -> list[int]:
+    """Newcomers that do not live yet, too."""
+    return [newcomer.node for newcomer in state.newcomers][: len(membership_places.lost_places(state))]
+
+
+FILLED = membership_places.filled
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "broken_rule"),
+    [
+        ("filled", in_any_order, "place"),
+        ("_ready", not_ready, "did not wait"),
+    ],
+)
+def test_wrong_decisions_about_places_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object], broken_rule: str
+) -> None:
+    monkeypatch.setattr(membership_places, name, wrong)
+    _, failures = simulate(KEEPING)
+    assert any(broken_rule in failure["error"] for failure in failures), failures
+
+
+def test_killing_ranks_that_were_started_for_a_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reform = membership_reform._reform
+
+    def harsh(policy: MembershipPolicy, state: State, now: float) -> Step:
+        step = reform(policy, state, now)
+        return step if step.reform is None else replace(step, nodes=step.reform.lost)
+
+    monkeypatch.setattr(membership_reform, "_reform", harsh)
+    _, failures = simulate(KEEPING)
+    assert any("would be killed" in failure["error"] for failure in failures)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,15 @@ def test_a_passed_claim_is_stored_and_shown(folder: Path, capfd: pytest.CaptureF
     assert f"| `speed` | 2 s | <= 3 s | {result['hardware']['class']} | {result['date']} |" in shown
 
 
+def test_a_table_of_a_result_is_shown() -> None:
+    table = {"title": "By size", "header": ["size", "s"], "rows": [["1", "2.0"], ["4", "a|b"]]}
+    result: dict[str, Any] = {"passed": True, "figure": "2 s", "date": "2026-01-01", "counts": {}, "wall_seconds": 3.0}
+    facts = {"gpus": [], "num_cores": 2, "cpu_model": "x", "memory_bytes": 1 << 30, "python": "3", "torch": "2"}
+    result |= {"hardware": {"class": "cpu", **facts}, "details": {"tables": [table]}}
+    shown = tables.full_table({"speed": CLAIM}, {("speed", "cpu"): result})
+    assert shown.endswith("| took | 3 s |\n\nBy size:\n\n| size | s |\n|---|---|\n| 1 | 2.0 |\n| 4 | a\\|b |")
+
+
 def test_a_quick_run_stores_nothing(folder: Path) -> None:
     assert measure(folder, threshold="looser", quick=True) == ("speed PASS 2 s (looser)", True)
     assert not (folder / "results").exists()
@@ -89,6 +99,14 @@ def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.
     leave = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
     (folder / "fake_claim.py").write_text(leave + SCRIPT.format(passed=True, code=0, threshold="<= 3 s"))
     assert prove.prove(CLAIM, quick=True) == ("speed FAIL 1 processes left behind; 2 s (<= 3 s)", False)
+
+
+def test_a_claim_whose_data_is_not_there_is_refused_before_it_runs(folder: Path) -> None:
+    claim = dataclasses.replace(CLAIM, needs="../nowhere/trace.csv")
+    assert claim.missing is not None and claim.missing.name == "trace.csv"
+    with pytest.raises(ConfigError, match="must be there to measure with"):
+        prove.prove(claim, quick=True, results_dir=folder)
+    assert dataclasses.replace(CLAIM, needs="README.md").missing is None
 
 
 def test_unknown_ids_name_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

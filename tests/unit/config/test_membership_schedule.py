@@ -2,13 +2,23 @@
 
 import pytest
 
-from megatron_ft.config.membership_schedule import MembershipChange, parse_membership_change
+from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time, parse_membership_change
 from megatron_ft.errors import ConfigError
 
 
 @pytest.mark.parametrize("text", ["lose(nodes=[1,2],before_iteration=5)", " lose( before_iteration=5, nodes=[1, 2] ) "])
 def test_an_entry_says_who_leaves_before_which_iteration(text: str) -> None:
-    assert parse_membership_change(text) == MembershipChange(nodes=(1, 2), before_iteration=5)
+    assert parse_membership_change(text) == MembershipChange(lose=(1, 2), before_iteration=5)
+
+
+def test_nodes_join_and_change_places() -> None:
+    joining = parse_membership_change("join(nodes=[2],before_iteration=9)")
+    both = parse_membership_change("change(lose=[0],join=[3],before_iteration=12)")
+    assert joining == MembershipChange(join=(2,), before_iteration=9)
+    assert both == MembershipChange(lose=(0,), join=(3,), before_iteration=12)
+    lost = parse_membership_change("lose(nodes=[2,3],before_iteration=1)")
+    assert list(nodes_over_time(4, [lost, joining, both])) == [(0, 1, 2, 3), (0, 1), (0, 1, 2), (1, 2, 3)]
+    assert both.summary() == "nodes [0] leave and nodes [3] join before iteration 12"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +43,10 @@ def test_an_entry_says_who_leaves_before_which_iteration(text: str) -> None:
         ("lose(nodes=[1],before_iteration=0)", "at least 1"),
         ("lose(nodes=[1],before_iteration=5.0)", "at least 1"),
         ("lose(nodes=[1],before_iteration=True)", "at least 1"),
+        ("join(lose=[1],before_iteration=5)", "once each"),
+        ("change(nodes=[1],before_iteration=5)", "once each"),
+        ("change(lose=[1],join=[],before_iteration=5)", "list of node numbers"),
+        ("change(lose=[1],join=[1,2],before_iteration=5)", "each node once"),
     ],
 )
 def test_anything_else_is_refused_by_name(text: str, word: str) -> None:

@@ -7,11 +7,13 @@ import pytest
 
 from megatron_ft.control.facts import (
     Fact,
+    JobHung,
     KillRequested,
     NodeJoined,
     NodeLost,
     RankBroken,
     RankExited,
+    RankHung,
     RankRaised,
     RankReported,
     StopRequested,
@@ -168,15 +170,34 @@ def test_what_is_said_of_an_earlier_membership_or_twice_changes_nothing() -> Non
     assert len(job.state.broken) == 1, "its node is lost"
 
 
-def test_a_lost_agent_loses_its_node_and_all_restarts() -> None:
-    job = Job(replace(POLICY, max_restarts=3))
+def test_a_lost_agent_loses_its_node_and_the_others_start_again_without_it() -> None:
+    job = Job(replace(POLICY, max_restarts=1))
     assert job.see(NodeLost(1, 0.0, "cable")).decision is Decision.BREAK
     assert job.say(0, 1, 4, 5).decision is Decision.REFORM
     assert job.see(NodeLost(1, 1.0, "again")).decision is Decision.WAIT
     job.see(RankRaised(0, 2.0))
     for rank in (0, 1, 4, 5):
         step = job.see(RankExited(rank, 1, 3.0, done=False))
-    assert (step.decision, step.reason) == (Decision.END, "rank 0 raised")
+    assert (step.decision, step.reason) == (Decision.RESTART, "rank 0 raised")
+    assert (step.state.members, step.state.generation) == ((0, 2), 2)
+    for rank in (0, 1, 4, 5):
+        step = job.see(RankReported(rank))
+    assert step.state.phase is Phase.RUNNING
+    job.see(RankRaised(4, 4.0))
+    for rank in (0, 1, 4, 5):
+        step = job.see(RankExited(rank, 1, 5.0, done=False))
+    assert (step.decision, step.reason) == (Decision.END, "rank 2 raised"), "once is enough"
+
+
+def test_too_few_living_agents_end_the_job() -> None:
+    job = Job(replace(POLICY, min_nodes=2, max_restarts=3))
+    job.see(NodeLost(1, 0.0, "cable"))
+    job.say(0, 1, 4, 5)
+    step = job.see(NodeLost(2, 1.0, "cable"))
+    assert (step.decision, step.reason) == (Decision.STOP, "1 nodes are left, launch.min_nodes=2")
+    for rank in (0, 1):
+        step = job.see(RankExited(rank, 1, 3.0, done=False))
+    assert (step.decision, step.reason) == (Decision.END, "node 2 was lost: cable")
 
 
 def test_too_few_nodes_stop_and_all_start_again_where_the_agents_live() -> None:
@@ -194,13 +215,44 @@ def test_too_few_nodes_stop_and_all_start_again_where_the_agents_live() -> None:
 
 
 def test_ranks_that_do_not_speak_in_time_are_named() -> None:
-    job = Job(replace(POLICY, reform_timeout_seconds=30.0))
+    job = Job(replace(POLICY, reform_timeout_seconds=30.0, position_timeout_seconds=30.0))
     job.die(0)
     job.say(2, 3, 4)
     assert job.tick(29.9).decision is Decision.WAIT
     step = job.tick(0.1)
     assert (step.decision, step.reason) == (Decision.STOP, "launch.reform_timeout_seconds=30: no word of ranks [5]")
     assert job.tick(2.0).decision is Decision.KILL
+
+
+def test_a_rank_that_stays_silent_while_others_have_spoken_loses_its_node() -> None:
+    job = Job(replace(POLICY, position_timeout_seconds=8.0))
+    job.die(0)
+    assert job.tick(5.0).decision is Decision.WAIT
+    job.say(2, 3, 4)
+    assert job.tick(2.9).decision is Decision.WAIT
+    step = job.tick(0.1)
+    assert (step.decision, step.state.announced) == (Decision.BREAK, {0, 2})
+    assert step.state.failures[-1].detail == ("rank 5 does not say how far it is (launch.position_timeout_seconds=8)")
+    step = job.tick(0.0)
+    assert step.decision is Decision.REFORM and step.reform is not None
+    assert (step.reform.lost, step.reform.nodes) == ((0, 2), (1, 1))
+    assert job.die(5).decision is Decision.WAIT, "it is killed, and that is no failure"
+
+
+def test_silence_is_borne_as_long_as_the_whole_may_take_where_nobody_else_could_go_on() -> None:
+    job = Job(replace(POLICY, min_nodes=2, position_timeout_seconds=8.0, reform_timeout_seconds=30.0))
+    job.die(0)
+    job.say(2, 3, 4)
+    assert job.tick(29.9).decision is Decision.WAIT
+    assert job.say(5).decision is Decision.REFORM
+    job = Job(replace(POLICY, position_timeout_seconds=8.0, reform_timeout_seconds=30.0))
+    job.die(0)
+    assert job.tick(29.9).decision is Decision.WAIT, "all are silent: an iteration takes its time"
+    step = job.tick(0.1)
+    assert (step.decision, step.reason) == (
+        Decision.STOP,
+        "launch.reform_timeout_seconds=30: no word of ranks [2, 3, 4, 5]",
+    )
 
 
 def test_a_rank_that_has_done_its_work_cannot_go_on() -> None:
@@ -255,6 +307,29 @@ def test_without_min_nodes_every_death_stops_the_job() -> None:
     assert job.die(3).decision is Decision.STOP
     job = Job(replace(POLICY, min_nodes=None))
     assert job.say(3).decision is Decision.STOP
+
+
+def test_a_hung_rank_is_lost_with_its_node_and_dies_once() -> None:
+    job = Job()
+    step = job.see(RankHung(3, 0.0, "gave no sign for 2 s", iteration=5))
+    assert (step.decision, step.reason) == (Decision.BREAK, "rank 3 gave no sign for 2 s")
+    job.die(3)
+    assert len(job.state.failures) == 1
+    step = job.say(0, 1, 4, 5)
+    assert step.reform is not None and step.reform.lost == (1,)
+    assert job.see(RankHung(3, 0.0, "gave no sign for 2 s")).decision is Decision.WAIT
+    job = Job(replace(POLICY, min_nodes=None))
+    assert job.see(RankHung(3, 0.0, "gave no sign for 2 s")).decision is Decision.STOP
+
+
+def test_a_job_whose_ranks_hang_together_starts_again() -> None:
+    job = Job(replace(POLICY, max_restarts=1))
+    step = job.see(JobHung(0.0, "no rank got any further"))
+    assert (step.decision, step.reason) == (Decision.STOP, "no rank got any further")
+    assert job.tick(2.0).decision is Decision.KILL
+    for rank in range(6):
+        step = job.die(rank)
+    assert (step.decision, step.state.members) == (Decision.RESTART, (0, 1, 2))
 
 
 class Chance:
@@ -333,10 +408,12 @@ class Chance:
             assert not earlier, "one decision ends a generation"
             earlier.append(step.decision)
         if step.decision is Decision.RESTART:
-            assert not self.gone_agents
+            assert not self.gone_agents & set(after.members)
             assert not self.alive
-            assert set(after.members) == set(range(policy.num_nodes))
-            self.alive, self.waiting = set(range(policy.world_size)), set()
+            assert len(after.members) >= policy.fewest_nodes
+            assert set(after.members) == set(range(policy.num_nodes)) - self.gone_agents
+            self.alive = {rank for node in after.members for rank in policy.ranks_of(node)}
+            self.waiting = set()
         else:
             assert set(after.members) <= set(before.members), "who was lost is lost"
         if step.decision is Decision.BREAK:
@@ -359,10 +436,14 @@ class Chance:
         self.waiting = set()
 
 
+TRIED = [Decision[name] for name in ("WAIT", "START", "RESTART", "BREAK", "REFORM", "STOP", "KILL", "END")]
+
+
 def test_whatever_happens_the_rules_hold() -> None:
     decisions = [decision for seed in range(400) for decision in _decisions(seed)]
     counts = {decision: decisions.count(decision) for decision in Decision}
-    assert min(counts.values()) > 20, f"too little was tried: {counts}"
+    assert min(counts[decision] for decision in TRIED) > 20, f"too little was tried: {counts}"
+    assert not set(decisions) - set(TRIED), "nobody joins or leaves"
 
 
 def _decisions(seed: int) -> list[Decision]:

@@ -1,20 +1,24 @@
 """What an agent tells its ranks, and what it passes on of them."""
 
+import os
 import selectors
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ft.control import ranks
+from benchmarks.attacks import greetings
+from megatron_ft.control import outbox, ranks
 from megatron_ft.control.forkserver import listen
 from megatron_ft.control.outbox import Outbox
 from megatron_ft.control.ranks import Ranks
-from megatron_ft.framing import FrameReader, send
+from megatron_ft.framing import FrameReader, encode, send
 
 NUMBER = 5
+HEARTBEAT_SECONDS = 10.0
 
 
 class Node:
@@ -26,11 +30,11 @@ class Node:
         self.listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
         self.outbox = Outbox(lambda: None)
-        self.ranks = Ranks(2, self.listener, self.selector, self.outbox)
-        self.ranks.expect(NUMBER, 0, folder / "rank.log")
+        self.ranks = Ranks(2, self.listener, self.selector, self.outbox, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        self.ranks.expect(NUMBER, start=4, generation=0, log=folder / "rank.log")
         self.rank = socket.socket(socket.AF_UNIX)
         self.rank.connect(str(path))
-        self.say(op="hello", rank=NUMBER, generation=0)
+        self.say(op="hello", rank=NUMBER, start=4)
         self.ranks.accept()
         self.read()
 
@@ -83,3 +87,103 @@ def test_a_rank_that_takes_nothing_is_named(node: Node, manner: str, monkeypatch
     if manner == "gone":
         node.rank.close()
     assert node.ranks.tell({"op": "break", "reason": "x" * 4_000_000}) == [NUMBER]
+
+
+def stranger(node: Node, data: bytes = b"") -> socket.socket:
+    """A connection that has sent ``data``, once the agent has taken it."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(10)
+    sock.connect(node.listener.getsockname())
+    sock.sendall(data)
+    node.ranks.accept()
+    return sock
+
+
+@pytest.mark.parametrize("data", greetings(NUMBER).values(), ids=list(greetings(NUMBER)))
+def test_a_greeting_that_is_no_rank_of_ours_is_hung_up_on_and_the_rank_stays(node: Node, data: bytes) -> None:
+    with stranger(node, data) as sock:
+        node.read()
+        assert sock.recv(1) == b""
+    node.say(op="record", record={"n": 1})
+    node.read()
+    assert [item["op"] for item in node.passed_on()] == ["reported", "record"]
+
+
+def test_of_too_many_silent_strangers_the_oldest_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "MAX_STRANGERS", 2)
+    held = [stranger(node) for _ in range(3)]
+    try:
+        assert held[0].recv(1) == b"", "the oldest is closed"
+        for sock in held[1:]:
+            sock.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                sock.recv(1)
+    finally:
+        for sock in held:
+            sock.close()
+
+
+def test_a_rank_may_say_more_than_a_greeting_at_once(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    try:
+        node.ranks.expect(NUMBER + 1, start=4, generation=0, log=tmp_path / "rank.log")
+        hello = {"op": "hello", "rank": NUMBER + 1, "start": 4}
+        record = {"op": "record", "record": {"text": "x" * 2 * ranks.GREETING_BYTES}}
+        with stranger(node, encode(hello) + encode(record)):
+            node.read()
+            assert [item["op"] for item in node.passed_on()] == ["reported", "reported", "record"]
+    finally:
+        node.rank.close()
+        node.listener.close()
+
+
+def see(node: Node, *, start: float, seconds: int) -> list[int]:
+    """Ranks that are hung, when the agent looks every second."""
+    return [rank for second in range(seconds) for rank in node.ranks.check_life(start + second)]
+
+
+def test_a_rank_that_answers_no_ping_is_hung_and_said_so_once(node: Node) -> None:
+    begin = time.monotonic()
+    assert see(node, start=begin, seconds=5) == []
+    assert FrameReader(node.rank).pump() == ([{"op": "ping"}], False), "one is enough"
+    node.say(op="pong")
+    node.read()
+    assert see(node, start=begin + 5, seconds=5) == []
+    assert see(node, start=begin + 10, seconds=10) == [NUMBER]
+    assert [item["op"] for item in node.passed_on()] == ["reported", "hung"]
+
+
+def test_a_rank_that_is_not_read_owes_no_answer(node: Node) -> None:
+    begin = time.monotonic()
+    for _ in range(outbox.HIGH_WATER_ITEMS):
+        node.outbox.put({"op": "record"})
+    node.say(op="record", record={})
+    node.read()
+    assert see(node, start=begin, seconds=25) == []
+    node.outbox.acknowledge(outbox.HIGH_WATER_ITEMS)
+    node.ranks.resume()
+    assert see(node, start=begin + 25, seconds=20) == [NUMBER]
+
+
+def test_a_silent_rank_that_uses_a_processor_is_busy(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = [0.0]
+    monkeypatch.setattr(ranks, "processor_seconds", lambda _process_id: used[0])
+    begin = time.monotonic()
+    assert see(node, start=begin, seconds=5) == []
+    used[0] = 3.0
+    assert see(node, start=begin + 5, seconds=10) == []
+    assert see(node, start=begin + 15, seconds=10) == [NUMBER], "it does nothing any more"
+
+
+def test_how_far_a_rank_is_goes_on_once_in_each_round(node: Node) -> None:
+    for iteration, phase in ((6, "update"), (7, "data"), (7, "forward")):
+        node.say(op="progress", iteration=iteration, phase=phase)
+    node.read()
+    see(node, start=time.monotonic(), seconds=3)
+    about = {"rank": NUMBER, "start": 4, "generation": 0}
+    assert node.passed_on()[1:] == [{"op": "progress", "iteration": 7, "phase": "forward", "step": 2, **about}]
+
+
+def test_the_processor_time_of_a_process() -> None:
+    assert ranks.processor_seconds(os.getpid()) > 0.0
+    assert ranks.processor_seconds(None) == 0.0

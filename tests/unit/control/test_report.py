@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.control.controller import JobEnd
+from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.launch import exit_code_of
 from megatron_ft.control.membership_state import Decision, Failure, MembershipPolicy, Outcome, State, Step
 from megatron_ft.control.report import failed_records, failure_screen, lost_records, restart_records, resume_advice
@@ -138,7 +138,7 @@ def test_ranks_go_by_their_number_in_the_membership_that_failed() -> None:
     assert "RANK 1 FAILED FIRST (node 1, iteration 7, phase update)" in screen
     assert "rank 0, 0.500 s later" in screen
     assert "rank-00003.log" in screen, "its log keeps the number it was started with"
-    assert "started again 0 times and had gone on without lost nodes 1 times:\n  generation 0: rank 0 was" in screen
+    assert "started again 0 times and had gone on with other nodes 1 times:\n  generation 0: rank 0 was" in screen
     assert [(event.rank, event.node) for event in failed_records(end, POLICY)] == [(1, 1), (0, 1)]
 
 
@@ -148,3 +148,18 @@ def test_only_deaths_are_events_when_others_go_on() -> None:
     details = {**died(3, 10.0, -9, number=3), **died(0, 10.1, number=0, error="RuntimeError: peer")}
     (event,) = lost_records(step, details, POLICY)
     assert (event.rank, event.node, event.first, event.signal) == (3, 1, True, "SIGKILL")
+
+
+def test_a_hung_rank_is_named_with_how_that_is_known() -> None:
+    end = ended(2, died(2, 10.0, -9, hung="gave no sign for 2 s"))
+    assert "gave no sign for 2 s, was killed by SIGKILL" in failure_screen(end, RUN, "")
+    (event,) = failed_records(end, POLICY)
+    assert (event.error, event.signal) == ("gave no sign for 2 s", "SIGKILL")
+    deaths = (Failure(rank=2, at_seconds=10.0, iteration=4, detail="rank 2 gave no sign for 2 s"),)
+    step = Step(State(generation=1, survived=(deaths,)), Decision.REFORM, deaths[0].detail)
+    (event,) = lost_records(step, {}, POLICY)
+    assert (event.rank, event.iteration, event.error) == (2, 4, "rank 2 gave no sign for 2 s"), "its exit comes later"
+
+
+def test_memberships_that_ended_without_a_death_are_no_events() -> None:
+    assert lost_records(Step(State(generation=1, survived=((),)), Decision.REFORM, "nodes [3] join"), {}, POLICY) == []

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from benchmarks.attacks import crowd, headers_without_body
 from megatron_ft.control.rpc import RpcClient, RpcError, RpcServer, check_interface, new_token
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message
@@ -113,3 +114,29 @@ def test_an_address_of_another_machine_is_an_error() -> None:
 def test_tokens_have_256_bits_and_differ() -> None:
     assert len(bytes.fromhex(new_token())) == 32
     assert len({new_token() for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize("token", [None, "0" * 64])
+def test_strangers_whose_body_never_comes_keep_no_thread(
+    server: RpcServer, calls: list[Message], token: str | None
+) -> None:
+    """More of them than the server has threads."""
+    with crowd(server.address, 32, headers_without_body("/Test/echo", token)) as taken:
+        assert taken == 32
+        assert client(server).call("echo", {"value": 1}, timeout_seconds=5) == {"echo": 1}
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("body", [b'{"value":Infinity}', b'{"value":[]}', b'{"value":"x"}', b'{"value":{}}', b"{}"])
+def test_values_that_a_method_cannot_take_are_refused(body: bytes) -> None:
+    def halve(request: Message) -> Message:
+        return {"half": int(request["value"]) // 2, "name": request["value"].name}
+
+    served = RpcServer("Test", {"halve": halve}, interface="127.0.0.1", token=TOKEN)
+    served.start()
+    try:
+        metadata = (("x-megatron-ft-token", TOKEN),)
+        with grpc.insecure_channel(served.address) as channel, pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            channel.unary_unary("/Test/halve")(body, timeout=5, metadata=metadata)
+    finally:
+        served.stop()

@@ -1,5 +1,6 @@
 """A rank that outlives others: what its client takes from the agent, in which order, and what it refuses."""
 
+import contextlib
 import queue
 import socket
 import threading
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control.worker import AgentClient, InProcessClient, StopFlag
+from megatron_ft.control.agent_client import AgentClient, Identity
+from megatron_ft.control.worker import InProcessClient, MembershipOrder, StopFlag
 from megatron_ft.errors import ControlError, TrainingStopped
 from megatron_ft.framing import FrameReader, send
 from megatron_ft.planning.recovery.membership import NextMembership
@@ -28,21 +30,23 @@ NEXT = NextMembership(
     master_port=20001,
     reason="rank 1 was killed by SIGKILL",
 )
+JOINED = replace(NEXT, previous_ranks=(0, 1, None), nodes=(0, 1, 2), reason="node 2 joins")
 LATER = replace(NEXT, generation=2, previous_ranks=(1,), nodes=(2,))
 
 
 class Rank:
-    """Rank 2 of generation 0, and the agent's end of its socket."""
+    """Rank 2 of generation 0 on node 2, and the agent's end of its socket."""
 
-    def __init__(self, path: Path, *, can_survive: bool) -> None:
+    def __init__(self, path: Path, *, can_survive: bool, is_newcomer: bool) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen()
             flag = StopFlag()
-            self.client = AgentClient(str(path), rank=2, generation=0, stop=flag, can_survive=can_survive)
+            who = Identity(number=2, rank=2, node=2, local_rank=0, generation=0, start=7, is_newcomer=is_newcomer)
+            self.client = AgentClient(str(path), who, stop=flag, can_survive=can_survive)
             self.agent, _ = listener.accept()
         self.reader = FrameReader(self.agent)
-        assert self.heard()["op"] == "hello"
+        assert self.heard() == {"op": "hello", "rank": 2, "start": 7}
         self.hung_up: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.pool = ThreadPoolExecutor(1)
 
@@ -67,12 +71,15 @@ class Rank:
 def start(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     started: list[Rank] = []
 
-    def start(*, can_survive: bool = True) -> Rank:
-        started.append(Rank(tmp_path / f"agent-{len(started)}.sock", can_survive=can_survive))
+    def start(*, can_survive: bool = True, is_newcomer: bool = False) -> Rank:
+        path = tmp_path / f"agent-{len(started)}.sock"
+        started.append(Rank(path, can_survive=can_survive, is_newcomer=is_newcomer))
         return started[-1]
 
     yield start
     for rank in started:
+        with contextlib.suppress(OSError):  # the test has closed it
+            rank.agent.shutdown(socket.SHUT_RDWR)
         rank.client.close()
         rank.agent.close()
         rank.pool.shutdown()
@@ -159,3 +166,104 @@ def test_a_rank_of_a_job_that_needs_all_nodes_does_not_wait(start: Callable[...,
     assert not alone.can_survive
     with pytest.raises(ControlError, match="without an agent"):
         alone.survive(POSITION, "peer")
+
+
+def test_a_newcomer_says_nothing_more_than_who_it_is_until_a_membership_names_it(start: Callable[..., Rank]) -> None:
+    rank = start(is_newcomer=True)
+    future = rank.pool.submit(rank.client.await_membership)
+    rank.say_break()  # of the membership that runs without it
+    rank.say(op="change", generation=0, leaving=[], reason="it joins")
+    assert not rank.client.change_requested()
+    rank.say(op="reform", next=JOINED.to_json())
+    assert future.result(SECONDS) == JOINED
+    rank.client.on_break(rank.hung_up.put)
+    assert rank.hung_up.empty(), "the membership before was not its own"
+    rank.say_break(1, "its first membership ends")
+    assert rank.hung_up.get(timeout=SECONDS) == "its first membership ends"
+    future = rank.survive(replace(POSITION, generation=1))
+    rank.say(op="reform", next=replace(LATER, previous_ranks=(2,)).to_json())
+    assert future.result(SECONDS).generation == 2
+
+
+def test_a_job_that_ends_ends_the_wait_of_newcomers(start: Callable[..., Rank]) -> None:
+    rank = start(is_newcomer=True)
+    future = rank.pool.submit(rank.client.await_membership)
+    rank.say(op="end", reason="all ranks have finished")
+    with pytest.raises(ControlError, match="all ranks have finished"):
+        future.result(SECONDS)
+    with pytest.raises(ControlError, match="was started with the others"):
+        start().client.await_membership()
+
+
+def test_a_membership_that_takes_a_member_for_a_newcomer_is_refused(
+    start: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the listener's error goes to the rank's log
+    member = start()
+    future = member.survive()
+    member.say(op="reform", next=JOINED.to_json())
+    with pytest.raises(ControlError, match="nothing is heard"):
+        future.result(SECONDS)
+    newcomer = start(is_newcomer=True)
+    newcomer.say(op="reform", next=NEXT.to_json())
+    with pytest.raises(ControlError, match="nothing is heard"):
+        newcomer.client.await_membership()
+
+
+def test_a_rank_stands_at_the_boundary_and_goes_on_with_newcomers(start: Callable[..., Rank]) -> None:
+    rank = start()
+    assert not rank.client.change_requested()
+    order = rank.pool.submit(rank.client.awaited_change)
+    rank.say(op="change", generation=1, leaving=[0], reason="of another membership")
+    rank.say(op="change", generation=0, leaving=[1], reason="node 1 leaves")
+    assert order.result(SECONDS) == MembershipOrder((1,))
+    assert rank.client.change_requested()
+    future = rank.pool.submit(rank.client.change, POSITION)
+    said = rank.heard()
+    assert (said["op"], said["planned"], Position.from_json(said["position"])) == ("broken", True, POSITION)
+    assert "traceback" not in said and "error" not in said
+    rank.say(op="reform", next=NEXT.to_json())
+    assert future.result(SECONDS) == NEXT
+    assert not rank.client.change_requested(), "each order is of one membership"
+
+
+def test_a_rank_whose_node_leaves_is_told_so(start: Callable[..., Rank]) -> None:
+    rank = start()
+    future = rank.pool.submit(rank.client.change, POSITION)
+    rank.heard()
+    rank.say(op="leave", generation=1, reason="of another membership")
+    rank.say(op="leave", generation=0, reason="node 2 leaves")
+    assert future.result(SECONDS) is None
+    with pytest.raises(ControlError, match="leaves the job"):
+        rank.client.survive(POSITION, "peer")
+
+
+def test_the_end_of_the_job_ends_the_wait_at_the_boundary(start: Callable[..., Rank]) -> None:
+    rank = start()
+    order = rank.pool.submit(rank.client.awaited_change)
+    rank.say(op="end", reason="rank 0 raised")
+    with pytest.raises(ControlError, match="rank 0 raised"):
+        order.result(SECONDS)
+    with pytest.raises(ControlError, match="rank 0 raised"):
+        rank.client.change(POSITION)
+
+
+@pytest.mark.parametrize("can_survive", [True, False])
+def test_a_busy_rank_answers_pings(start: Callable[..., Rank], can_survive: bool) -> None:
+    rank = start(can_survive=can_survive)
+    for _ in range(3):
+        rank.say(op="ping")
+        assert rank.heard() == {"op": "pong"}
+
+
+def test_ranks_without_an_agent_or_of_a_fixed_job_see_nobody_join(start: Callable[..., Rank]) -> None:
+    fixed = start(can_survive=False).client
+    alone = InProcessClient(lambda _: None, stop=StopFlag())
+    for client, word in ((fixed, r"launch\.min_nodes"), (alone, "without an agent")):
+        assert not client.change_requested()
+        with pytest.raises(ControlError, match=word):
+            client.change(POSITION)
+        with pytest.raises(ControlError, match=word):
+            client.awaited_change()
+    with pytest.raises(ControlError, match="without an agent"):
+        alone.await_membership()

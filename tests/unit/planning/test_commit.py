@@ -27,6 +27,7 @@ BALLOTS = st.builds(
     aux_loss_sum=FLOATS,
     z_loss_sum=FLOATS,
     stop_requested=st.integers(0, 1),
+    change_requested=st.integers(0, 1),
     replicated_windows=st.integers(0, 7),
     given_up_windows=st.integers(0, 7),
     has_free_buffer=st.integers(0, 1),
@@ -44,6 +45,7 @@ VOTES = st.builds(
     aux_loss=FLOATS,
     z_loss=FLOATS,
     stop_requested=st.booleans(),
+    change_requested=st.booleans(),
 )
 
 
@@ -127,6 +129,14 @@ def test_one_overflow_and_one_request_are_everybodys() -> None:
     assert settled(ballot(), ballot(found_inf=1)).found_inf
     assert not settled(ballot(), ballot()).stop_requested
     assert settled(ballot(stop_requested=1), ballot()).stop_requested
+    assert not settled(ballot(stop_requested=1), ballot()).change_requested
+    assert settled(ballot(), ballot(change_requested=1)).change_requested
+
+
+def test_votes_of_before_memberships_could_change_are_read() -> None:
+    vote = settled(ballot(), ballot())
+    record = {name: value for name, value in vote.to_record().items() if name != "change_requested"}
+    assert Vote.from_record(record) == vote
 
 
 def test_tally_without_mixtures_or_tokens() -> None:

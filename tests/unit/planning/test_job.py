@@ -20,8 +20,8 @@ DATA = DataSummary(
 SMALL = {"model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}}
 
 
-def plan(device: str = "cpu", **groups: dict[str, object]) -> JobPlan:
-    return plan_job(from_dict({**SMALL, **groups}), DATA, device=device)
+def plan(device: str = "cpu", *, with_losses: bool = False, **groups: dict[str, object]) -> JobPlan:
+    return plan_job(from_dict({**SMALL, **groups}), DATA, device=device, with_losses=with_losses)
 
 
 def test_one_rank_holds_everything() -> None:
@@ -129,3 +129,64 @@ def test_bytes_are_readable(count: int, text: str) -> None:
 
 def test_defaults_are_planned() -> None:
     assert plan_job(JobConfig(), DATA, device="cpu").num_parameters == 3_511_424
+
+
+def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
+    parallel = {"pipeline_model_parallel_size": 2}
+    launch = {"num_nodes": 2, "ranks_per_node": 3, "max_restarts": 1}
+    checkpoint = {"save_interval_iterations": 20}
+    result = plan(with_losses=True, parallel={**parallel}, launch={**launch, "num_nodes": 4}, checkpoint=checkpoint)
+    assert [(cost.lost_nodes, cost.is_gone) for cost in result.losses] == [
+        ((0,), True),
+        ((1,), True),
+        ((2,), True),
+        ((3,), True),
+        ((0, 1, 2, 3), False),
+    ]
+    assert JobPlan.from_json(json.loads(json.dumps(result.to_json()))) == result and not result.notes
+    text = render(result)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["node", "3", "checkpoint,", "by", "hand", "<=", "20", "-", "bitwise"] in rows
+    assert ["ranks", "only", "checkpoint", "<=", "20", "-", "bitwise"] in rows
+    assert "not replicas: launch.min_nodes" not in text and "parallel.pipeline_model_parallel_size=2" in text
+    (note,) = plan(with_losses=True, parallel=parallel, launch={**launch, "num_nodes": 1, "ranks_per_node": 2}).notes
+    assert note.startswith("node 0 spans pipeline stages 0, 1")
+    assert not plan(parallel=parallel, launch=launch).losses, "a start does not ask"
+
+
+def kept_layout(**groups: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Two stages on two nodes; a dense state every 6 iterations."""
+    target = "megatron_ft.planning.snapshot.dense.DenseInterval"
+    policy = {"_target_": target, "interval_iterations": 6}
+    known = {"bandwidth_bytes_per_second": 1e9, "iteration_seconds": 1.0}
+    return {
+        "parallel": {"pipeline_model_parallel_size": 2},
+        "launch": {"num_nodes": 2, "ranks_per_node": 1, "keep_layout": True, "num_spare_nodes": 1},
+        "snapshot": {"policy": policy, "num_peer_copies": 1, **known, **groups.get("snapshot", {})},
+        "upstream_log": groups.get("upstream_log", {}),
+    }
+
+
+def test_the_upstream_log_is_part_of_what_a_node_needs() -> None:
+    """6 + 1 + 2 * 4 iterations of what a stage sends: a tensor of 128 x 32 in FP32 for each microbatch."""
+    result, without = plan(**kept_layout()), plan(**kept_layout() | {"upstream_log": {"commit_lag_iterations": 0}})
+    assert result.upstream_log is not None and without.upstream_log is not None
+    microbatch_bytes = 128 * 32 * 4 * result.upstream_log.num_entries[0]
+    assert result.upstream_log.host_bytes == 15 * microbatch_bytes * JobConfig().training.micro_batch_size
+    gained = result.upstream_log.host_bytes - without.upstream_log.host_bytes
+    assert result.host_bytes_per_node - without.host_bytes_per_node == gained > 0
+    assert JobPlan.from_json(json.loads(json.dumps(result.to_json()))) == result
+    text = render(result)
+    assert "upstream log" in text and "15 iterations" in text and all(len(line) < 160 for line in text.splitlines())
+
+
+def test_an_upstream_log_whose_windows_are_measured_is_rendered() -> None:
+    result = plan(**kept_layout(snapshot={"iteration_seconds": None}))
+    assert result.upstream_log is not None and result.upstream_log.node_bytes is None
+    assert "windows are measured first" in render(result)
+    assert JobPlan.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_an_upstream_log_over_its_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"upstream_log\.memory_limit_bytes=1000: must be at least \d+"):
+        plan(**kept_layout(upstream_log={"memory_limit_bytes": 1000}))

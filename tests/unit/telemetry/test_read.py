@@ -35,6 +35,21 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("3", "int: must be a JSON object"),
+        ('{"kind":"ranks_ready","seconds":1.0}', "must be one of metrics"),
+        ("[" * 100_000, "recursion"),
+        ("\udcff", "utf-8"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, damage: str, reason: str) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(f"{line(1)}\n{damage}\n{line(3)}\n".encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl:2: .*{reason}"):
+        read_metrics(tmp_path)
+
+
 def test_an_empty_file_has_no_metrics(tmp_path: Path) -> None:
     write(tmp_path, end="")
     assert read_metrics(tmp_path) == [] and first_metrics(tmp_path) is None

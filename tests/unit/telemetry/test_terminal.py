@@ -43,6 +43,22 @@ def render(
     return console.file.getvalue().splitlines()
 
 
+def stage_recovery(role: str) -> events.StageRecovery:
+    return events.StageRecovery(
+        generation=1,
+        rank=2,
+        stage=1,
+        role=role,
+        start_iteration=7,
+        iteration=12,
+        num_iterations=5,
+        num_forward_passes=40,
+        bytes_moved=1_000,
+        began_unix_seconds=1_700_000_000.0,
+        seconds=0.8,
+    )
+
+
 def test_panel_shows_the_run() -> None:
     text = "\n".join(render(fold(some_records())))
     for shown in ("trial-001", "8 / 12", "0:30 elapsed", "0:04 left", "0.6250", "0.6375 @ 8", "4,096", "1.00e-03"):
@@ -235,10 +251,26 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
             "good",
             "metrics.jsonl works again, 2 records lost",
         ),
+        (
+            events.UpstreamLogPlanned(iteration=3, iterations_kept=12, log_bytes=3_200_000, node_bytes=12_800_000),
+            "info",
+            "upstream log: 12 iterations, 3.2 MB a rank",
+        ),
+        (
+            events.UpstreamLogFull(iteration=16, iterations_kept=12),
+            "warning",
+            "upstream log is full from iteration 16 on: no stage can go back alone before a later window is committed",
+        ),
+        (stage_recovery("replays"), "good", "rank 2 of stage 1 replayed 5 iterations up to 12 in 0.80 s"),
     ],
 )
 def test_wording(record: Record, level: str, text: str) -> None:
     assert note(record) == Note(level=level, text=text)
+
+
+@pytest.mark.parametrize("role", ["serves", "waits"])
+def test_ranks_that_stand_still_in_a_recovery_fill_no_lines(role: str) -> None:
+    assert note(stage_recovery(role)) is None
 
 
 def test_durations_and_sizes() -> None:

@@ -11,7 +11,8 @@ from benchmarks.stored_samples import sample_window
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem
-from megatron_ft.mcore.loop.recovering import CONFIG, EXTRAS, PLACEMENT, VOTE, HeldWindow, Recovery
+from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, VOTE, HeldWindow
+from megatron_ft.mcore.loop.recovering import Recovery
 from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
@@ -29,6 +30,8 @@ GOOD = {EXTRAS: "{}", PLACEMENT: "null", CONFIG: json.dumps(SETTINGS)}
 
 class OneRank:
     """``Agreement`` of a job of one rank."""
+
+    rank = 0
 
     def gather(self, record: Any) -> list[Any]:
         return [json.loads(json.dumps(record))]

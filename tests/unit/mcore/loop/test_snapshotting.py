@@ -105,18 +105,19 @@ def test_a_window_that_another_rank_gave_up_is_never_committed_and_the_next_one_
         assert not run.of_kind(SnapshotProblem)
 
 
+@pytest.mark.parametrize("growth", [2, 1], ids=["outgrown here", "outgrown on another rank"])
 def test_memory_that_is_too_small_is_unmapped_before_more_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growth: int
 ) -> None:
     with run_of(tmp_path, interval_iterations=1) as (run, served):
         served.persister.start()
         allocate, arenas = run.client.allocate, []
 
-        def spy(window_bytes: int) -> Any:
+        def spy(window_bytes: int, *, anew: bool) -> Any:
             for arena in arenas:
                 with pytest.raises(ValueError, match="released"):
                     arena.status(0)
-            arenas.append(allocate(window_bytes * (1 + len(arenas))))
+            arenas.append(allocate(window_bytes * growth ** len(arenas), anew=anew))
             return arenas[-1]
 
         monkeypatch.setattr(run.client, "allocate", spy)

@@ -63,6 +63,32 @@ def test_a_killed_rank_leaves_its_windows_here_and_with_its_peers() -> None:
             again.fetch(0, start_iteration=12, node=0)
 
 
+def test_a_node_that_was_lost_keeps_what_a_restart_may_need_until_a_commit_of_its_own() -> None:
+    """The others' newer window is of fewer ranks; these two are the only ones of both."""
+    with cluster(2) as nodes:
+        for rank in (0, 1):
+            client = nodes.client(rank, node=rank, peer_nodes=[1 - rank], world_size=2)
+            arena = client.allocate(2 * PAGE)
+            window(client, arena, rank, 0, 10)
+            wait_replicated(arena, 10)
+            client.committed(10)
+            client.problems()
+        alone = nodes.client(0, node=0, peer_nodes=[], world_size=1, generation=2)
+        arena = alone.allocate(2 * PAGE)
+        window(alone, arena, 0, 1, 12)
+        wait_replicated(arena, 12)
+        alone.committed(12)
+        assert [entry["start_iteration"] for entry in alone.inventory(0)] == [12] and not alone.inventory(1)
+        back = nodes.client(1, node=1, peer_nodes=[], world_size=2, generation=3)
+        for rank in (0, 1):
+            assert find(back.inventory(rank), start_iteration=10, generation=1, complete=True)
+        arena = back.allocate(2 * PAGE)
+        window(back, arena, 1, 1, 14)
+        wait_replicated(arena, 14)
+        back.committed(14)
+        assert [entry["start_iteration"] for entry in back.inventory(1)] == [14] and not back.inventory(0)
+
+
 def test_a_peer_killed_in_the_middle_of_a_slice_is_a_problem_and_its_successor_gets_everything() -> None:
     arrived = threading.Event()
     with cluster(2) as nodes:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron_ft.runtime.transport.hang_up import Transports, open_sockets
+from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -76,3 +76,25 @@ def test_a_descriptor_that_is_used_again_is_left_alone(stack: ExitStack) -> None
         os.dup2(taken.fileno(), gone.fileno())
     transports.hang_up()
     assert is_open(other)
+
+
+def test_connections_that_are_being_made_break_whenever_they_are_made(stack: ExitStack) -> None:
+    older, _ = connected(stack)
+    opening = Opening()
+    assert not opening.pause(0.0)
+    early, _ = connected(stack)
+    opening.hang_up("rank 1 was killed")
+    late, _ = connected(stack)
+    assert opening.pause(20)
+    assert early[0].recv(1) == late[1].recv(1) == b""
+    opening.close()
+    after, _ = connected(stack)
+    assert is_open(older) and is_open(after)
+
+
+def test_nothing_breaks_once_all_is_open(stack: ExitStack) -> None:
+    opening = Opening()
+    pair, _ = connected(stack)
+    opening.close()
+    opening.hang_up("later than that")
+    assert is_open(pair) and not opening.pause(0.0)

@@ -1,0 +1,232 @@
+"""Jobs that lose nodes and get them back, what they write down, and the scripted jobs that they are compared with."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import REPOSITORY, JobResult, start, wait
+
+NUM_NODES = 8
+MOST_ITERATIONS = 600
+"""Jobs are stopped when their faults have come and gone; this is the length that learning rates are laid out for."""
+TIMEOUT_SECONDS = 300.0
+HUNG = -1
+"""Exit code of a job that was ended because it took too long: a failure like any other."""
+_BASE = (
+    "model=moe_micro",
+    "optimizer.lr_warmup_iterations=3",
+    f"training.train_iterations={MOST_ITERATIONS}",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=8",
+    "training.eval_interval_iterations=0",
+    "training.digest_interval_iterations=1",
+    "parallel.use_distributed_optimizer=false",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+    f"launch.num_nodes={NUM_NODES}",
+    "launch.ranks_per_node=1",
+    "placement=overlap_search",
+    "placement.min_replicas=2",
+)
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a run wrote down, by iteration."""
+
+    exit_code: int
+    losses: Mapping[int, float]
+    digests: Mapping[int, Sequence[str]]
+    changes: Sequence[Event]
+    """Its changes of membership, in order."""
+    rungs: Sequence[Event]
+    """What each membership went on with."""
+    hits: Sequence[Event]
+    placements: Mapping[int, Any]
+    """First iteration to the placement that was in force from it on, as it is on disk."""
+    problems: Sequence[str]
+
+    @classmethod
+    def of(cls, run: JobResult, *, restarts: bool = False) -> "Recorded":
+        """Read a run that has ended. With ``restarts``, iterations may have been run again."""
+        events = run.records()
+        losses = [(m["iteration"], m["loss"]) for m in run.records("metrics.jsonl") if "loss" in m]
+        digests = [(e["iteration"], e["digests"]) for e in events if e["kind"] == "state_digest"]
+        changes = [event for event in events if event["kind"] == "membership_changed"]
+        stopped = any(event["kind"] == "stop_requested" for event in events)
+        ended_well = run.exit_code == (130 if stopped else 0)
+        problems = [] if ended_well else [f"exit code {run.exit_code}: {run.output[-4000:]}"]
+        last = max((iteration for iteration, _ in losses), default=0)
+        began = Counter(change["iteration"] for change in changes)
+        for name, found in (("loss", losses), ("state", digests)):
+            counts = Counter(iteration for iteration, _ in found)
+            for iteration in range(1, 0 if restarts else last + 1):
+                is_end = name == "state" and iteration == last  # digested once more at the end, or not any more
+                is_untold = name == "loss" and counts[iteration] == 0 and iteration in untold(changes)
+                # What was due after an iteration is done again in each membership that begins with it.
+                is_again = name == "state" and 1 < counts[iteration] <= 1 + began[iteration]
+                if counts[iteration] != 1 and not is_end and not is_untold and not is_again:
+                    problems.append(f"{name} of iteration {iteration} recorded {counts[iteration]} times")
+        return cls(
+            exit_code=run.exit_code,
+            losses=dict(losses),
+            digests=dict(digests),
+            changes=changes,
+            rungs=[event for event in events if event["kind"] == "recovery_decided"],
+            hits=run.records("failpoints.jsonl"),
+            placements=_placements(run.run_dir),
+            problems=problems,
+        )
+
+    @property
+    def last_iteration(self) -> int:
+        """Newest that it has reported."""
+        return max(self.losses, default=0)
+
+    def differences(self, reference: "Recorded", first: int, last: int) -> list[str]:
+        """What is not equal to ``reference`` in the iterations from ``first`` to ``last``.
+
+        The digest of an iteration that survivors finished after a loss is of other ranks than the reference's.
+        """
+        seen_later = {
+            change["iteration"]
+            for change in self.changes
+            if len(self.digests.get(change["iteration"], ())) == change["world_size"]
+        }
+        return [
+            f"{name} of iteration {iteration}"
+            for name, mine, theirs in (
+                ("loss", self.losses, reference.losses),
+                ("state", self.digests, reference.digests),
+            )
+            for iteration in range(first, last + 1)
+            if not (name == "state" and iteration in seen_later)
+            if not (name == "loss" and iteration in untold(self.changes) and iteration not in mine)
+            if iteration not in mine or mine[iteration] != theirs.get(iteration)
+        ]
+
+    def distance(self, other: "Recorded", last: int) -> float:
+        """Largest relative difference of a loss of both, up to iteration ``last``."""
+        common = [i for i in self.losses.keys() & other.losses.keys() if i <= last]
+        return max((abs(self.losses[i] - other.losses[i]) / abs(other.losses[i]) for i in common), default=math.inf)
+
+
+@dataclass(slots=True)
+class Bench:
+    """Runs jobs from one warm fork server."""
+
+    folder: Path
+    socket: str
+    base: Sequence[str] = _BASE
+    """Overrides of all of them."""
+    num_jobs: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def run(
+        self, overrides: Sequence[str], *, until: Callable[[list[Any]], bool] | None = None, restarts: bool = False
+    ) -> Recorded:
+        """One job, to its end; one that does not come to it has failed.
+
+        Args:
+            until: asked with the events so far; once it says so, the job is asked to stop.
+        """
+        with self.running(overrides, until=until) as run:
+            return Recorded.of(run, restarts=restarts)
+
+    @property
+    def next_run_dir(self) -> Path:
+        """Folder of the job that is started next."""
+        return self.folder / f"job-{self.num_jobs + 1:03d}"
+
+    @contextlib.contextmanager
+    def running(
+        self, overrides: Sequence[str], *, until: Callable[[list[Any]], bool] | None = None
+    ) -> Iterator[JobResult]:
+        """One job, to its end; its folder is there within the block."""
+        run_dir = self.next_run_dir
+        self.num_jobs += 1
+        words = [*self.base, *overrides, f"run.dir={self.folder}", f"run.name={run_dir.name}"]
+        words += [f"data.cache_dir={self.folder / 'cache'}", f"launch.forkserver_socket={self.socket}"]
+        console = start([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words])
+        stopper = threading.Thread(target=_stop, args=(console.pid, run_dir, until, console.poll), daemon=True)
+        if until is not None:
+            stopper.start()
+        try:
+            run = JobResult(0, run_dir, wait(console, TIMEOUT_SECONDS))
+            run = JobResult(console.returncode, run_dir, run.output)
+        except AssertionError as error:
+            run = JobResult(HUNG, run_dir, str(error))
+        if until is not None:
+            stopper.join()
+        try:
+            yield run
+        finally:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _stop(process_id: int, run_dir: Path, until: Callable[[list[Any]], bool], poll: Callable[[], int | None]) -> None:
+    """Thread: ask a job to stop once its events say that it is time."""
+    pause, run = threading.Event(), JobResult(0, run_dir, "")
+    while poll() is None:
+        events: list[Any] = []
+        with contextlib.suppress(ValueError):  # a line that is being written
+            events = run.records()
+        if until(events):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGINT)
+            return
+        pause.wait(0.1)
+
+
+def _placements(run_dir: Path) -> dict[int, Any]:
+    """Each with the time at which it took over: later ones of an iteration replace earlier ones."""
+    files = sorted((run_dir / "placements").glob("iter_*.json"))
+    return {int(path.stem.removeprefix("iter_")): json.loads(path.read_text()) for path in files}
+
+
+def untold(changes: Sequence[Event]) -> set[int]:
+    """Iterations that everybody has completed, but whose reporter may have died before it reported them."""
+    found, reporter = set(), 0
+    for change in changes:
+        if min(change["nodes"]) != reporter:
+            found.add(change["iteration"])
+        reporter = min(change["nodes"])
+    return found
+
+
+def scripted(changes: Sequence[Event]) -> list[str]:
+    """The override that repeats a history of memberships without faults; nothing for none."""
+    members, entries = set(range(NUM_NODES)), []
+    for change in changes:
+        nodes = set(change["nodes"])
+        moves = {"lose": sorted(members - nodes), "join": sorted(nodes - members)}
+        members, before = nodes, change["iteration"] + 1
+        given = {name: json.dumps(found, separators=(",", ":")) for name, found in moves.items() if found}
+        if len(given) == 2:
+            entries.append(f"'change(lose={given['lose']},join={given['join']},before_iteration={before})'")
+        else:
+            ((name, named),) = given.items()
+            entries.append(f"'{name}(nodes={named},before_iteration={before})'")
+    return [f"launch.membership_schedule=[{','.join(entries)}]"] if entries else []
+
+
+def failpoints(faults: Sequence[Mapping[str, Any]]) -> str:
+    """Faults as an override: each ``node``, ``phase`` and whatever narrows it."""
+    texts = []
+    for fault in faults:
+        words = [f'phase="{fault["phase"]}"', f"node={fault['node']}"]
+        words += [f"{name}={fault[name]}" for name in ("at_iteration", "generation", "passes") if name in fault]
+        texts.append(f"'kill({','.join(words)})'")
+    return f"launch.failpoints=[{','.join(texts)}]"

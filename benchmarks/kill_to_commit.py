@@ -1,0 +1,264 @@
+"""Claim ``kill-to-commit``: from the SIGKILL of a rank to the next committed iteration, at random moments.
+
+Jobs of four nodes of one rank lose one node after another; each comes back (``launch.restart_lost_nodes``) before the
+next is lost. A fault is a SIGKILL from outside, at a moment drawn uniformly over an iteration, so inside collectives,
+too; the clock is the machine's, the next committed iteration the first that the survivors report after their membership
+has changed. Some ranks get a SIGSTOP instead: they have to be found by their silence first. Beside it, in the same run:
+the same training restarted by ``torchrun --max-restarts`` from a dense checkpoint of every iteration, and a plain loop
+of a model of comparable size under torchft (a lighthouse's join timeout of 100 ms, its default of 60 s would be the
+result). The models' iterations differ in length: seconds are told beside each one's own iteration. A trial is a fault
+that the job's own events name.
+"""
+
+import dataclasses
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.kill_peers import (
+    MIN_RANKS,
+    NUM_RANKS,
+    SETTLED,
+    Fault,
+    Measured,
+    logging_to,
+    measure_torchft,
+    measure_torchrun,
+    percentile,
+    random_moment,
+    records_of,
+    wait_for,
+)
+from benchmarks.report import finish, parse_arguments
+from tests.helpers.jobs import forkserver, start, wait
+
+ID = "kill-to-commit"
+NUM_FAULTS, QUICK_FAULTS = 50, 2
+NUM_TORCHRUN, NUM_TORCHFT = 5, 20
+NUM_STOPS, QUICK_STOPS = 10, 1
+FAULTS_PER_JOB = 6
+HEARTBEAT_SECONDS = 2.0
+"""Silence after which a rank is lost."""
+ALLOWED_SECONDS = 2.0
+"""Beside one iteration."""
+NO_TIMEOUT_SECONDS = 5.0
+"""Half of the shortest timeout that could be behind a value."""
+SEED = 20261121
+TIMEOUT_SECONDS = 240.0
+WARM = "megatron_ft.mcore.loop.main:warm"
+BASE = (
+    "model=moe_micro",
+    "optimizer.lr_warmup_iterations=3",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=8",
+    "training.eval_interval_iterations=0",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+    "parallel.use_distributed_optimizer=false",
+    "placement=overlap_search",
+    "placement.min_replicas=2",
+    "placement.num_slots_per_rank=6",
+)
+ELASTIC = (
+    f"launch.num_nodes={NUM_RANKS}",
+    "launch.ranks_per_node=1",
+    f"launch.min_nodes={MIN_RANKS}",
+    "launch.restart_lost_nodes=true",
+    "launch.max_node_restarts=100",
+    "launch.join_window_seconds=0.1",
+    "detector.heartbeat_interval_seconds=0.5",
+    f"detector.heartbeat_timeout_seconds={HEARTBEAT_SECONDS:g}",
+)
+
+
+@dataclasses.dataclass(slots=True)
+class Bench:
+    """Runs jobs from one warm fork server."""
+
+    folder: Path
+    socket: str
+    num_jobs: int = 0
+
+    def measure(self, num_faults: int, rng: random.Random, number: signal.Signals = signal.SIGKILL) -> Measured:
+        """Faults by one signal over as many jobs as they need; a job that fails counts as one failed fault."""
+        measured = Measured()
+        while (done := len(measured.faults) + len(measured.problems)) < num_faults:
+            self._job(min(FAULTS_PER_JOB, num_faults - done), rng, number, measured)
+        return measured
+
+    def _job(self, num_faults: int, rng: random.Random, number: signal.Signals, measured: Measured) -> None:
+        self.num_jobs += 1
+        run_dir = self.folder / f"job-{self.num_jobs:03d}"
+        words = [*BASE, *ELASTIC]
+        words += ["training.train_iterations=100000", f"run.dir={self.folder}", f"run.name={run_dir.name}"]
+        words += [f"data.cache_dir={self.folder / 'cache'}", f"launch.forkserver_socket={self.socket}"]
+        console = start([sys.executable, "pretrain_moe.py", *words])
+        job = Job(run_dir, psutil.Process(console.pid), list(range(NUM_RANKS)))
+        try:
+            for _ in range(num_faults):
+                measured.faults.append(job.fault(rng, number))
+                job.wait_until_whole()
+        except (TimeoutError, psutil.Error) as error:
+            measured.problems.append(f"{run_dir.name}: {error}")
+        finally:
+            if console.poll() is None:
+                console.send_signal(signal.SIGINT)
+            wait(console, TIMEOUT_SECONDS)
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """A living job, and its faults."""
+
+    run_dir: Path
+    console: psutil.Process
+    nodes: list[int]
+    """That a fault may hit."""
+
+    def fault(self, rng: random.Random, number: signal.Signals) -> Fault:
+        """Send a signal to a rank at a random moment and see what follows.
+
+        Raises:
+            TimeoutError: the job does not go on, or its events do not name the fault.
+        """
+        metrics = self.run_dir / "metrics.jsonl"
+        settled = len(records_of(metrics)) + SETTLED
+        wait_for(lambda: len(records_of(metrics)) > settled, self._alive, "iterations before the fault")
+        pace = statistics.median(record["iteration_seconds"] for record in records_of(metrics)[-SETTLED:])
+        victim = rng.choice(self.nodes)
+        process = self._rank(victim)
+        random_moment(rng, pace)
+        hit_at = time.time()
+        process.send_signal(number)
+        change = wait_for(
+            lambda: self._change_without(victim, hit_at), self._alive, f"a membership without node {victim}"
+        )
+        first = wait_for(lambda: self._after(change), self._alive, "an iteration after it")[0]
+        ended_at = change["time_unix_seconds"]
+        committed = [r["iteration"] for r in records_of(metrics) if r["time_unix_seconds"] < ended_at]
+        return Fault(
+            seconds=first["time_unix_seconds"] - hit_at,
+            iterations_lost=max(0, max(committed) - change["iteration"]),
+            iteration_seconds=pace,
+            details={
+                "node": victim,
+                "iteration": change["iteration"],
+                "reforming_seconds": change["seconds"],
+                "load": os.getloadavg()[0],
+            },
+        )
+
+    def _alive(self) -> bool:
+        return self.console.is_running() and self.console.status() != psutil.STATUS_ZOMBIE
+
+    def _rank(self, node: int) -> psutil.Process:
+        """The process of a node's rank, wherever it was forked from: its standard output is its log."""
+        log = str(self.run_dir.resolve() / "logs" / f"rank-{node:05d}.log")
+        found = logging_to(log, list(psutil.process_iter()))
+        if found is None:
+            raise TimeoutError(f"no process writes to {Path(log).name}")
+        return found
+
+    def wait_until_whole(self) -> None:
+        """Wait for a membership of all nodes. Raises TimeoutError."""
+        wait_for(lambda: set(self._changes()[-1]["nodes"]) >= set(self.nodes), self._alive, "the node that comes back")
+
+    def _changes(self) -> list[dict[str, Any]]:
+        return [r for r in records_of(self.run_dir / "events.jsonl") if r["kind"] == "membership_changed"]
+
+    def _change_without(self, node: int, since: float) -> dict[str, Any] | None:
+        """The first change of membership since a time, if it is one without ``node``."""
+        changes = [change for change in self._changes() if change["time_unix_seconds"] >= since]
+        return changes[0] if changes and node not in changes[0]["nodes"] else None
+
+    def _after(self, change: dict[str, Any]) -> list[dict[str, Any]]:
+        """Iterations that the membership which ``change`` began has committed itself."""
+        since = change["time_unix_seconds"]
+        return [
+            record
+            for record in records_of(self.run_dir / "metrics.jsonl")
+            if record["iteration"] > change["iteration"] and record["time_unix_seconds"] >= since
+        ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all subjects and judge this project's."""
+    arguments = parse_arguments(__doc__, argv)
+    num_faults, num_stops = (QUICK_FAULTS, QUICK_STOPS) if arguments.quick else (NUM_FAULTS, NUM_STOPS)
+    with tempfile.TemporaryDirectory(prefix="kill-to-commit-") as name:
+        folder, rng = Path(name), random.Random(SEED)
+        with forkserver(WARM) as socket:
+            bench = Bench(folder, socket)
+            ours = bench.measure(num_faults, rng)
+            stopped = bench.measure(num_stops, rng, signal.SIGSTOP)
+        words = [*BASE, f"data.cache_dir={folder / 'cache'}"]
+        peers = {}
+        if not arguments.quick:  # torchrun takes a quarter of a minute for each, torchft has to be installed
+            peers["torchrun"] = measure_torchrun(words, folder, NUM_TORCHRUN, rng)
+            peers["torchft"] = measure_torchft(folder, NUM_TORCHFT, rng)
+    return judge(arguments, ours, stopped, peers, num_faults=num_faults, num_stops=num_stops)
+
+
+def judge(
+    arguments: Any, ours: Measured, stopped: Measured, peers: dict[str, Measured], *, num_faults: int, num_stops: int
+) -> int:
+    """Write the result: the bounds are this project's own, the others are told beside it."""
+    seconds = [fault.seconds for fault in ours.faults]
+    silent = [fault.seconds for fault in stopped.faults]
+    iteration = statistics.median(fault.iteration_seconds for fault in ours.faults) if ours.faults else 0.0
+    lost = sum(fault.iterations_lost for fault in (*ours.faults, *stopped.faults))
+    all_there = (len(seconds), len(silent)) == (num_faults, num_stops)
+    complete = all_there and not ours.problems and not stopped.problems and lost == 0
+    allowed = iteration + ALLOWED_SECONDS
+    in_time = (
+        complete
+        and percentile(seconds, 95) <= allowed
+        and max(seconds) < NO_TIMEOUT_SECONDS
+        and percentile(silent, 95) <= allowed + HEARTBEAT_SECONDS
+    )
+    passed = complete and (in_time or arguments.quick)  # seconds of a test beside other tests say nothing
+    others = "".join(f"; {name} {measured.figure()}" for name, measured in peers.items())
+    return finish(
+        arguments.out,
+        ID,
+        passed=passed,
+        figure=f"{ours.figure()} (an iteration {iteration:.2f} s); stopped ranks, silent for {HEARTBEAT_SECONDS:g} s: "
+        f"{stopped.figure()}{others}",
+        threshold=f"of {num_faults} faults p95 <= one iteration + {ALLOWED_SECONDS:g} s, none of "
+        f"{NO_TIMEOUT_SECONDS:g} s, none loses an iteration; {HEARTBEAT_SECONDS:g} s more for stopped ranks",
+        counts={
+            "faults": len(seconds),
+            "stopped": len(silent),
+            "failed": len(ours.problems) + len(stopped.problems),
+            "iterations_lost": lost,
+            **{f"{name}_faults": len(measured.faults) for name, measured in peers.items()},
+        },
+        details={
+            name: {
+                "faults": [dataclasses.asdict(fault) for fault in measured.faults],
+                "problems": [_without_paths(problem) for problem in measured.problems],
+            }
+            for name, measured in {"ours": ours, "stopped": stopped, **peers}.items()
+        },
+    )
+
+
+def _without_paths(text: str) -> str:
+    """The beginning of what went wrong, without where files lie on this machine."""
+    return re.sub(r"(?:/[\w.@+-]+)+/?", "PATH", text)[:300]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

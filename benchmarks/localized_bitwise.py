@@ -1,0 +1,152 @@
+"""Claim ``localized-bitwise``: only the pipeline stages that lost a rank go back, and come to the same bits.
+
+Living jobs of every layout (pipeline, data, expert, tensor parallel, interleaved, sharded optimizer) lose one rank
+after the other by kill -9: in every phase, in the first, a middle and the last stage; and two that meet: side by side,
+apart, two of one stage, one inside or beside a replay, the substitute itself, the neighbour right after a recovery. Its
+place is taken by a process that is started again, and the job goes on.
+
+A trial is a fault; it counts when the victim wrote it down before it happened. It passes when the job went on by a
+localized recovery and every iteration's loss and state digest, of all ranks, equal those of a run of the same layout
+that nothing happened to, ``atol=0``. Of every recovery is counted what was run again, by whom.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.campaign import Counts, Outcome, Trial, execute_jobs, run_campaign
+from benchmarks.covering import Row
+from benchmarks.elastic_jobs import Bench, failpoints
+from benchmarks.localized_jobs import BASE, FaultJob, Followed, jobs_of
+from benchmarks.report import finish, parse_arguments
+from tests.helpers.jobs import forkserver
+
+ID = "localized-bitwise"
+MIN_TRIALS = 240
+SEED = 20261121
+WARM = "megatron_ft.mcore.loop.main"
+_KEEPING = ("launch.keep_layout=true", "launch.restart_lost_nodes=true", "launch.max_node_restarts=1000")
+
+
+@dataclass(slots=True)
+class Campaign:
+    """Executes trials: the faults of a job share it."""
+
+    bench: Bench
+    jobs: Sequence[FaultJob]
+    references: dict[str, Followed] = field(default_factory=dict)
+    """By layout: the longest undisturbed run so far."""
+
+    def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        """The campaign's executor."""
+        return execute_jobs(trials, lambda number: self.run(self.jobs[number]))
+
+    def run(self, job: FaultJob) -> list[Outcome]:
+        """The job with faults beside the one without; an outcome for each fault."""
+        overrides = [*job.layout.overrides, *_KEEPING, failpoints(job.faults)]
+        with self.bench.running(overrides, until=job.has_ended) as run:
+            found = Followed.of(run)
+        reference = self._reference(job, found.last_iteration)
+        common = [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
+        common += found.differences(reference)
+        return [_outcome(job, fault, found, common) for fault in job.faults]
+
+    def _reference(self, job: FaultJob, last: int) -> Followed:
+        name = job.layout.name
+        if name not in self.references or self.references[name].last_iteration < last:
+            end = f"training.exit_at_iteration={last + 20}"
+            with self.bench.running([*job.layout.overrides, end]) as run:
+                self.references[name] = Followed.of(run)
+        return self.references[name]
+
+
+def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str]) -> Outcome:
+    """What became of one fault; the recovery of its membership and what that cost."""
+    number = int(str(fault["fault"]))
+    hit = found.hits[number] if number < len(found.hits) else None
+    is_it = hit is not None and (hit["node"], hit["phase"]) == (fault["node"], fault["phase"])
+    unproven = [] if is_it else ["the victim wrote no fault down"]
+    problems = list(common)
+    shares = [share for share in found.shares if share["generation"] == number + 1]
+    if is_it and not any(change["generation"] > number for change in found.changes):
+        problems.append("the job did not go on")
+    idle = [share["num_forward_passes"] for share in shares if share["role"] != "replays"]
+    problems += ["a healthy stage computed a forward pass"] if any(idle) else []
+    problems += [f"went on by {rung['rung']}" for rung in found.rungs if rung["rung"] != "localized"]
+    replayed = [share["num_iterations"] for share in shares if share["role"] == "replays"]
+    window = max((plan["window_iterations"] for plan in found.planned), default=0)
+    details = {
+        "unproven": unproven,
+        "kind": fault["kind"],
+        "layout": job.layout.name,
+        "replayed": max(replayed, default=None),
+        "window": window,
+        "lag": _lag(found),
+        "stages": len({share["stage"] for share in shares if share["role"] == "replays"}),
+        "healthy_forward_passes": sum(idle),
+        "problems": problems[:5],
+    }
+    return Outcome(proven=not unproven, passed=not problems, details=details)
+
+
+def _lag(found: Followed) -> int:
+    """Most iterations from a window's last slice to the vote that committed it, in undisturbed memberships."""
+    breaks = [change["iteration"] for change in found.changes]
+    lags = [
+        event["iteration"] - (event["start_iteration"] + event["num_iterations"] - 1)
+        for event in found.committed
+        if not any(event["start_iteration"] <= at < event["iteration"] for at in breaks)
+    ]
+    return max(lags, default=0)
+
+
+def campaign(*, quick: bool) -> tuple[Sequence[FaultJob], Counts, list[Outcome]]:
+    """Every fault of every job; those that the journal has need no job."""
+    jobs = jobs_of(SEED, quick=quick)
+    trials: list[Row] = [{"job": job.number, **fault} for job in jobs for fault in job.faults]
+    with tempfile.TemporaryDirectory(prefix="localized-bitwise-") as folder, forkserver(WARM) as socket:
+        found = Campaign(Bench(Path(folder), socket, BASE), jobs)
+        counts, outcomes = run_campaign(f"{ID}{'-quick' if quick else ''}", trials, found.execute)
+    return jobs, counts, [replace(o, details={**t.parameters, **o.details}) for t, o in outcomes]
+
+
+def recovered(outcomes: Sequence[Outcome]) -> list[Mapping[str, Any]]:
+    """What is known of each localized recovery of a fault that counts."""
+    good = [outcome.details for outcome in outcomes if outcome.proven and outcome.passed]
+    return [details for details in good if details["replayed"] is not None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign and judge it."""
+    arguments = parse_arguments(__doc__, argv)
+    jobs, counts, outcomes = campaign(quick=arguments.quick)
+    recoveries = recovered(outcomes)
+    num_layouts = len({job.layout.name for job in jobs})
+    kinds = sorted({str(outcome.details["kind"]) for outcome in outcomes})
+    figure = (
+        f"{counts.passed} of {counts.planned} faults in {len(jobs)} living jobs of {num_layouts} layouts, in "
+        f"{len(recoveries)} localized recoveries: every loss and state equal to the undisturbed run's "
+        f"({', '.join(kinds)})"
+    )
+    return finish(
+        arguments.out,
+        ID,
+        passed=counts.complete and (arguments.quick or counts.passed >= MIN_TRIALS),
+        figure=figure if counts.complete else counts.summary(),
+        threshold=f"all of at least {MIN_TRIALS} equal, atol=0",
+        counts={
+            "trials": counts.planned,
+            "passed": counts.passed,
+            "unproven": counts.unproven,
+            "jobs": len(jobs),
+            "recoveries": len(recoveries),
+        },
+        details={"failures": [outcome.details for outcome in outcomes if not (outcome.passed and outcome.proven)]},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

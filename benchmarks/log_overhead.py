@@ -1,0 +1,125 @@
+"""Claim ``log-overhead``: keeping what is sent over pipeline boundaries hardly holds training up.
+
+A real pipeline of two stages. Iterations with the upstream log and without it take turns, in pairs whose order changes;
+the log has room for two windows and twice the lag of their commits, and is trimmed as they are committed. What training
+waits for a copy is the time within ``UpstreamLog.append``, wall and CPU apart; each iteration counts for its slowest
+rank. The log's memory is compared with what ``dry_run`` predicts from the configuration alone.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.job import compose
+from benchmarks.ranks import Rank, run_ranks
+from benchmarks.report import finish, parse_arguments
+from megatron_ft.config.job import JobConfig
+from megatron_ft.corpus.check import check_data
+from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.upstream_log import iterations_kept, log_bytes
+
+ID = "log-overhead"
+WORLD_SIZE = 2
+PAIRS, QUICK_PAIRS = 25, 7
+WARM_UP = 2
+WINDOW_ITERATIONS = 4
+MAX_SHARE = 0.02
+MAX_ERROR = 0.05
+_JOB = (
+    "model=moe_tiny",
+    "model.hidden_size=256",
+    "model.moe_ffn_hidden_size=512",
+    "training.eval_interval_iterations=0",
+    "training.train_iterations=100000",
+    "training.global_batch_size=8",
+    "training.micro_batch_size=1",
+    "checkpoint.save_at_end=false",
+    f"launch.ranks_per_node={WORLD_SIZE}",
+    f"parallel.pipeline_model_parallel_size={WORLD_SIZE}",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and judge."""
+    arguments = parse_arguments(__doc__, argv)
+    config = compose(*_JOB)
+    check_data(config)
+    pairs = QUICK_PAIRS if arguments.quick else PAIRS
+    with tempfile.TemporaryDirectory(prefix="log-") as folder:
+        ranks = run_ranks(partial(_measure, pairs), config, world_size=WORLD_SIZE, run_dir=Path(folder))
+    share = _slowest(ranks, lambda row: row["blocked_seconds"] / row["seconds"])
+    cpu_share = _slowest(ranks, lambda row: row["cpu_seconds"] / row["seconds"])
+    ratio = statistics.median(
+        max(rank["with"][pair]["seconds"] for rank in ranks) / max(rank["without"][pair]["seconds"] for rank in ranks)
+        for pair in range(pairs)
+    )
+    error = max(abs(rank["log_bytes"] / rank["predicted_bytes"] - 1.0) for rank in ranks)
+    sent = max(row["num_bytes"] for rank in ranks for row in rank["with"])
+    figure = (
+        f"training waits {share:.2%} of an iteration for the log, {cpu_share:.2%} of it in CPU time; with it an "
+        f"iteration takes {ratio:.3f}x (median of {pairs} pairs); {max(r['log_bytes'] for r in ranks):,} bytes for "
+        f"{ranks[0]['iterations_kept']} iterations of {sent:,} bytes, predicted within {error:.1%}"
+    )
+    return finish(
+        arguments.out,
+        ID,
+        passed=share <= MAX_SHARE and error <= MAX_ERROR,
+        figure=figure,
+        threshold=f"waits <= {MAX_SHARE:.0%} of an iteration; bytes predicted within {MAX_ERROR:.0%}",
+        counts={"pairs": pairs, "ranks": WORLD_SIZE},
+        details={"ranks": ranks},
+    )
+
+
+def _slowest(ranks: Sequence[dict[str, Any]], value: Any) -> float:
+    """Median over iterations of the largest over ranks."""
+    return statistics.median(max(map(value, rows)) for rows in zip(*(rank["with"] for rank in ranks), strict=True))
+
+
+def _measure(pairs: int, config: JobConfig, rank: Rank) -> dict[str, Any]:
+    from benchmarks.job import join
+    from megatron_ft.mcore.loop.upstream import keep_room
+
+    trainer, _ = join(config, rank)
+    engine, stage = trainer.engine, trainer.engine.pg.pp.rank()
+    keep_room(trainer, WindowPlan(slices=((),) * WINDOW_ITERATIONS, interval_iterations=WINDOW_ITERATIONS))
+    log, lag = engine.boundaries.log, config.upstream_log.commit_lag_iterations
+    assert log is not None, "there is room"
+    found: dict[str, list[dict[str, float]]] = {"with": [], "without": []}
+    for number in range(WARM_UP + pairs):
+        order = ("with", "without") if number % 2 else ("without", "with")
+        for kind in order:
+            engine.boundaries.log = log if kind == "with" else None
+            row = _iterate(engine, log)
+            if number >= WARM_UP:
+                found[kind].append(row)
+    return {
+        **found,
+        "stage": stage,
+        "iterations_kept": log.num_iterations,
+        "log_bytes": log.num_bytes,
+        "predicted_bytes": log_bytes(config, stage, iterations_kept(WINDOW_ITERATIONS, lag)),
+    }
+
+
+def _iterate(engine: Any, log: Any) -> dict[str, float]:
+    figures = log.figures
+    before = (figures.blocked_seconds, figures.cpu_seconds, figures.num_bytes)
+    log.trim(engine.iteration - log.num_iterations + 1)
+    began = time.perf_counter()
+    engine.run_iteration(engine.iteration + 1)
+    return {
+        "seconds": time.perf_counter() - began,
+        "blocked_seconds": figures.blocked_seconds - before[0],
+        "cpu_seconds": figures.cpu_seconds - before[1],
+        "num_bytes": figures.num_bytes - before[2],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""A job's configuration for the nodes that are there."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.job import JobConfig
+
+
+def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
+    """``job`` for the ranks on ``nodes`` alone (numbers since the job began, one for each rank).
+
+    Their failure domains keep their names; a node without one is its own. Replicas are asked for on as many domains as
+    there are, and copies of windows on as many as there are besides a node's own. Where the layout is kept there are as
+    many nodes as ever: only their domains change.
+    """
+    launch = job.launch
+    present = list(dict.fromkeys(nodes)) if launch.keep_layout else sorted(set(nodes))
+    names = dict(enumerate(launch.failure_domains))
+    domains = [names.get(node, f"node{node}") for node in present]
+    if launch.keep_layout:
+        return replace(job, launch=replace(launch, failure_domains=domains))
+    num_domains = len(set(domains))
+    return derive_placement(
+        replace(
+            job,
+            launch=replace(launch, num_nodes=len(present), failure_domains=domains),
+            parallel=replace(job.parallel, expert_model_parallel_size=1),
+            placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, num_domains)),
+            snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, num_domains - 1)),
+        )
+    )

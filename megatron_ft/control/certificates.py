@@ -1,0 +1,59 @@
+"""Certificates of the control channel, where a job asks for encryption (``launch.tls_dir``): mutual TLS.
+
+A folder holds ``ca.pem`` (the authority that both sides trust), ``cert.pem`` (this machine's certificate, for the name
+or address it is called by) and ``key.pem`` (its private key, mode 0600 or 0400).
+"""
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc  # type: ignore[import-untyped]
+
+from megatron_ft.errors import ConfigError
+
+_KEY = "launch.tls_dir"
+_MAX_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What a process shows, and whom it trusts; PEM."""
+
+    authority: bytes
+    certificate: bytes
+    private_key: bytes = field(repr=False)
+
+    def of_server(self) -> grpc.ServerCredentials:
+        """For a server that refuses callers without a certificate of the authority."""
+        pair = (self.private_key, self.certificate)
+        return grpc.ssl_server_credentials([pair], self.authority, require_client_auth=True)
+
+    def of_client(self) -> grpc.ChannelCredentials:
+        """For a caller that refuses servers without one."""
+        return grpc.ssl_channel_credentials(self.authority, self.private_key, self.certificate)
+
+
+def read_certificates(folder: str | None) -> Certificates | None:
+    """What ``launch.tls_dir`` names; None where it names nothing.
+
+    Raises:
+        ConfigError: a file is missing, too long or no PEM, or others can read the private key.
+    """
+    if folder is None:
+        return None
+    return Certificates(*(_read(Path(folder) / name, folder) for name in ("ca.pem", "cert.pem", "key.pem")))
+
+
+def _read(path: Path, folder: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            mode, content = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError.of(_KEY, folder, f"must hold {path.name}: {error.strerror}") from None
+    if path.name == "key.pem" and mode & 0o077:
+        raise ConfigError.of(_KEY, folder, f"must keep {path.name} from others: its mode is {mode:04o}, not 0600")
+    if len(content) > _MAX_BYTES or b"-----BEGIN" not in content:
+        raise ConfigError.of(_KEY, folder, f"must hold {path.name} in PEM, of at most {_MAX_BYTES} bytes")
+    return content

@@ -1,0 +1,206 @@
+"""The controller's process: ``python -m megatron_ft.control.controller_main``.
+
+It reads one line of JSON from standard input (``ControllerSpec``) and keeps it open: when it closes, the console has
+gone. What it takes in is in the journal first, so that the console can start another one in its place, whatever it was
+doing. It speaks to the console through a unix socket: facts in, records and events out, each with a number by which the
+console knows what it has had already.
+"""
+
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft import failpoints
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.control import facts, report
+from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.controller import Controller
+from megatron_ft.control.epochs import Epoch, begin_epoch
+from megatron_ft.control.front_desk import Origin
+from megatron_ft.control.journal import Journal
+from megatron_ft.control.membership_state import Decision, Step
+from megatron_ft.control.policies import detector_policy, membership_policy
+from megatron_ft.control.start_order import start_order
+from megatron_ft.errors import ControlError, MegatronFtError
+from megatron_ft.framing import FrameReader, Message, read_line, send
+
+FOLDER = "control"
+"""Of the run's folder, with the journal and ``epoch``."""
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSpec:
+    """What the process is told through its standard input."""
+
+    config: dict[str, Any]
+    """JSON of ``JobConfig``."""
+    run_dir: str
+    resume_from: str | None
+    entry: str
+    working_dir: str
+    token: str
+    console_descriptor: int
+    """Of the connection to the console."""
+    port: int = 0
+    """To serve at; 0 takes a free one. A controller that takes over serves where its predecessor did."""
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+class _Console:
+    """The way to the console."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+        self._num_events = 0
+
+    def say(self, message: Message) -> None:
+        """Blocks while the console is behind."""
+        with self._lock:
+            send(self._socket, message)
+
+    def record(self, record: Message, origin: Origin) -> None:
+        """Pass on what a rank reports."""
+        self.say({"op": "record", "record": record, "origin": origin})
+
+    def event(self, event: Message) -> None:
+        """Say something that follows from decisions; numbered, for it is said again by who takes over."""
+        self.say({"op": "event", "number": self._num_events, **event})
+        self._num_events += 1
+
+    def listen(self, post: Callable[[facts.Fact, int], None]) -> None:
+        """Thread: take the facts that the console has to tell."""
+        reader, closed = FrameReader(self._socket), False
+        while not closed:
+            messages, closed = reader.pump()
+            for message in messages:
+                if message["op"] == "ping":
+                    self.say({"op": "pong"})
+                else:
+                    post(facts.from_json(message["fact"]), message["number"])
+
+
+class ControllerProcess:
+    """One controller's life."""
+
+    def __init__(self, spec: ControllerSpec) -> None:
+        run_dir = Path(spec.run_dir)
+        folder = run_dir / FOLDER
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._epoch: Epoch = begin_epoch(folder)
+        config: JobConfig = from_dict(spec.config)
+        self._policy = membership_policy(config)
+        journal = Journal(folder / JOURNAL)
+        resume_from = None if spec.resume_from is None else Path(spec.resume_from)
+        self._record = failpoints.append_to(run_dir / "decisions.jsonl")
+        self._console = _Console(spec.console_descriptor)
+        self._controller = Controller(
+            self._policy,
+            interface=config.launch.interface,
+            token=spec.token,
+            start_order=functools.partial(
+                start_order, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
+            ),
+            record_decision=self._record_decision,
+            detection=detector_policy(config),
+            journal=journal,
+            epoch=self._epoch.number,
+            port=spec.port,
+            certificates=read_certificates(config.launch.tls_dir),
+            clock=clock_after(journal.entries),
+        )
+        self._num_recorded = _num_lines(run_dir / "decisions.jsonl")
+        """Decisions in the file, by earlier jobs of the run, too."""
+        self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
+
+    def run(self) -> None:
+        """Serve until the job has ended and the console has let go."""
+        self._console.say(
+            {
+                "op": "ready",
+                "address": self._controller.address,
+                "epoch": self._epoch.number,
+                "process_id": os.getpid(),
+            }
+        )
+        for target, arguments in ((self._console.listen, (self._controller.post,)), (end_with_console, ())):
+            threading.Thread(target=target, args=arguments, daemon=True).start()
+        end = self._controller.run(self._console.record, self._on_step)
+        self._console.event({"event": "ended", "end": end.to_json()})
+        threading.Event().wait()  # agents fetch their last order until the console lets go
+
+    def _record_decision(self, decision: Message) -> None:
+        """Unless the controller before has recorded it. One that has been followed decides nothing any more."""
+        if self._epoch.is_over:
+            raise ControlError(f"epoch {self._epoch.number} is over: another controller has taken over")
+        if self._num_decisions >= self._num_recorded:
+            self._record(decision)
+        self._num_decisions += 1
+
+    def _on_step(self, step: Step) -> None:
+        match step.decision:
+            case Decision.STOP if not step.state.failures:
+                self._console.event({"event": "stopping"})
+            case Decision.START_AGENTS:
+                self._console.event({"event": "start_agents", "nodes": list(step.nodes)})
+            case Decision.RESTART:
+                for event in report.restart_records(step, self._controller.details, self._policy):
+                    self._console.event({"event": "record", "record": event.to_record()})
+            case Decision.REFORM:
+                for event in report.lost_records(step, self._controller.details, self._policy):
+                    self._console.event({"event": "record", "record": event.to_record()})
+
+
+def end_with_console() -> None:
+    """Thread: when standard input closes the console lets go, or has died. What matters is in the journal."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+def clock_after(entries: list[Message]) -> Callable[[], float]:
+    """A monotonic clock that goes on from the time of the last entry, by the time that has passed since then."""
+    now_seconds = time.monotonic()
+    last = next((entry for entry in reversed(entries) if "now" in entry), None)
+    if last is None:
+        return time.monotonic
+    offset_seconds = last["now"] + max(0.0, time.time() - last["unix"]) - now_seconds
+    return lambda: time.monotonic() + offset_seconds
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def main() -> int:
+    """Entry of the controller's process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the console is asked to stop, and asks
+    line = read_line(sys.stdin.fileno())
+    if not line.endswith(b"\n"):
+        print("controller: the console closed standard input before it sent the spec", file=sys.stderr)
+        return ControlError.exit_code
+    try:
+        ControllerProcess(ControllerSpec(**json.loads(line))).run()
+    except (MegatronFtError, OSError) as error:
+        print(f"controller: {error}", file=sys.stderr, flush=True)
+        return ControlError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

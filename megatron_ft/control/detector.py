@@ -1,0 +1,140 @@
+"""What counts as lost without having ended: silence and standstill. Pure: the clock comes from outside."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from megatron_ft.control.facts import JobHung, NodeLost, RankHung
+from megatron_ft.control.membership_state import MembershipPolicy, Phase, State
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectorPolicy:
+    """Knobs, as ``DetectorConfig`` has them."""
+
+    heartbeat_interval_seconds: float = 1.0
+    heartbeat_timeout_seconds: float = 10.0
+    hang_seconds: float | None = 600.0
+
+
+class SignsOfLife(Generic[Key]):
+    """Who has given no sign for too long. All times are on one clock of the caller."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._heard: dict[Key, float] = {}
+        self._asked_at: float | None = None
+
+    def hear(self, key: Key, now: float) -> None:
+        """Take in a sign of somebody, who is expected to give more; safe in any thread."""
+        self._heard[key] = now
+
+    def forget(self, key: Key) -> None:
+        """Expect nothing more of somebody."""
+        self._heard.pop(key, None)
+
+    def seconds_since(self, key: Key, now: float) -> float | None:
+        """Since the last sign; None of somebody unknown."""
+        heard = self._heard.get(key)
+        return None if heard is None else now - heard
+
+    def silent(self, now: float) -> list[Key]:
+        """Who is overdue, to be asked several times within the timeout.
+
+        Whoever asks late has been held up itself and may have missed signs: everybody gets the whole time again.
+        """
+        held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
+        self._asked_at = now
+        if held_up:
+            for key in list(self._heard):
+                self.hear(key, now)
+        return [key for key, heard in list(self._heard.items()) if now - heard >= self._timeout_seconds]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: the ``step``-th thing it has said of an iteration, from 1."""
+
+    iteration: int
+    phase: str
+    step: int
+
+
+class Detector:
+    """Of the controller: nodes whose process has gone silent, ranks that get no further."""
+
+    def __init__(self, membership: MembershipPolicy, policy: DetectorPolicy) -> None:
+        self._membership = membership
+        self._policy = policy
+        self._nodes = SignsOfLife[int](policy.heartbeat_timeout_seconds)
+        self._places: dict[int, Place] = {}
+        self._progress_at = 0.0
+        self._generation: int | None = None
+
+    def hear(self, node: int, now: float) -> None:
+        """A node's process has called; safe in any thread."""
+        self._nodes.hear(node, now)
+
+    def forget(self, node: int) -> None:
+        """A node's process is gone."""
+        self._nodes.forget(node)
+
+    def progress(self, rank: int, place: Place, now: float) -> None:
+        """A rank got further."""
+        self._places[rank] = place
+        self._progress_at = now
+
+    def place(self, rank: int) -> Place | None:
+        """Where a rank is, as far as it is known."""
+        return self._places.get(rank)
+
+    def seconds_since_word(self, node: int, now: float) -> float | None:
+        """Since a node's process has called; None of one that is not there."""
+        return self._nodes.seconds_since(node, now)
+
+    def look(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
+        """What has been found out.
+
+        Args:
+            now: on the clock of all other calls.
+            at_seconds: the same moment since the epoch.
+        """
+        found: list[NodeLost | RankHung | JobHung] = []
+        limit = f"(detector.heartbeat_timeout_seconds={self._policy.heartbeat_timeout_seconds:g})"
+        for node in self._nodes.silent(now):
+            self.forget(node)
+            found.append(NodeLost(node, at_seconds, f"no sign of its process {limit}"))
+        return found + self._hung(state, now, at_seconds)
+
+    def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
+        hang_seconds = self._policy.hang_seconds
+        if state.generation != self._generation or state.phase is not Phase.RUNNING or state.broken:
+            self._places, self._progress_at, self._generation = {}, now, state.generation
+        if hang_seconds is None or now - self._progress_at < hang_seconds:
+            return []
+        self._progress_at = now
+        policy = self._membership
+        ranks = {rank for node in state.members for rank in policy.ranks_of(node)} - state.gone
+        limit = f"for detector.hang_seconds={hang_seconds:g}"
+        if not ranks:
+            return []
+        places = {rank: self._places.get(rank) for rank in ranks}
+        if len({None if place is None else (place.iteration, place.phase) for place in places.values()}) == 1:
+            where = _where(next(iter(places.values())))
+            return [JobHung(at_seconds, f"no rank got any further {limit}: all are {where}")]
+        behind = min(_order(place) for place in places.values())
+        hung = sorted(rank for rank, place in places.items() if _order(place) == behind)
+        return [
+            RankHung(rank, at_seconds, f"got no further than {_where(places[rank])} {limit}", max(0, behind[0]))
+            for rank in hung
+        ]
+
+
+def _order(place: Place | None) -> tuple[int, int]:
+    return (-1, 0) if place is None else (place.iteration, place.step)
+
+
+def _where(place: Place | None) -> str:
+    return "before their first iteration" if place is None else f"in iteration {place.iteration}, phase {place.phase}"

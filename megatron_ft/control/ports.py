@@ -1,0 +1,34 @@
+"""Ports that nobody uses."""
+
+import contextlib
+import random
+import socket
+
+from megatron_ft.errors import ConfigError, ControlError
+
+_PORTS = range(20000, 32000)
+_PORT_TRIES = 100
+
+
+def free_port(interface: str) -> int:
+    """A port nobody uses on ``interface`` right now, from a range that systems do not hand out by themselves.
+
+    The port is bound again later by whoever serves it; outside the ephemeral range no outgoing connection takes it
+    in between.
+
+    Raises:
+        ConfigError: the address is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((interface.strip("[]"), 0))
+        except OSError as error:
+            raise ConfigError.of(
+                "launch.interface", interface, f"must be an address of this machine: {error}"
+            ) from None
+    for port in random.SystemRandom().sample(_PORTS, _PORT_TRIES):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((interface.strip("[]"), port))
+            return port
+    raise ControlError(f"no free port on {interface} after {_PORT_TRIES} tries between {_PORTS[0]} and {_PORTS[-1]}")

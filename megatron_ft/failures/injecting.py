@@ -1,0 +1,183 @@
+"""Brings kills, stops, drains and arrivals into a living job; each is on disk before it happens.
+
+``<run>/injected.jsonl`` has a line per fault, written and synced first, and one more where it could not be brought in.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_ft.errors import ControlError
+from megatron_ft.failures.processes import HeldProcess, processes_of
+from megatron_ft.failures.schedule import FailureSchedule
+
+INJECTED_FILE = "injected.jsonl"
+PATIENCE_SECONDS = 30.0
+"""Longest wait for a node to have processes, and for a controller to let a node in that it is about to miss."""
+_PAUSE_SECONDS = 0.05
+
+
+class NotInjected(ControlError):
+    """A fault could not be brought in; the message says why."""
+
+
+class Operator(Protocol):
+    """Calls a job's controller; ``megatron_ft.control.operating.Operator`` is one."""
+
+    def drain(self, node: int) -> None:
+        """Have a node leave. Raises ControlError."""
+
+    def add(self, node: int) -> None:
+        """Have a node started. Raises ControlError."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Injector:
+    """Faults for one running job."""
+
+    run_dir: Path
+    ranks_per_node: int
+    connect: Callable[[], contextlib.AbstractContextManager[Operator]]
+    """Opens a connection to the controller that there is now: another may have taken over."""
+    clock: Callable[[], float] = time.monotonic
+    pause: Callable[[float], None] = time.sleep
+    patience_seconds: float = PATIENCE_SECONDS
+
+    def kill(self, nodes: Sequence[int], **about: Any) -> None:
+        """SIGKILL to every process of the nodes, at once: their machines are gone.
+
+        Raises:
+            NotInjected: one of them has none, or all had ended by themselves.
+        """
+        with self._held("kill", nodes, about) as processes:
+            if len(_send(processes, signal.SIGKILL)) == len(processes):
+                raise self._refused("kill", nodes, "all their processes had ended")
+
+    def stop(self, nodes: Sequence[int], seconds: float | None, **about: Any) -> list[str]:
+        """SIGSTOP to every process of the nodes; SIGCONT after ``seconds``, unless None.
+
+        Returns:
+            Logs of the processes that had ended when they were to go on: somebody killed them meanwhile.
+
+        Raises:
+            NotInjected: a node has no process.
+        """
+        with self._held("stop", nodes, {**about, "seconds": seconds}) as processes:
+            try:
+                _send(processes, signal.SIGSTOP)
+                if seconds is not None:
+                    self.pause(seconds)
+            finally:
+                ended = [] if seconds is None else _send(processes, signal.SIGCONT)
+        return ended
+
+    def drain(self, node: int, **about: Any) -> None:
+        """Have the node leave at the next boundary. Raises NotInjected."""
+        self._write({"action": "drain", "nodes": [node], **about})
+        try:
+            with self.connect() as operator:
+                operator.drain(node)
+        except ControlError as error:
+            raise self._refused("drain", [node], str(error)) from None
+
+    def add(self, node: int, **about: Any) -> None:
+        """Have the node started, also as soon as the controller knows that it was lost.
+
+        Raises:
+            NotInjected: it still says no after ``patience_seconds``.
+        """
+        self._write({"action": "add", "nodes": [node], **about})
+        deadline = self.clock() + self.patience_seconds
+        while True:
+            try:
+                with self.connect() as operator:
+                    return operator.add(node)
+            except ControlError as error:
+                if self.clock() >= deadline:
+                    raise self._refused("add", [node], str(error)) from None
+            self.pause(_PAUSE_SECONDS)
+
+    def replay(self, schedule: FailureSchedule, *, until: Callable[[], bool] | None = None) -> list[str]:
+        """Bring in every event at its time from now on, departures as kills, then wait for the schedule's end.
+
+        Args:
+            until: ends the replay early where it says so, e.g. because the job has ended.
+
+        Returns:
+            What could not be brought in; empty where all was.
+        """
+        began, problems = self.clock(), []
+
+        def wait_until(seconds: float) -> bool:
+            """Whether the time came before an early end."""
+            while (left := began + seconds - self.clock()) > 0:
+                if until is not None and until():
+                    return False
+                self.pause(min(left, _PAUSE_SECONDS))
+            return until is None or not until()
+
+        for number, event in enumerate(schedule.events):
+            if not wait_until(event.seconds):
+                problems.append(f"events {number} to {len(schedule.events) - 1}: the job had ended")
+                return problems
+            about = {"event": number, "planned_seconds": event.seconds, "at_seconds": self.clock() - began}
+            if event.leaves:
+                problems += self._try(self.kill, event.leaves, about)
+            for node in event.joins:
+                problems += self._try(self.add, node, about)
+        if not wait_until(schedule.duration_seconds):
+            problems.append("the job ended before the schedule")
+        return problems
+
+    @staticmethod
+    def _try(fault: Callable[..., None], nodes: Any, about: dict[str, Any]) -> list[str]:
+        try:
+            fault(nodes, **about)
+        except NotInjected as error:
+            return [f"event {about['event']}: {error}"]
+        return []
+
+    @contextlib.contextmanager
+    def _held(self, action: str, nodes: Sequence[int], about: dict[str, Any]) -> Iterator[list[HeldProcess]]:
+        """All processes of the nodes, the fault written down. Raises NotInjected."""
+        nodes, deadline = list(dict.fromkeys(nodes)), self.clock() + self.patience_seconds
+        while True:
+            with processes_of(self.run_dir, nodes, self.ranks_per_node) as found:
+                missing = [node for node, processes in found.items() if not processes]
+                if not missing:
+                    processes = [process for node in nodes for process in found[node]]
+                    named = {process.log: process.process_id for process in processes}
+                    self._write({"action": action, "nodes": nodes, "processes": named, **about})
+                    yield processes
+                    return
+            if self.clock() >= deadline:
+                raise self._refused(action, nodes, f"no process of nodes {missing} writes to the run's logs")
+            self.pause(_PAUSE_SECONDS)
+
+    def _refused(self, action: str, nodes: Sequence[int], reason: str) -> NotInjected:
+        self._write({"action": f"{action}_not_injected", "nodes": list(nodes), "reason": reason})
+        return NotInjected(f"{action} of nodes {list(nodes)}: {reason}")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Append a line; it is on disk when this returns."""
+        line = json.dumps({"time_unix_seconds": time.time(), **record}).encode() + b"\n"
+        with (self.run_dir / INJECTED_FILE).open("ab", buffering=0) as file:
+            if file.write(line) != len(line):
+                raise OSError(f"{INJECTED_FILE}: a line was written in part")
+            os.fsync(file.fileno())
+        folder = os.open(self.run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _send(processes: Sequence[HeldProcess], number: signal.Signals) -> list[str]:
+    """Send a signal to each; the logs of those that had ended."""
+    return [process.log for process in processes if not process.send(number)]

@@ -1,0 +1,185 @@
+"""Recorded membership of preemptible nodes, read strictly, and the schedule that it makes.
+
+The format is that of Bamboo (NSDI '23): ``milliseconds,add|remove,node`` per line, any line end.
+"""
+
+import heapq
+import itertools
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.errors import ConfigError, DataError
+from megatron_ft.failures.schedule import FailureSchedule, MembershipEvent
+
+_MOST_BYTES = 64 * 1024 * 1024
+_ROW = re.compile(r"([0-9]{1,15}),(add|remove),([A-Za-z0-9._-]{1,64})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """All that a trace has at one moment: the nodes that are gone after it, and those that are new."""
+
+    milliseconds: int
+    """Since the first row."""
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+    """In the order of the rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipTrace:
+    """A trace as it was recorded."""
+
+    source: str
+    """File name."""
+    instants: tuple[Instant, ...]
+    """The first is the beginning: its nodes are there."""
+    num_repeated_rows: int = 0
+    """Rows that the file has more than once; they count once."""
+
+    def schedule(self, *, most_nodes: int, minutes: float | None = None, scale: float = 1.0) -> FailureSchedule:
+        """The trace as a job can be put through it.
+
+        Each trace node gets the lowest number that is free; one that arrives while none is free is ignored for good. A
+        number that is freed goes to later instants only.
+
+        Args:
+            most_nodes: node numbers there are.
+            minutes: length of the trace that is used, from its beginning, its end excluded; None for all of it.
+            scale: seconds of the schedule for each second of the trace.
+
+        Raises:
+            ConfigError: an argument out of range.
+        """
+        _check(most_nodes, minutes, scale)
+        last = self.instants[-1].milliseconds
+        end = last + 1 if minutes is None else minutes * 60_000.0
+        numbers = _Numbers(most_nodes)
+        numbers.arrive(self.instants[0].added)
+        num_initial_nodes = len(numbers.of)
+        events = []
+        for instant in self.instants[1:]:
+            if instant.milliseconds >= end:
+                break
+            joins, leaves = numbers.arrive(instant.added), numbers.depart(instant.removed)
+            if joins or leaves:
+                seconds = instant.milliseconds / 1000.0 * scale
+                events.append(MembershipEvent(seconds=seconds, leaves=tuple(leaves), joins=tuple(joins)))
+        schedule = FailureSchedule(
+            source=self.source,
+            most_nodes=most_nodes,
+            num_initial_nodes=num_initial_nodes,
+            duration_seconds=end / 1000.0 * scale,
+            events=tuple(events),
+            num_ignored_arrivals=numbers.num_ignored,
+        )
+        schedule.validate()
+        return schedule
+
+
+class _Numbers:
+    """Which trace node has which number."""
+
+    def __init__(self, most_nodes: int) -> None:
+        self.of: dict[str, int] = {}
+        self.num_ignored = 0
+        self._free = list(range(most_nodes))
+
+    def arrive(self, names: Iterable[str]) -> list[int]:
+        """Numbers of the nodes that find one, rising."""
+        found = []
+        for name in names:
+            if not self._free:
+                self.num_ignored += 1
+                continue
+            self.of[name] = heapq.heappop(self._free)
+            found.append(self.of[name])
+        return sorted(found)
+
+    def depart(self, names: Iterable[str]) -> list[int]:
+        """Numbers that become free, rising."""
+        freed = sorted(self.of.pop(name) for name in names if name in self.of)
+        for number in freed:
+            heapq.heappush(self._free, number)
+        return freed
+
+
+def _check(most_nodes: int, minutes: float | None, scale: float) -> None:
+    if most_nodes < 1:
+        raise ConfigError.of("most_nodes", most_nodes, "must be at least 1")
+    for name, value in (("minutes", minutes), ("scale", scale)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError.of(name, value, "must be finite and above 0")
+
+
+def read_trace(path: Path) -> MembershipTrace:
+    """Read a trace.
+
+    A row that is there twice counts once. What cannot have happened is refused: a node that is added while it is there
+    or removed while it is not, time that runs backwards, a last line without its end.
+
+    Raises:
+        DataError: with the number of the line.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(content) > _MOST_BYTES:
+        raise DataError(f"{path.name}: larger than {_MOST_BYTES} bytes: no trace is")
+    return parse_trace(path.name, content)
+
+
+def parse_trace(source: str, content: bytes) -> MembershipTrace:
+    """As ``read_trace``, of a file's content."""
+    lines = content.split(b"\n")
+    if lines.pop():
+        raise DataError(f"{source}:{len(lines) + 1}: the line has no end: the file is cut")
+    if not lines:
+        raise DataError(f"{source}: has no row: must begin with the nodes that are there at first")
+    rows: list[tuple[int, str, str]] = []
+    seen: set[tuple[int, str, str]] = set()
+    present: set[str] = set()
+    before = 0
+    for number, line in enumerate(lines, 1):
+        milliseconds, action, node = row = _row(source, number, line)
+        if milliseconds < before:
+            raise DataError(f"{source}:{number}: time {milliseconds}: must not be before {before} of the line above")
+        before = milliseconds
+        if row in seen:
+            continue
+        seen.add(row)
+        if (action == "remove") is not (node in present):
+            known = "is there already" if action == "add" else "is not there"
+            raise DataError(f"{source}:{number}: {action} {node}: {node} {known}")
+        present.symmetric_difference_update({node})
+        rows.append(row)
+    return MembershipTrace(source=source, instants=_instants(rows), num_repeated_rows=len(lines) - len(rows))
+
+
+def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
+    """Time, action and node of a line. Raises DataError."""
+    match = _ROW.fullmatch(line.removesuffix(b"\r").decode("ascii", "replace"))
+    if match is None:
+        raise DataError(f"{source}:{number}: {line[:80]!r}: must be milliseconds,add|remove,node")
+    return int(match.group(1)), match.group(2), match.group(3)
+
+
+def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
+    """Rows by their time: what each moment changes in the end."""
+    first, present, instants = rows[0][0], dict[str, None](), []
+    for milliseconds, together in itertools.groupby(rows, key=lambda row: row[0]):
+        earlier = dict(present)
+        for _, action, node in together:
+            if action == "add":
+                present[node] = None
+            else:
+                del present[node]
+        removed = tuple(node for node in earlier if node not in present)
+        added = tuple(node for node in present if node not in earlier)
+        instants.append(Instant(milliseconds=milliseconds - first, removed=removed, added=added))
+    return tuple(instants)

@@ -1,0 +1,72 @@
+"""A trainer's windows: what it finds and replays at its start, what it captures while it trains."""
+
+import json
+from typing import TYPE_CHECKING
+
+from megatron_ft.mcore.loop.extras import capture_extras
+from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, KeptPart
+from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, share_addresses, window_folder
+from megatron_ft.mcore.loop.recovering import Recovery
+from megatron_ft.mcore.loop.snapshotting import Snapshotter
+from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.runtime.keeper.client import KeeperClient
+
+if TYPE_CHECKING:
+    from megatron_ft.mcore.loop.trainer import Trainer
+
+
+def open_recovery(trainer: "Trainer", client: KeeperClient | None) -> Recovery:
+    """What finds the newest window for a job that starts."""
+    return Recovery(
+        trainer.config,
+        rank=trainer.context.rank,
+        node=trainer.context.node,
+        run_dir=trainer.context.run_dir,
+        topology=trainer.topology_record,
+        settings=trainer.replay_config(),
+        agreement=trainer.agreement,
+        client=client,
+        folder=window_folder(trainer.config, trainer.context.run_dir),
+        report=trainer.report_own,
+    )
+
+
+def take_snapshots(
+    trainer: "Trainer", client: KeeperClient, resumed: tuple[KeptPart, WindowPlan] | None
+) -> Snapshotter:
+    """Capture from now on; ``resumed`` is what the job has continued from or could go back to, and the plan in
+    force."""
+    snapshots = Snapshotter(
+        trainer.config,
+        trainer.engine,
+        client=client,
+        assignment=peer_assignment(trainer.config),
+        node=trainer.context.node,
+        header=lambda index: _slice_header(trainer, index),
+        report=trainer.report_own,
+    )
+    if resumed is not None:
+        snapshots.resume(*resumed)
+    return snapshots
+
+
+def take_snapshots_anew(trainer: "Trainer") -> None:
+    """In a membership that has formed: windows begin anew, with copies on the nodes that are there; collective."""
+    if trainer.config.snapshot.policy is None:
+        return
+    trainer.context = share_addresses(trainer.context, trainer.agreement)
+    client = connect_keeper(trainer.config, trainer.context, trainer.topology_record, trainer.nodes)
+    assert client is not None, "there is a policy"
+    trainer.snapshots = take_snapshots(trainer, client, None)
+
+
+def _slice_header(trainer: "Trainer", index: int) -> dict[str, str]:
+    """What a replay needs besides tensors; it begins with slice 0."""
+    if index > 0:
+        return {}
+    placement = None if trainer.placement is None else trainer.placement.to_json()
+    return {
+        EXTRAS: json.dumps(capture_extras(trainer.engine)),
+        PLACEMENT: json.dumps(placement),
+        CONFIG: json.dumps(trainer.replay_config()),
+    }

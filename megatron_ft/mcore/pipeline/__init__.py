@@ -1,0 +1,1 @@
+"""What travels between pipeline stages: logged while training, served in a replay."""

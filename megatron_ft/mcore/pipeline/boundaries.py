@@ -1,0 +1,58 @@
+"""What crosses the pipeline boundaries of one rank; the log of it outlives the groups it was sent through."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from megatron.core.model_parallel_config import ModelParallelConfig
+
+from megatron_ft.mcore.pipeline.communicator import LoggingCommunicator
+from megatron_ft.planning.commit import Vote
+from megatron_ft.runtime.upstream_log.log import UpstreamLog
+
+
+class Boundaries:
+    """Connects a rank to the stages beside it."""
+
+    def __init__(self) -> None:
+        self._log: UpstreamLog | None = None
+        self._communicator: LoggingCommunicator | None = None
+
+    @property
+    def log(self) -> UpstreamLog | None:
+        """Where what is sent is kept; None keeps nothing."""
+        return self._log
+
+    @log.setter
+    def log(self, log: UpstreamLog | None) -> None:
+        self._log = log
+        if self._communicator is not None:
+            self._communicator.log = log
+
+    def connect(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> LoggingCommunicator:
+        """The communicator for Megatron's schedules."""
+        self._communicator = LoggingCommunicator(pp_group, config, self._log)
+        return self._communicator
+
+    def release(self) -> None:
+        """Let go of the group."""
+        self._communicator = None
+
+    @contextmanager
+    def logging(self, iteration: int, generation: int) -> Iterator[None]:
+        """What is sent meanwhile is what ``iteration`` sends."""
+        log = self._log
+        if log is None:
+            yield
+            return
+        log.begin(iteration, generation)
+        try:
+            yield
+            log.end()
+        finally:
+            log.abandon()
+
+    def commit(self, vote: Vote) -> None:
+        """The iteration of ``vote`` is committed."""
+        if self._log is not None:
+            self._log.commit(vote)

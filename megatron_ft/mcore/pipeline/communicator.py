@@ -1,0 +1,144 @@
+"""``P2PCommunicator`` that logs what it sends, and one that replays from what others have logged.
+
+Both override the one method that all of Megatron's send and receive methods come down to, so they hold for 1F1B and
+for interleaved schedules.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron_ft.planning.pipeline import Direction
+from megatron_ft.runtime.upstream_log.log import UpstreamLog
+
+Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
+"""From the previous rank, from the next one, and what to wait for."""
+
+TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
+"""Of messages that carry logged tensors; Megatron's own have none."""
+
+
+class LoggingCommunicator(P2PCommunicator):
+    """Keeps a copy of every activation and gradient that it sends.
+
+    Args:
+        log: None keeps nothing.
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig, log: UpstreamLog | None) -> None:
+        super().__init__(pp_group, config)
+        self.log = log
+
+    def keep(self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None) -> None:
+        """Log what is sent now."""
+        if self.log is not None and to_next is not None:
+            self.log.append("forward", to_next)
+        if self.log is not None and to_previous is not None:
+            self.log.append("backward", to_previous)
+
+    def _communicate(
+        self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **others: Any
+    ) -> Received:
+        self.keep(tensor_send_next, tensor_send_prev)
+        received: Received = super()._communicate(
+            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **others
+        )
+        return received
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Stands for a message that needs no waiting."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
+class ReplayCommunicator(LoggingCommunicator):
+    """Of a rank whose stage replays: neighbours outside of the replay are not there, but what they sent is.
+
+    To and from neighbours that replay, too, everything travels as ever. What would go to the others is logged again and
+    dropped; what they sent comes from their logs, in the order in which they sent it.
+
+    Args:
+        replays_previous: whether the previous stage replays, too.
+        replays_next: whether the next one does.
+    """
+
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: ModelParallelConfig,
+        log: UpstreamLog | None,
+        *,
+        replays_previous: bool,
+        replays_next: bool,
+    ) -> None:
+        super().__init__(pp_group, config, log)
+        self._replays_previous, self._replays_next = replays_previous, replays_next
+        self.num_bytes = 0
+        """That came from logs."""
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> Received:
+        self.keep(tensor_send_next, tensor_send_prev)
+        from_previous, from_next, requests = P2PCommunicator._communicate(
+            self,
+            tensor_send_next=tensor_send_next if self._replays_next else None,
+            tensor_send_prev=tensor_send_prev if self._replays_previous else None,
+            recv_prev=recv_prev and self._replays_previous,
+            recv_next=recv_next and self._replays_next,
+            tensor_shape=tensor_shape,
+            wait_on_reqs=wait_on_reqs,
+        )
+        if recv_prev and not self._replays_previous:
+            from_previous = self._from_log("forward", self.prev_rank, tensor_shape)
+        if recv_next and not self._replays_next:
+            from_next = self._from_log("backward", self.next_rank, tensor_shape)
+        if isinstance(requests, dict):
+            wanted = {
+                "send_next": tensor_send_next is not None,
+                "send_prev": tensor_send_prev is not None,
+                "recv_prev": recv_prev,
+                "recv_next": recv_next,
+            }
+            requests = {**{name: _Done() for name, is_wanted in wanted.items() if is_wanted}, **requests}
+        return from_previous, from_next, requests
+
+    def _from_log(self, direction: Direction, rank: int | None, shape: Any) -> torch.Tensor:
+        device = torch.cuda.current_device()
+        tensor = torch.empty(shape, requires_grad=True, device=device, dtype=self.config.pipeline_dtype)
+        dist.recv(tensor.data, src=rank, group=self.pp_group, tag=TAGS[direction])
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def serve(
+    log: UpstreamLog, group: dist.ProcessGroup, direction: Direction, rank: int, iterations: range
+) -> tuple[list[Any], int]:
+    """Begin to send what ``iterations`` have sent in ``direction`` to ``rank``, its neighbour, in the same order.
+
+    Returns:
+        What to wait for, and the bytes.
+
+    Raises:
+        RecoveryError: an iteration is not logged.
+    """
+    requests, num_bytes = [], 0
+    for iteration in iterations:
+        for _, tensor in log.entries(iteration, direction):
+            requests.append(dist.isend(tensor, dst=rank, group=group, tag=TAGS[direction]))
+            num_bytes += tensor.numel() * tensor.element_size()
+    return requests, num_bytes

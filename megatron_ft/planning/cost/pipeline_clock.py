@@ -1,0 +1,136 @@
+"""How long stages of a pipeline take for an iteration, by a virtual clock: each stage computes on a core of its own.
+
+A stage runs its passes in the order of ``planning.pipeline.order``, each as soon as the stage is free and the tensor
+that it needs is there. Stages that replay alone find every tensor of their neighbours in a log, so nothing makes them
+wait; where all stages replay, the pipeline fills and drains as in training (MoEvement, section 3.4, figure 9).
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_ft.planning.pipeline import Direction, Pass, PipelineShape, order, origin, receives
+
+Place = tuple[int, int]
+"""Stage and chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSeconds:
+    """Time of one microbatch in one chunk of a stage."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """Input and weight gradients, without those that are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """What one stage's core takes."""
+
+    chunks: tuple[PassSeconds, ...]
+    update_seconds: float = 0.0
+    """Once an iteration, after the last pass: gradients made ready, master weights and moments updated."""
+
+    def busy_seconds(self, num_microbatches: int) -> float:
+        """Computing time of an iteration."""
+        passes = sum(chunk.forward_seconds + chunk.backward_seconds for chunk in self.chunks)
+        return num_microbatches * passes + self.update_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationSeconds:
+    """What an iteration took that some stages ran."""
+
+    makespan_seconds: float
+    """From its start until the last of them has updated its weights."""
+    busy_seconds: float
+    """Computing time, all of them together."""
+    num_executions: int
+    """Microbatches through a stage, forward and backward, all of its chunks: counted once for each stage."""
+
+    def __add__(self, other: "IterationSeconds") -> "IterationSeconds":
+        """One after the other: stages agree at the end of each iteration that is replayed."""
+        return IterationSeconds(
+            makespan_seconds=self.makespan_seconds + other.makespan_seconds,
+            busy_seconds=self.busy_seconds + other.busy_seconds,
+            num_executions=self.num_executions + other.num_executions,
+        )
+
+
+def run_iteration(
+    shape: PipelineShape,
+    stages: Sequence[StageSeconds],
+    *,
+    replayed: Collection[int] | None = None,
+    send_seconds: float = 0.0,
+) -> IterationSeconds:
+    """One iteration of the stages ``replayed``; of all, as in training or a global rollback, without it.
+
+    Args:
+        stages: of every stage of the pipeline.
+        replayed: neighbours among them exchange tensors; those of other stages come out of a log, one after the other
+            from the start on.
+        send_seconds: from the end of a pass until the other stage has its tensor, or from one tensor of a log to the
+            next.
+    """
+    own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
+    assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"stages {own} of {shape.num_stages}"
+    assert len(stages) == shape.num_stages, f"times of {len(stages)} stages for {shape.num_stages}"
+    for seconds in stages:
+        assert len(seconds.chunks) == shape.num_chunks, f"times of {len(seconds.chunks)} chunks for {shape.num_chunks}"
+    run = _Run(shape, stages, frozenset(own), send_seconds)
+    ends = run.to_the_end()
+    return IterationSeconds(
+        makespan_seconds=max(ends[stage] + stages[stage].update_seconds for stage in own),
+        busy_seconds=sum(stages[stage].busy_seconds(shape.num_microbatches) for stage in own),
+        num_executions=len(own) * shape.num_microbatches,
+    )
+
+
+class _Run:
+    """Passes of an iteration, as far as they have come."""
+
+    def __init__(
+        self, shape: PipelineShape, stages: Sequence[StageSeconds], own: frozenset[int], send_seconds: float
+    ) -> None:
+        self._shape, self._stages, self._own, self._send_seconds = shape, stages, own, send_seconds
+        self._sent: dict[tuple[Direction, int, Place], float] = {}
+        """When the tensor that a pass makes is where it is needed."""
+        self._logged = dict(self._log())
+
+    def to_the_end(self) -> dict[int, float]:
+        """When each stage has computed its last pass."""
+        waiting = {stage: list(reversed(order(self._shape, stage))) for stage in self._own}
+        free = dict.fromkeys(self._own, 0.0)
+        while any(waiting.values()):
+            before = sum(map(len, waiting.values()))
+            for stage, passes in waiting.items():
+                while passes and (there := self._arrival(stage, passes[-1])) is not None:
+                    free[stage] = self._compute(stage, passes.pop(), max(free[stage], there))
+            assert sum(map(len, waiting.values())) < before, f"stages {sorted(self._own)} wait for each other"
+        return free
+
+    def _compute(self, stage: int, one: Pass, start: float) -> float:
+        direction, microbatch, chunk = one
+        seconds = self._stages[stage].chunks[chunk]
+        end = start + (seconds.forward_seconds if direction == "forward" else seconds.backward_seconds)
+        self._sent[direction, microbatch, (stage, chunk)] = end + self._send_seconds
+        return end
+
+    def _arrival(self, stage: int, one: Pass) -> float | None:
+        """When what a pass needs is there; None while nobody knows."""
+        direction, microbatch, chunk = one
+        source = origin(self._shape, stage, chunk, direction)
+        if source is None:
+            return 0.0
+        if source[0] in self._own:
+            return self._sent.get((direction, microbatch, source))
+        return self._logged[direction, microbatch, (stage, chunk)]
+
+    def _log(self) -> Iterator[tuple[tuple[Direction, int, Place], float]]:
+        """When each tensor of a log has come, by the pass that needs it: each neighbour serves its own."""
+        directions: tuple[Direction, ...] = ("forward", "backward")
+        for stage in self._own:
+            for direction in directions:
+                for place, (microbatch, chunk) in enumerate(receives(self._shape, stage, direction), start=1):
+                    yield (direction, microbatch, (stage, chunk)), place * self._send_seconds

@@ -1,0 +1,196 @@
+"""``LocalizedPlan``: which pipeline stages go back after a loss, and who serves them. Rung 2 of the ladder. Pure.
+
+A stage with a rank that lacks the state after the target goes back as a whole, to the newest committed window. Stages
+that stand side by side replay jointly; regions apart from each other at the same time. A healthy stage beside a region
+gives what it had sent there; it keeps its state and runs nothing (MoEvement, section 3.4 and appendix A).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_ft.planning.pipeline import Direction
+from megatron_ft.planning.recovery.replicas import Declined
+
+RUNG = "localized"
+"""Name of this rung of the ladder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptWindow:
+    """A window that every rank has replicated."""
+
+    start_iteration: int
+    generation: int
+    """Membership that captured it."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """As ``StoredWindow.identity``."""
+        return self.start_iteration, self.generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What one rank says when it comes to a membership that keeps the layout."""
+
+    stage: int
+    iteration: int | None
+    """Newest iteration of its state: everybody who has state is at the same one. None without state."""
+    window: KeptWindow | None = None
+    """The newest that it knows to be committed: others may have learned of a newer one with the last vote."""
+    logged: tuple[int, ...] = ()
+    """Iterations whose sends it has kept, rising."""
+    voted: tuple[int, ...] = ()
+    """Iterations of which it knows the vote, rising."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it can go on from where it is."""
+        return self.iteration is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Standing":
+        """Inverse of ``to_json``."""
+        window = None if content["window"] is None else KeptWindow(**content["window"])
+        lists = {name: tuple(content[name]) for name in ("logged", "voted")}
+        return cls(**{**content, **lists, "window": window})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalizedPlan:
+    """How all ranks come to the state after ``target``."""
+
+    num_stages: int
+    is_ring: bool
+    """Whether the last stage also sends to the first one: with virtual stages."""
+    window: KeptWindow | None
+    """The newest committed one; None where there is none yet, and nobody needs any."""
+    target: int
+    """Newest iteration of the state that everybody has next."""
+    regions: tuple[tuple[int, ...], ...]
+    """Contiguous stages that replay jointly, rising within each region; none where nobody lacks state."""
+
+    @property
+    def iterations(self) -> range:
+        """That a region runs again."""
+        start = self.target if self.window is None else self.window.start_iteration
+        return range(start + 1, self.target + 1)
+
+    def region_of(self, stage: int) -> tuple[int, ...] | None:
+        """The region of a stage that replays; None of a healthy one."""
+        return next((region for region in self.regions if stage in region), None)
+
+    def replays(self, stage: int) -> bool:
+        """Whether a stage goes back."""
+        return self.region_of(stage) is not None
+
+    def neighbours(self, stage: int) -> Mapping[Direction, int]:
+        """Stage that each direction's tensors go to from ``stage``."""
+        return _neighbours(stage, self.num_stages, self.is_ring)
+
+    def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
+        """What a healthy stage sends from its log: direction and stage."""
+        if self.replays(stage):
+            return ()
+        return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
+
+    def validate(self) -> None:
+        """Assert that regions are apart, and that what runs again begins after the window's start."""
+        stages = [stage for region in self.regions for stage in region]
+        assert len(stages) == len(set(stages)) and set(stages) <= set(range(self.num_stages)), "a stage in two regions"
+        assert self.window is not None or not stages, "nothing to go back to"
+        assert self.window is None or self.target >= self.window.start_iteration, "the window begins after the target"
+        for region in self.regions:
+            beside = {to for stage in region for to in self.neighbours(stage).values()} - set(region)
+            assert not any(self.replays(stage) for stage in beside), f"regions touch at {region}"
+
+    def summary(self) -> str:
+        """One log line."""
+        if not self.regions or self.window is None:
+            return f"no stage lacks the state after iteration {self.target}"
+        regions = " and ".join(_named(region) for region in self.regions)
+        first, count = self.window.start_iteration, len(self.iterations)
+        return f"{regions} of {self.num_stages} replay from window {first}: {count} iterations to {self.target}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "LocalizedPlan":
+        """Inverse of ``to_json``."""
+        regions = tuple(tuple(region) for region in content["regions"])
+        window = None if content["window"] is None else KeptWindow(**content["window"])
+        return cls(**{**content, "window": window, "regions": regions})
+
+
+def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> LocalizedPlan | Declined:
+    """Decide which stages go back.
+
+    Args:
+        standings: of every rank; one of them at least has state.
+        is_ring: see ``LocalizedPlan``.
+    """
+    targets = {standing.iteration for standing in standings if standing.iteration is not None}
+    assert len(targets) == 1, f"ranks that stay are at iterations {sorted(targets)}"
+    target = targets.pop()
+    behind = sorted({standing.stage for standing in standings if not standing.has_state})
+    windows = [standing.window for standing in standings if standing.window is not None]
+    if behind and not windows:
+        return Declined(rung=RUNG, reason="no window has been committed that a stage could go back to")
+    window = max(windows, key=lambda kept: kept.start_iteration, default=None)
+    plan = LocalizedPlan(
+        num_stages=num_stages,
+        is_ring=is_ring,
+        window=window,
+        target=target,
+        regions=_regions(behind, num_stages, is_ring),
+    )
+    unknown = sorted(set(plan.iterations).difference(*(standing.voted for standing in standings))) if behind else []
+    if unknown:
+        return Declined(rung=RUNG, reason=f"nobody has kept what was voted in iterations {_span(unknown)}")
+    for rank, standing in enumerate(standings):
+        lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
+        if lacking:
+            reason = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which a stage beside it needs"
+            return Declined(rung=RUNG, reason=reason)
+    plan.validate()
+    return plan
+
+
+def _neighbours(stage: int, num_stages: int, is_ring: bool) -> dict[Direction, int]:
+    found: dict[Direction, int] = {}
+    if num_stages > 1 and (is_ring or stage + 1 < num_stages):
+        found["forward"] = (stage + 1) % num_stages
+    if num_stages > 1 and (is_ring or stage > 0):
+        found["backward"] = (stage - 1) % num_stages
+    return found
+
+
+def _regions(stages: Sequence[int], num_stages: int, is_ring: bool) -> tuple[tuple[int, ...], ...]:
+    """``stages``, joined where they stand side by side."""
+    left, regions = set(stages), []
+    while left:
+        region, reached = set[int](), {min(left)}
+        while reached:
+            region |= reached
+            reached = {
+                to for stage in reached for to in _neighbours(stage, num_stages, is_ring).values()
+            } & left - region
+        left -= region
+        regions.append(tuple(sorted(region)))
+    return tuple(regions)
+
+
+def _named(region: Sequence[int]) -> str:
+    return f"stage {region[0]}" if len(region) == 1 else f"stages {', '.join(map(str, region))} jointly"
+
+
+def _span(iterations: Sequence[int]) -> str:
+    is_gapless = iterations[-1] - iterations[0] + 1 == len(iterations)
+    return f"{iterations[0]} to {iterations[-1]}" if is_gapless and len(iterations) > 1 else str(list(iterations))

@@ -1,0 +1,323 @@
+"""What the loss of nodes costs: the rung that serves, why earlier ones do not, and what is run again.
+
+The ladder is that of the product as it is. Ranks that go on without lost nodes need copies of everything
+(``replicas``). Where the layout is kept, others take their places, and the stages that lost ranks go back
+(``localized``). Otherwise ranks are started again: where the nodes' processes live, on all of them, from windows in
+their memory, persisted ones, or a dense checkpoint; where nodes are gone, on those left, if they are enough, from a
+dense checkpoint, for windows are of one size. Else the job ends, and somebody starts it again.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.survival import Survival, survival
+from megatron_ft.planning.recovery.loss_cost import RUNGS, LossCost, Rung
+from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
+
+NOT_RUNNING = "the job does not run: nobody lives"
+
+Place = Callable[[tuple[int, ...]], PlacementPlan]
+"""From the nodes that go on to the placement wanted for their ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOperator:
+    """One operator's state and who has it. Ranks are those of the present membership."""
+
+    operator: OperatorId
+    holders: tuple[frozenset[int], ...]
+    """Of each part of the state the ranks that hold it; the whole is there while each part has a living rank."""
+
+    def lives_on(self, ranks: frozenset[int]) -> bool:
+        """Whether ``ranks`` have all of it together."""
+        return all(held & ranks for held in self.holders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What a run has, as its own records say: used where it is known, bounds of the configuration where it is not."""
+
+    iteration: int
+    """Newest committed one."""
+    memory_start: int | None = None
+    """State that the newest committed window in memory starts from."""
+    persisted_start: int | None = None
+    """State that the newest complete persisted window starts from."""
+    checkpoint: int | None = None
+    """Iteration of the newest complete dense checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryMeans:
+    """What a job can continue with: pure data, made by ``means.means_of``."""
+
+    nodes: tuple[int, ...]
+    """Those present, ascending, by the numbers they have had since the job began."""
+    ranks_per_node: int
+    failure_domains: tuple[str, ...]
+    """Of each node that the job began with."""
+    stages: tuple[tuple[int, ...], ...]
+    """Of each present node the pipeline stages that its ranks belong to."""
+    operators: tuple[HeldOperator, ...]
+    min_nodes: int | None
+    uncovered: tuple[str, ...]
+    """Keys that keep ranks from going on without lost nodes, each with its value."""
+    placement: PlacementPlan | None
+    num_slots_per_rank: int
+    expert_bytes: int
+    """State of one expert of one layer."""
+    max_restarts: int
+    takes_snapshots: bool
+    peers: tuple[tuple[int, ...], ...]
+    """Of each node that the job began with the nodes that keep its windows' copies; empty without snapshots."""
+    window_iterations: int | None
+    """W; None where it is measured first."""
+    interval_iterations: int | None
+    persist_interval_windows: int
+    save_interval_iterations: int
+    train_iterations: int
+    keeps_layout: bool = False
+    commit_lag_iterations: int = 0
+    """From a window's last slice to the vote that commits it, at most."""
+    num_spare_nodes: int = 0
+    restarts_lost_nodes: bool = False
+    is_running: bool = True
+    """Whether there is anybody whom a loss would leave."""
+
+    def ranks_on(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Present ranks of ``nodes``."""
+        size = self.ranks_per_node
+        places = [self.nodes.index(node) for node in nodes]
+        return frozenset(rank for place in places for rank in range(place * size, (place + 1) * size))
+
+    def domain_of(self, node: int) -> str:
+        """The failure domain of a node."""
+        return self.failure_domains[node]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes losses dearer than they need be."""
+        spans = [
+            f"node {node} spans pipeline stages {', '.join(map(str, stages))}: its loss hits all of them"
+            for node, stages in zip(self.nodes, self.stages, strict=True)
+            if len(stages) > 1
+        ]
+        shared = [
+            f"node {node}: its peer {peer} is in the same failure domain, {self.domain_of(node)}"
+            for node in self.nodes
+            for peer in (self.peers[node] if self.peers else ())
+            if self.domain_of(peer) == self.domain_of(node)
+        ]
+        return (*spans, *shared)
+
+
+def cost_of_loss(
+    means: RecoveryMeans,
+    lost: Sequence[int],
+    *,
+    is_gone: bool = True,
+    place: Place | None = None,
+    stored: Stored | None = None,
+) -> LossCost:
+    """What losing ``lost`` together costs.
+
+    Args:
+        lost: node numbers, each once.
+        is_gone: the nodes' own processes and memory are gone, too.
+        place: plans the survivors' placement, for the bytes that move; without it they are not known.
+        stored: what the run has; without it bounds of the configuration are given.
+
+    Raises:
+        ConfigError: a node that is none of the job's present ones.
+    """
+    if foreign := sorted(set(lost) - set(means.nodes)):
+        raise ConfigError.of("lost nodes", foreign[0], f"must be one of the present nodes {list(means.nodes)}")
+    gone = tuple(sorted(set(lost)))
+    remaining = tuple(node for node in means.nodes if node not in gone)
+    restart = _restart(means, remaining, is_gone)
+    living = means.ranks_on(remaining)
+    missing = tuple(held.operator for held in means.operators if not held.lives_on(living))
+    declined: list[Declined] = []
+    for rung in RUNGS:
+        if rung == "localized" and not means.keeps_layout:
+            continue
+        if rung == "replicas":
+            found = _replicas(means, remaining, missing, place)
+        elif rung == "localized":
+            found = _localized(means, gone, remaining, is_gone=is_gone, stored=stored)
+        else:
+            found = _store(means, rung, restart, is_gone=is_gone, stored=stored)
+        if isinstance(found, _Served):
+            break
+        declined.append(found)
+    assert isinstance(found, _Served), "the last rung serves always"
+    cost = LossCost(
+        lost_nodes=gone,
+        is_gone=is_gone,
+        rung=rung,
+        is_automatic=rung in ("replicas", "localized") or restart is not None,
+        declined=tuple(declined),
+        lost_operators=() if rung == "replicas" else missing,
+        max_iterations=found.max_iterations,
+        moved_bytes=found.moved_bytes,
+        is_bitwise=rung == "localized" or (rung != "replicas" and restart != "fewer"),
+        stages=_stages_of(means, gone) if rung == "localized" else (),
+    )
+    cost.validate()
+    return cost
+
+
+def joint_survival(means: RecoveryMeans, num_lost: Sequence[int]) -> tuple[Survival, ...]:
+    """Probability that the whole state lives on when so many nodes are lost at once, all such losses being as likely.
+
+    Of all layers together, for what they hold sits on the same nodes. Whether ranks may go on is another question.
+    """
+    size = means.ranks_per_node
+    parts = [
+        {str(means.nodes[rank // size]) for rank in held} for operator in means.operators for held in operator.holders
+    ]
+    return survival(parts, [str(node) for node in means.nodes], num_lost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    max_iterations: int | None
+    moved_bytes: int | None = None
+
+
+def _restart(means: RecoveryMeans, remaining: tuple[int, ...], is_gone: bool) -> Literal["all", "fewer"] | None:
+    """The nodes on which the job starts its ranks again by itself; None where it ends."""
+    if not means.is_running or not means.max_restarts:
+        return None
+    if not is_gone:
+        return "all"
+    return "fewer" if means.min_nodes is not None and len(remaining) >= means.min_nodes else None
+
+
+def _replicas(
+    means: RecoveryMeans, remaining: tuple[int, ...], missing: tuple[OperatorId, ...], place: Place | None
+) -> _Served | Declined:
+    reason = ""
+    if not means.is_running:
+        reason = NOT_RUNNING
+    elif means.uncovered or means.placement is None:
+        reason = "; ".join(means.uncovered) or "placement.algorithm=null: experts have no replicas"
+    elif means.min_nodes is None:
+        reason = "launch.min_nodes=null: all nodes are needed"
+    elif len(remaining) < means.min_nodes:
+        reason = f"{len(remaining)} nodes are left of launch.min_nodes={means.min_nodes}"
+    elif not remaining:
+        reason = "no node is left"
+    if reason:
+        return Declined(rung="replicas", reason=reason)
+    if missing:
+        return Declined(rung="replicas", reason="no living rank holds", missing=missing)
+    if place is None:
+        return _Served(0)
+    assert means.placement is not None, "checked above"
+    found = plan_replicas(
+        means.placement,
+        sorted(means.ranks_on(remaining)),
+        lambda: place(remaining),
+        num_slots_per_rank=means.num_slots_per_rank,
+        expert_bytes=means.expert_bytes,
+    )
+    return found if isinstance(found, Declined) else _Served(0, found.num_bytes)
+
+
+def _localized(
+    means: RecoveryMeans, lost: tuple[int, ...], remaining: tuple[int, ...], *, is_gone: bool, stored: Stored | None
+) -> _Served | Declined:
+    """Others take the lost places; windows of their ranks are in memory, their own nodes' or a peer's."""
+    reason = ""
+    alone = [node for node in lost if not set(means.peers[node]) & set(remaining)] if means.peers else list(lost)
+    if not means.is_running:
+        reason = NOT_RUNNING
+    elif not remaining:
+        reason = "no rank is left that knows what was voted"
+    elif is_gone and not means.restarts_lost_nodes and len(lost) > means.num_spare_nodes:
+        reason = f"launch.num_spare_nodes={means.num_spare_nodes}: {len(lost)} places are to be filled"
+    elif is_gone and alone:
+        reason = f"windows of nodes {alone} are gone with their peers"
+    elif stored is not None and stored.memory_start is None:
+        reason = "no window has been committed yet"
+    if reason:
+        return Declined(rung="localized", reason=reason)
+    if stored is None or stored.memory_start is None:
+        bound = _window_bound(means, 1)
+        return _Served(None if bound is None else bound + means.commit_lag_iterations)
+    return _Served(max(0, stored.iteration - stored.memory_start))
+
+
+def _stages_of(means: RecoveryMeans, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({stage for node in nodes for stage in means.stages[means.nodes.index(node)]}))
+
+
+def _store(
+    means: RecoveryMeans, rung: Rung, restart: Literal["all", "fewer"] | None, *, is_gone: bool, stored: Stored | None
+) -> _Served | Declined:
+    """A rung that goes back to state which was put away earlier."""
+    match rung:
+        case "memory":
+            reason = _no_memory(means, restart, is_gone)
+            start, bound = (None if stored is None else stored.memory_start), _window_bound(means, 1)
+        case "persisted":
+            start, bound = (None if stored is None else stored.persisted_start), _window_bound(means, _persists(means))
+            reason = _no_persisted(means, restart, is_there=start is not None)
+        case "checkpoint":
+            start, bound = (None if stored is None else stored.checkpoint), means.save_interval_iterations
+            reason = (
+                "" if start is not None or bound else "checkpoint.save_interval_iterations=0: saved at the end only"
+            )
+        case _:
+            return _Served(means.train_iterations if stored is None else stored.iteration)
+    if not reason and stored is not None and start is None:
+        reason = "the run has none yet"
+    if reason:
+        return Declined(rung=rung, reason=reason)
+    if stored is None or start is None:
+        return _Served(bound)
+    return _Served(max(0, stored.iteration - start))
+
+
+_OTHER_SIZE = "ranks start again on fewer nodes, and windows are of one size"
+_NO_SNAPSHOTS = "snapshot.policy=null: nothing is captured"
+
+
+def _no_memory(means: RecoveryMeans, restart: str | None, is_gone: bool) -> str:
+    if not means.takes_snapshots:
+        return _NO_SNAPSHOTS
+    if not means.is_running:
+        return NOT_RUNNING
+    if restart == "fewer":
+        return _OTHER_SIZE
+    if is_gone:
+        return "a lost node ends the job, and windows in memory with it"
+    return "" if restart else "launch.max_restarts=0: ranks are not started again while the job lives"
+
+
+def _no_persisted(means: RecoveryMeans, restart: str | None, *, is_there: bool) -> str:
+    if restart == "fewer":
+        return _OTHER_SIZE if means.takes_snapshots else _NO_SNAPSHOTS
+    if is_there:
+        return ""
+    if not means.takes_snapshots:
+        return _NO_SNAPSHOTS
+    if not means.persist_interval_windows:
+        return "snapshot.persist_interval_windows=0: written on request only"
+    return ""
+
+
+def _persists(means: RecoveryMeans) -> int:
+    return max(1, means.persist_interval_windows)
+
+
+def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
+    """Iterations from the start of a window until the one ``num_windows`` later is complete and known to be."""
+    if means.window_iterations is None or means.interval_iterations is None:
+        return None
+    return num_windows * means.interval_iterations + means.window_iterations

@@ -1,0 +1,152 @@
+"""What a page says, as plain values: made from a run's records, drawn elsewhere."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_ft import events
+from megatron_ft.errors import EXIT_CODES
+from megatron_ft.events import Metrics, Record, RunStarted
+from megatron_ft.telemetry.read import newest_of_each
+from megatron_ft.telemetry.report.episodes import episodes, instant, num_jobs
+from megatron_ft.telemetry.report.files import RunFiles
+from megatron_ft.telemetry.report.recoveries import Recovery, recoveries
+
+_HIGHEST = 1e30
+"""A loss above it is drawn no more than one that is no number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended, as far as it says so."""
+
+    level: str
+    """``good``, ``bad`` or ``open``."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that happened at an iteration of the loss curve."""
+
+    iteration: int
+    kind: str
+    """``failure``, ``recovery`` or ``change``."""
+    words: str
+    number: int | None = None
+    """The recovery's number; None for a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """A run on one page."""
+
+    name: str
+    model: str | None
+    size: str | None
+    """Ranks, nodes and device of the newest start, in words."""
+    outcome: Outcome
+    iteration: int | None
+    """Newest iteration reported."""
+    train_iterations: int | None
+    """Iteration the run ends at."""
+    loss: tuple[tuple[int, float], ...]
+    """(iteration, loss in nats per token), each iteration once; those without a finite loss are left out."""
+    evaluations: tuple[tuple[int, float], ...]
+    """(iteration, validation loss in nats per token)."""
+    marks: tuple[Mark, ...]
+    recoveries: tuple[Recovery, ...]
+    num_jobs: int
+    """How often the command was started."""
+    num_events: int
+    num_metrics: int
+    newest_unix_seconds: float | None
+    """When the newest record was made."""
+
+
+def build(files: RunFiles) -> RunReport:
+    """The page of a run."""
+    newest = newest_of_each(files.metrics)
+    started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
+    found = recoveries(episodes(files.events, files.decisions), files.metrics)
+    times = [at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None]
+    return RunReport(
+        name=started.run_name if started else files.folder,
+        model=started.model if started else None,
+        size=_size(files.events, started),
+        outcome=_outcome(files.events),
+        iteration=newest[-1].iteration if newest else None,
+        train_iterations=started.train_iterations if started else None,
+        loss=tuple(_points(newest)),
+        evaluations=tuple(_evaluations(files.events)),
+        marks=tuple(_marks(files.events, found)),
+        recoveries=found,
+        num_jobs=num_jobs(files.events),
+        num_events=len(files.events),
+        num_metrics=len(files.metrics),
+        newest_unix_seconds=max(times, default=None),
+    )
+
+
+def _size(records: Sequence[Record], started: RunStarted | None) -> str | None:
+    """Of the newest start, or of the membership that came after it."""
+    if started is None:
+        return None
+    num_ranks, num_nodes = started.world_size, started.num_nodes
+    after = records[max(index for index, record in enumerate(records) if record is started) :]
+    for changed in (record for record in after if isinstance(record, events.MembershipChanged)):
+        num_ranks, num_nodes = changed.world_size, len(changed.nodes)
+    nodes = "" if num_nodes is None else f" on {num_nodes} node{'s' * (num_nodes != 1)}"
+    device = "" if started.device is None else f", {started.device}"
+    return f"{num_ranks} rank{'s' * (num_ranks != 1)}{nodes}{device}"
+
+
+def _outcome(records: Sequence[Record]) -> Outcome:
+    kinds = (RunStarted, events.RunFinished, events.RunStopped)
+    last = next((record for record in reversed(records) if isinstance(record, kinds)), None)
+    if isinstance(last, events.RunFinished):
+        return Outcome(level="good", text=f"finished: {last.reason}")
+    if isinstance(last, events.RunStopped):
+        meaning = EXIT_CODES.get(last.exit_code)
+        code = f"exit code {last.exit_code}" + (f", {meaning}" if meaning else "")
+        return Outcome(level="bad", text=f"stopped: {last.reason} ({code})")
+    if last is None:
+        return Outcome(level="open", text="nothing reported yet")
+    return Outcome(level="open", text="no end reported: it still runs, or was ended without a word")
+
+
+def _points(metrics: Sequence[Metrics]) -> Iterator[tuple[int, float]]:
+    for record in metrics:
+        if (loss := _finite(record.values.get("loss"))) is not None:
+            yield record.iteration, loss
+
+
+def _evaluations(records: Sequence[Record]) -> list[tuple[int, float]]:
+    found = {
+        record.iteration: loss
+        for record in records
+        if isinstance(record, events.Evaluation) and (loss := _finite(record.loss)) is not None
+    }
+    return sorted(found.items())
+
+
+def _finite(value: float | None) -> float | None:
+    """A figure that can be drawn."""
+    return float(value) if value is not None and math.isfinite(value) and abs(value) < _HIGHEST else None
+
+
+def _marks(records: Sequence[Record], found: Sequence[Recovery]) -> Iterator[Mark]:
+    failed: dict[int, list[str]] = {}
+    for record in records:
+        if isinstance(record, events.RankFailed) and record.iteration is not None:
+            ending = record.signal or (f"exit code {record.exit_code}" if record.exit_code is not None else "lost")
+            failed.setdefault(record.iteration, []).append(f"rank {record.rank} ({ending})")
+    for iteration, ranks in sorted(failed.items()):
+        yield Mark(iteration=iteration, kind="failure", words=f"failed in iteration {iteration}: {', '.join(ranks)}")
+    for recovery in found:
+        if recovery.is_failure and not recovery.num_failed_ranks:
+            iteration = recovery.iteration + (recovery.num_again or 0) + 1
+            yield Mark(iteration=iteration, kind="failure", words=f"failed in iteration {iteration}: {recovery.lost}")
+        words = f"{recovery.rung}, goes on after iteration {recovery.iteration}: {recovery.lost}"
+        kind = "recovery" if recovery.is_failure else "change"
+        yield Mark(iteration=recovery.iteration, kind=kind, words=words, number=recovery.number)

@@ -1,0 +1,195 @@
+"""Nodes leave and join when asked to, die while a membership forms, and take snapshots all along: to the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.elastic_jobs import (
+    GROWN,
+    SAVING,
+    SCARCE,
+    check_like_fresh,
+    check_same,
+    digests,
+    faults,
+    figures,
+    fresh,
+    job,
+    kill,
+    lose,
+    memberships,
+    records,
+    script,
+    write_skewed,
+)
+from tests.helpers.elastic_ranks import run_jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
+
+DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+"""Generators of newcomers are those that a scripted history has."""
+CHANGES = {"2": {"leave": [2]}, "4": {"join": [2]}}
+FORMING = ("reform_join", "reform_move", "reform_build")
+SNAPSHOTS = {
+    "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
+    "snapshot.num_peer_copies": 2,
+    "snapshot.bandwidth_bytes_per_second": 1e9,
+    "snapshot.iteration_seconds": 1.0,
+}
+"""A window is one slice, and one begins after every iteration as long as there is room."""
+
+
+def wait_in(iteration: int) -> str:
+    """Time for copies to arrive of what was captured two iterations before: the next one's update waits for it."""
+    return f'delay(rank=1, at_iteration={iteration}, phase="forward", seconds=2.0)'
+
+
+def _jobs(folder: Path) -> dict[str, Any]:
+    skewed = write_skewed(folder)
+    jobs = {
+        "grown": job({**script(*GROWN), **DROPOUT}, until=6),
+        "planned": job({**faults(), **DROPOUT}, until=6, changes=CHANGES),
+        "evacuated": job({**faults(), **SAVING, **SCARCE, **skewed}, until=6, changes={"2": {"leave": [3]}}),
+        "fresh:evacuated": fresh(folder, "evacuated", (0, 1, 2), 2, **SCARCE),
+        "lose:2:3": job(lose((2, 3))),
+        "lose:2:4": job(lose((2, 4))),
+        "lose:2:3, lose:3:3": job(lose((2, 3), (3, 3))),
+        "stayer": job({**script(GROWN[0], "change(lose=[1],join=[2],before_iteration=5)"), **DROPOUT}, until=6),
+        "killed:stayer": job({**faults(kill(1, 4, "reform_move")), **DROPOUT}, until=6, changes=CHANGES),
+        "newcomer": job(lose((2, 3)), until=6),
+        "killed:newcomer": job(
+            faults('kill(rank=2, at_iteration=4, phase="reform_build", generation=2)'), until=6, changes=CHANGES
+        ),
+        "stranger": job(faults(), until=6, changes=CHANGES, strangers=[2]),
+        "killed:capture": job({**SNAPSHOTS, **faults(kill(2, 3, "capture"))}, num_keepers=4),
+        "killed:replicate": job({**SNAPSHOTS, **faults(wait_in(3), 'kill(rank=2, phase="replicate")')}, num_keepers=4),
+        "history": job(script("lose(nodes=[2],before_iteration=4)", "join(nodes=[2],before_iteration=7)"), until=9),
+        "captured": job(
+            {**SNAPSHOTS, **faults(wait_in(6), wait_in(9))},
+            until=9,
+            num_keepers=4,
+            changes={"3": {"leave": [2]}, "6": {"join": [2]}},
+        ),
+        "saved": job({**SAVING, "training.exit_at_iteration": 4}, until=6),
+        "restarted": job(faults(), until=6, present=[0, 1, 3], resumes="saved"),
+        "fresh:saved": job(
+            {
+                "launch.failure_domains": ["node0", "node1", "node3"],
+                "checkpoint.load": str(folder / "saved" / "checkpoints" / "iter_0000004"),
+            },
+            nodes=3,
+            until=6,
+        ),
+    }
+    jobs |= {
+        "lose:2:3, lose:0:3": job(lose((2, 3), (0, 3))),
+        "killed:server": job(faults(kill(2, 3, "backward"), kill(0, 2, "reform_join"))),
+    }
+    for phase in FORMING:
+        jobs[f"killed:{phase}"] = job(faults(kill(2, 3, "backward"), kill(3, 2, phase)))
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("elastic_changes")
+    return run_jobs(_jobs(folder), folder, timeout_seconds=580)
+
+
+# -- changes that are asked for -------------------------------------------------------------------------------
+
+
+def test_nodes_leave_and_join_when_asked_for(outcomes: dict[str, Any]) -> None:
+    """The node that leaves ends well; another process of it joins later: the bits of the scripted history."""
+    assert [rank["error"] for rank in outcomes["planned"]["ranks"]] == [None] * 5
+    assert memberships(outcomes, "planned") == memberships(outcomes, "grown")
+    assert digests(outcomes, "planned") == digests(outcomes, "grown")
+    assert figures(outcomes, "planned") == figures(outcomes, "grown")
+
+
+def test_experts_leave_a_node_before_it_does(outcomes: dict[str, Any]) -> None:
+    """Some had no other holder: they move while all ranks are there."""
+    assert [rank["error"] for rank in outcomes["evacuated"]["ranks"]] == [None] * 4
+    reasons = [record["reason"] for record in records(outcomes, "evacuated", "placement_in_force")]
+    assert reasons == ["first", "evacuation", "membership"]
+    check_like_fresh(outcomes, "evacuated", "fresh:evacuated", (0, 1, 2), 2)
+
+
+# -- deaths while a membership forms --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", FORMING)
+def test_a_rank_dies_while_the_survivors_of_another_form(outcomes: dict[str, Any], phase: str) -> None:
+    """Those that are left go back to what they carried: the bits of both lost at once."""
+    name = f"killed:{phase}"
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    assert [rank["error"] for rank in outcomes[name]["ranks"]] == [None] * 4
+    assert [target["iteration"] for target in outcomes[name]["targets"]] == [2, 2]
+    assert memberships(outcomes, name)[-1] == (2, [0, 1], 2)
+    check_same(outcomes, name, "lose:2:3, lose:3:3")
+
+
+def test_the_first_rank_dies_before_it_serves_the_store_of_the_next_membership(outcomes: dict[str, Any]) -> None:
+    """Nobody waits for it as long as for one that is late."""
+    assert "error" not in outcomes["killed:server"], outcomes["killed:server"]["error"]
+    assert memberships(outcomes, "killed:server") == [(2, [1, 3], 2)]
+    check_same(outcomes, "killed:server", "lose:2:3, lose:0:3")
+
+
+def test_a_rank_with_state_dies_while_another_joins(outcomes: dict[str, Any]) -> None:
+    """The newcomer stays one until an iteration is committed."""
+    name = "killed:stayer"
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    assert memberships(outcomes, name)[-1] == (3, [0, 2, 3], 4)
+    check_same(outcomes, name, "stayer")
+
+
+def test_a_newcomer_dies_while_it_joins(outcomes: dict[str, Any]) -> None:
+    name = "killed:newcomer"
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    assert memberships(outcomes, name)[-1] == (3, [0, 1, 3], 4)
+    check_same(outcomes, name, "newcomer")
+
+
+def test_a_newcomer_that_reads_other_data_does_not_join(outcomes: dict[str, Any]) -> None:
+    """It ends before anything moves, the others go on without it."""
+    assert "error" not in outcomes["stranger"], outcomes["stranger"]["error"]
+    assert memberships(outcomes, "stranger")[-1] == (3, [0, 1, 3], 4)
+    check_same(outcomes, "stranger", "newcomer")
+    broken = [rank["broken"][-1]["error"] for rank in outcomes["stranger"]["ranks"] if rank["broken"]]
+    assert any("must be the same data on every rank; rank 2 reads other data than rank 0" in text for text in broken)
+
+
+# -- snapshots --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["capture", "replicate"])
+def test_a_rank_dies_while_state_is_captured(outcomes: dict[str, Any], phase: str) -> None:
+    """The iteration before is committed; taking snapshots changes no bit of it or of what follows."""
+    name = f"killed:{phase}"
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    (target,) = outcomes[name]["targets"]
+    check_same(outcomes, name, f"lose:2:{target['iteration'] + 1}")
+    assert [record["kind"] for record in outcomes[name]["ranks"][2]["records"]][-1:] == ["failpoint_hit"]
+
+
+def test_windows_begin_anew_in_every_membership(outcomes: dict[str, Any]) -> None:
+    """Copies lie on the nodes that are there, newcomers included: they are known by what their ranks tell."""
+    assert [rank["error"] for rank in outcomes["captured"]["ranks"]] == [None] * 5
+    assert digests(outcomes, "captured") == digests(outcomes, "history")
+    assert [record["iteration"] for record in records(outcomes, "captured", "snapshot_planned")] == [1, 4, 7]
+    committed = [record["start_iteration"] for record in records(outcomes, "captured", "window_committed")]
+    assert {4, 7} <= set(committed)
+    assert not records(outcomes, "captured", "snapshot_problem")
+
+
+# -- a start on fewer nodes -------------------------------------------------------------------------------
+
+
+def test_a_start_on_the_nodes_that_are_left(outcomes: dict[str, Any]) -> None:
+    """From the newest checkpoint, like a job of that size."""
+    (decided,) = records(outcomes, "restarted", "recovery_decided")
+    assert (decided["generation"], decided["rung"], decided["iteration"]) == (1, "checkpoint", 4)
+    assert digests(outcomes, "restarted") == digests(outcomes, "fresh:saved")
+    assert figures(outcomes, "restarted") == figures(outcomes, "fresh:saved")

@@ -1,0 +1,134 @@
+"""The layout is kept: only the pipeline stages that lost a rank go back, and the job ends with the undisturbed bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.elastic_jobs import digests, figures, records
+from tests.helpers.elastic_ranks import run_jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
+
+UNTIL = 10
+KEPT = {
+    "launch.keep_layout": True,
+    "launch.restart_lost_nodes": True,
+    "placement.algorithm": None,
+    "placement.num_slots_per_rank": None,
+    "training.train_iterations": UNTIL,
+    "model.moe_router_score_function": "sigmoid",
+    "model.moe_router_enable_expert_bias": True,
+    "snapshot.policy": {
+        "_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow",
+    },
+    "snapshot.num_peer_copies": 1,
+    "snapshot.iteration_seconds": 1.0,
+    "snapshot.bandwidth_bytes_per_second": 4e5,
+}
+
+
+def job(faults: list[str], *, nodes: int = 4, **overrides: Any) -> dict[str, Any]:
+    return {
+        "nodes": nodes,
+        "num_keepers": nodes,
+        "overrides": {**KEPT, "launch.failpoints": faults, **overrides},
+    }
+
+
+def kill(rank: int, iteration: int, phase: str, generation: int = 0) -> str:
+    return f'kill(rank={rank}, at_iteration={iteration}, phase="{phase}", generation={generation})'
+
+
+PP2 = {"parallel.pipeline_model_parallel_size": 2}
+PP4 = {"parallel.pipeline_model_parallel_size": 4, "model.num_layers": 4}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp1": {},
+    "pp2": PP2,
+    "pp2 tp2": {**PP2, "parallel.tensor_model_parallel_size": 2},
+    "pp2 vpp2": {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2, "model.num_layers": 4},
+    "pp2 sharded": {**PP2, "parallel.use_distributed_optimizer": True, "precision.params_dtype": "bf16"},
+    "pp2 global loss": {**PP2, "model.moe_router_load_balancing_type": "global_aux_loss"},
+    "pp4": PP4,
+}
+FAULTS: dict[str, tuple[str, list[str]]] = {
+    "pp1: dispatch": ("pp1", [kill(1, 8, "dispatch")]),
+    "pp2: while it replays": ("pp2", [kill(0, 8, "forward"), kill(1, 7, "forward", 1)]),
+    "pp2: ranks that serve": ("pp2", [kill(0, 8, "forward"), kill(3, 7, "reform_move", 1)]),
+    "pp2: next door": ("pp2", [kill(0, 8, "forward"), kill(3, 8, "grad_sync", 1)]),
+    "pp2 tp2: vote_after": ("pp2 tp2", [kill(1, 8, "vote_after")]),
+    "pp2 vpp2: backward": ("pp2 vpp2", [kill(2, 8, "backward")]),
+    "pp2 sharded: gather": ("pp2 sharded", [kill(1, 8, "gather")]),
+    "pp4: apart": ("pp4", [kill(0, 8, "forward"), kill(2, 7, "reform_move", 1)]),
+    "pp2 global loss: forward": ("pp2 global loss", [kill(0, 8, "backward")]),
+    "pp2: a spare": ("pp2", [kill(1, 8, "forward")]),
+    "pp2: a spare for a dead node": ("pp2", [kill(2, 8, "dispatch")]),
+    "pp4: the first two": ("pp4", [kill(0, 8, "backward"), kill(1, 7, "reform_move", 1)]),
+    "pp4: side by side": ("pp4", [kill(1, 8, "backward"), kill(2, 7, "reform_move", 1)]),
+}
+"""Name to layout and faults: (rank, iteration, phase), and the generation where it is not the first."""
+SPARES: dict[str, dict[str, Any]] = {
+    "pp2: a spare": {"spares": [4], "keepers_live": True},
+    "pp2: a spare for a dead node": {"spares": [4]},
+}
+REPLAYED = {"pp1: dispatch": {0}, "pp2 tp2: vote_after": {0}, "pp4: apart": {0, 2}, "pp4: the first two": {0, 1}}
+"""Name to the stages that go back in the last recovery."""
+
+
+def _jobs(folder: Path) -> dict[str, Any]:
+    jobs = {name: job([], **overrides) for name, overrides in LAYOUTS.items()}
+    jobs["too early"] = job([kill(0, 1, "forward")], **PP2)
+    for name, (layout, faults) in FAULTS.items():
+        spares = SPARES.get(name, {})
+        taken = {"launch.num_spare_nodes": 1} if spares else {}
+        jobs[name] = {**job(faults, **LAYOUTS[layout], **taken), **spares, "num_keepers": 4 + len(taken)}
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("in-place")
+    return run_jobs(_jobs(folder), folder, timeout_seconds=580)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
+    """Losses, and the state of every rank after every iteration."""
+    reference, faults = FAULTS[name]
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    assert digests(outcomes, name) == digests(outcomes, reference)
+    assert figures(outcomes, name) == figures(outcomes, reference)
+    assert len(records(outcomes, name, "failpoint_hit")) == len(faults)
+    assert {record["rung"] for record in records(outcomes, name, "recovery_decided")} == {"localized"}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_healthy_stages_compute_nothing(outcomes: dict[str, Any], name: str) -> None:
+    """Those that replay run every microbatch of every iteration since the window once, and nothing else."""
+    shares = records(outcomes, name, "stage_recovery")
+    last = max(share["generation"] for share in shares)
+    assert len([share for share in shares if share["generation"] == last]) == 4
+    for share in shares:
+        replays = share["role"] == "replays"
+        assert (share["num_forward_passes"] > 0) == replays == (share["num_iterations"] > 0)
+        assert share["num_iterations"] == share["iteration"] - share["start_iteration"]
+    passes = {share["num_forward_passes"] / share["num_iterations"] for share in shares if share["num_iterations"]}
+    assert len(passes) == 1
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_only_the_stages_that_lost_a_rank_go_back(outcomes: dict[str, Any], name: str) -> None:
+    shares = records(outcomes, name, "stage_recovery")
+    last = max(share["generation"] for share in shares)
+    assert {share["stage"] for share in shares if share["generation"] == last and share["role"] == "replays"} == (
+        REPLAYED[name]
+    )
+    beside = {share["stage"] for share in shares if share["generation"] == last and share["role"] == "serves"}
+    expected = {stage for stage in range(4 if "pp4" in name else 2) if {stage - 1, stage + 1} & REPLAYED[name]}
+    assert beside == expected - REPLAYED[name] if "pp1" not in name else not beside
+
+
+def test_a_stage_with_nothing_to_go_back_to_ends_the_job(outcomes: dict[str, Any]) -> None:
+    """Before the first window is committed this rung declines, and says why."""
+    errors = [rank["error"] for rank in outcomes["too early"]["ranks"] if rank["error"] is not None]
+    assert errors and all("localized: no window has been committed" in error for error in errors)

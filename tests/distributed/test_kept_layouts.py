@@ -1,0 +1,104 @@
+"""Jobs that keep their layout, with real processes: who takes the places of lost nodes. Ranks have no model."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
+from megatron_ft.planning.recovery.membership import NextMembership
+from tests.distributed.test_joining_nodes import told, waiting
+from tests.distributed.test_launch import eventually, records, started
+from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
+from tests.helpers.jobs import start_dummy_job
+
+LAYOUT = {
+    "launch.num_nodes": 3,
+    "launch.ranks_per_node": 2,
+    "launch.keep_layout": True,
+    "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs go; sockets go to a short path beside it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path / "runs"
+
+
+def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
+    """A job on three nodes of two ranks that keeps its layout."""
+    settings = {"training.train_iterations": iterations, "launch.failpoints": list(faults)}
+    settings |= {f"launch.{name}": value for name, value in overrides.items()}
+    return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
+
+
+def test_a_spare_takes_a_place_in_the_middle_and_the_lost_node_the_next(runs: Path) -> None:
+    job = start(runs, iterations=10000, num_spare_nodes=1, restart_lost_nodes=True)
+    eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
+    agent_process(runs, 1).send_signal(signal.SIGKILL)
+    eventually(lambda: len(told(runs, 1)) == 6, "six ranks go on")
+    eventually(lambda: waiting(runs) == [3, 3, 1, 1], "the lost node is back, as a spare")
+    agent_process(runs, 0).send_signal(signal.SIGKILL)
+    eventually(lambda: len(told(runs, 2)) == 6, "six ranks go on again")
+    job.send_signal(signal.SIGINT)
+    finish(runs, job, EXIT_INTERRUPTED)
+    first, second = reformed(runs, 1), reformed(runs, 2)
+    assert (first.previous_ranks, first.nodes) == ((0, 1, None, None, 4, 5), (0, 0, 3, 3, 2, 2))
+    assert (second.previous_ranks, second.nodes) == ((None, None, 2, 3, 4, 5), (1, 1, 3, 3, 2, 2))
+    about = [(found["lost_nodes"], found["joined_nodes"]) for found in decisions(runs)]
+    assert about == [([1], [3]), ([0], [1])]
+    assert [position["rank"] for position in decisions(runs)[0]["positions"]] == [0, 1, 4, 5]
+
+
+def test_a_nodes_own_ranks_are_started_again_also_when_they_die_while_the_membership_forms(runs: Path) -> None:
+    faults = [
+        'kill(rank=3, at_iteration=5, phase="forward", generation=0)',
+        'kill(rank=3, phase="build", generation=1)',
+    ]
+    finish(runs, start(runs, *faults, restart_lost_nodes=True))
+    reformed(runs, 2)
+    for number, found in enumerate(decisions(runs)):
+        following = NextMembership.from_json(found["next"])
+        assert (following.generation, following.nodes) == (number + 1, (0, 0, 1, 1, 2, 2))
+        assert following.previous_ranks == (0, 1, None, None, 4, 5)
+    assert [(found["lost_nodes"], found["joined_nodes"]) for found in decisions(runs)] == [([1], [1])] * 2
+    assert [death[:2] for death in failed(runs)] == [(3, 1), (3, 1)]
+    assert waiting(runs) == [1, 1, 1, 1]
+    assert records(runs)[-1] == {"kind": "closed", "exit_code": 0, "reason": "all ranks have finished"}
+
+
+def test_a_node_without_a_process_gets_one_while_its_place_waits(runs: Path) -> None:
+    job = start(runs, iterations=150, restart_lost_nodes=True)
+    eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
+    agent_process(runs, 0).send_signal(signal.SIGKILL)
+    finish(runs, job)
+    following = reformed(runs, 1)
+    assert (following.previous_ranks, following.nodes) == ((None, None, 2, 3, 4, 5), (0, 0, 1, 1, 2, 2))
+
+
+def test_a_place_that_nobody_can_take_ends_the_job_by_name(runs: Path) -> None:
+    job = start(runs, iterations=10000, num_spare_nodes=1)
+    eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
+    agent_process(runs, 0).send_signal(signal.SIGKILL)
+    eventually(lambda: len(told(runs, 1)) == 6, "six ranks go on")
+    agent_process(runs, 2).send_signal(signal.SIGKILL)
+    finish(runs, job, ControlError.exit_code)
+    assert decisions(runs)[1]["declined"] == (
+        "nobody can take place 2 of node 2: no spare is there, and node 2 does not come back, "
+        "launch.restart_lost_nodes=false"
+    )
+
+
+def test_all_ranks_start_again_by_place_where_nobody_can_take_one(runs: Path) -> None:
+    fault = 'kill(rank=0, phase="forward", generation=1)'
+    job = start(runs, fault, iterations=150, num_spare_nodes=1, max_restarts=1)
+    eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
+    agent_process(runs, 1).send_signal(signal.SIGKILL)
+    finish(runs, job)
+    assert decisions(runs)[1]["declined"].startswith("nobody can take place 0 of node 0: no spare is there")
+    again = sorted((record["rank"], record["node"]) for record in started(runs)[2])
+    assert again == list(enumerate((0, 0, 3, 3, 2, 2)))
+    assert {tuple(record["nodes"]) for record in started(runs)[2]} == {(0, 0, 3, 3, 2, 2)}

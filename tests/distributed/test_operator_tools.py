@@ -1,0 +1,96 @@
+"""The operators' commands on a job that trains: asked, drained, brought back, judged."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.errors import DataError
+from tests.helpers.jobs import start, wait
+from tools import add_node, can_recover, drain, status
+
+PATIENCE_SECONDS = 90.0
+_WORDS = (
+    "model=moe_micro",
+    "placement=spread",
+    "placement.num_slots_per_rank=6",
+    "launch.num_nodes=3",
+    "launch.min_nodes=2",
+    "launch.join_window_seconds=0.1",
+    "parallel.use_distributed_optimizer=false",
+    "optimizer.lr_warmup_iterations=3",
+    "training.train_iterations=100000",
+    "training.eval_interval_iterations=0",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, warm_forkserver: str) -> Iterator[Path]:
+    """Folder of a job of three nodes that trains until the test is over."""
+    words = [*_WORDS, f"run.dir={tmp_path}", "run.name=live", f"launch.forkserver_socket={warm_forkserver}"]
+    console = start([sys.executable, "pretrain_moe.py", *words])
+    try:
+        metrics = tmp_path / "live" / "metrics.jsonl"
+        wait_for(lambda: console.poll() is not None or (metrics.exists() and metrics.read_text()))
+        yield tmp_path / "live"
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if console.poll() is None:
+                console.send_signal(number)
+        wait(console, 60)
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the job did not come so far"
+        time.sleep(0.1)
+
+
+def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked() -> dict[str, Any]:
+        assert status.main([str(run_dir), "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    def judged(lost: str) -> tuple[int, dict[str, Any]]:
+        """The answer, once the placement of the membership that status tells is written."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (code := can_recover.main([str(run_dir), "--lose", lost, "--json"])) == DataError.exit_code:
+            assert "ask again" in capsys.readouterr().err and time.monotonic() < deadline
+            time.sleep(0.1)
+        said = capsys.readouterr()
+        assert said.out, said.err
+        return code, json.loads(said.out)
+
+    assert asked()["members"] == [0, 1, 2]
+    code, answer = judged("2")
+    assert (code, answer["rung"], answer["seconds_to_go_on"]) == (0, "replicas", None)
+
+    assert drain.main([str(run_dir), "2"]) == 0
+    assert "node 2 leaves" in capsys.readouterr().out
+    wait_for(lambda: asked()["members"] == [0, 1])
+    assert drain.main([str(run_dir), "1"]) == 8
+    assert "launch.min_nodes" in capsys.readouterr().err
+    code, answer = judged("1")
+    assert (code, answer["rung"]) == (9, "nothing"), "one node is too few, and nothing was saved"
+    assert answer["declined"][0]["reason"] == "1 nodes are left of launch.min_nodes=2"
+
+    assert add_node.main([str(run_dir), "2"]) == 0
+    assert "node 2 is started" in capsys.readouterr().out
+    wait_for(lambda: asked()["members"] == [0, 1, 2])
+    assert status.main([str(run_dir)]) == 0
+    assert "trains" in capsys.readouterr().out
+    code, answer = judged("0")
+    assert (code, answer["rung"]) == (0, "replicas") and answer["seconds_to_go_on"] > 0

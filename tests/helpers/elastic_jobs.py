@@ -1,0 +1,109 @@
+"""Specs of jobs that lose and get nodes, and what their outcomes say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+BIASED = {"model.moe_router_score_function": "sigmoid", "model.moe_router_enable_expert_bias": True}
+SKEWED = [[90.0, 5.0, 3.0, 2.0]] * 2
+"""Loads of both layers to start from, so that seen ones ask for another placement."""
+SCARCE = {"placement.num_slots_per_rank": 2, "placement.min_replicas": 1}
+"""With skewed loads some experts have one holder."""
+SAVING = {"checkpoint.save_interval_iterations": 2, "checkpoint.keep_last": 5}
+GROWN = ("lose(nodes=[2],before_iteration=3)", "join(nodes=[2],before_iteration=5)")
+
+
+def lose(*losses: tuple[int, int]) -> dict[str, Any]:
+    """A history without faults."""
+    return {"launch.membership_schedule": [f"lose(nodes=[{node}],before_iteration={k})" for node, k in losses]}
+
+
+def script(*entries: str) -> dict[str, Any]:
+    """Any history without faults."""
+    return {"launch.membership_schedule": list(entries)}
+
+
+def faults(*specs: str) -> dict[str, Any]:
+    """Injected ones."""
+    return {"launch.min_nodes": 2, "launch.failpoints": list(specs)}
+
+
+def kill(rank: int, iteration: int, phase: str) -> str:
+    """The spec of one."""
+    return f'kill(rank={rank}, at_iteration={iteration}, phase="{phase}")'
+
+
+def write_skewed(folder: Path) -> dict[str, Any]:
+    """Start from skewed loads."""
+    path = folder / "loads.json"
+    path.write_text(json.dumps(SKEWED))
+    return {"placement.loads_file": str(path)}
+
+
+def job(overrides: dict[str, Any], *, nodes: int = 4, until: int = 4, **more: Any) -> dict[str, Any]:
+    """The arguments of ``elastic_ranks.run_jobs`` for one."""
+    return {"nodes": nodes, "overrides": {**BIASED, "training.train_iterations": until, **overrides}, **more}
+
+
+def fresh(folder: Path, name: str, nodes: tuple[int, ...], loaded: int, **overrides: Any) -> dict[str, Any]:
+    """A job of ``nodes`` alone, from the checkpoint of iteration ``loaded`` of job ``name``, with its placement."""
+    return job(
+        {
+            "training.exit_at_iteration": loaded + 2,
+            "launch.failure_domains": [f"node{node}" for node in nodes],
+            "checkpoint.load": str(folder / name / "checkpoints" / f"iter_{loaded:07d}"),
+            "placement.schedule": [f"{loaded + 1}:{folder}/{name}/placements/iter_{loaded + 1:07d}.json"],
+            **overrides,
+        },
+        nodes=len(nodes),
+        until=6,
+    )
+
+
+def records(outcomes: dict[str, Any], name: str, kind: str) -> list[dict[str, Any]]:
+    """Those of one kind that a job's ranks reported, in order of iterations."""
+    outcome = outcomes[name]
+    assert "error" not in outcome, f"{name}: {outcome['error']}"
+    found = [record for rank in outcome["ranks"] for record in rank["records"] if record["kind"] == kind]
+    return sorted(found, key=lambda record: (record["iteration"], record["number"]))
+
+
+def digests(outcomes: dict[str, Any], name: str) -> dict[int, list[str]]:
+    """Digest of each rank's state after each iteration, as last reported."""
+    return {record["iteration"]: record["digests"] for record in records(outcomes, name, "state_digest")}
+
+
+def figures(outcomes: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
+    """Metrics by iteration, without those that depend on the clock."""
+    return {
+        record["iteration"]: {key: value for key, value in record.items() if "second" not in key and key != "number"}
+        for record in records(outcomes, name, "metrics")
+    }
+
+
+def check_same(outcomes: dict[str, Any], faulty: str, scripted: str) -> None:
+    """States and figures of all iterations, to the bit.
+
+    Whose digests of a target were not taken before the loss takes them after it, on the ranks and the placement there
+    are then: the next iteration's speak for them.
+    """
+    targets = {target["iteration"] for target in outcomes[faulty]["targets"]}
+    expected, found = digests(outcomes, scripted), digests(outcomes, faulty)
+    last = max(expected)
+    assert max(targets) < last and expected.keys() == found.keys()
+    assert {k: found[k] for k in found if k not in targets} == {k: expected[k] for k in expected if k not in targets}
+    assert figures(outcomes, faulty) == figures(outcomes, scripted)
+
+
+def memberships(outcomes: dict[str, Any], name: str) -> list[tuple[int, list[int], int]]:
+    """(Generation, nodes, iteration it begins after) of each that followed."""
+    changed = records(outcomes, name, "membership_changed")
+    return [(record["generation"], record["nodes"], record["iteration"]) for record in changed]
+
+
+def check_like_fresh(outcomes: dict[str, Any], name: str, fresh: str, nodes: tuple[int, ...], loaded: int) -> None:
+    """States and figures of the next two iterations, to the bit."""
+    expected, found = digests(outcomes, fresh), digests(outcomes, name)
+    for iteration in (loaded + 1, loaded + 2):
+        assert len(found[iteration]) == len(nodes) and found[iteration] == expected[iteration]
+        assert figures(outcomes, name)[iteration] == figures(outcomes, fresh)[iteration]

@@ -1,0 +1,132 @@
+"""Which stages go back, who serves them, and when this rung declines."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.planning.recovery.localized import KeptWindow, LocalizedPlan, Standing, plan_localized
+from megatron_ft.planning.recovery.replicas import Declined
+
+WINDOW = KeptWindow(start_iteration=4, generation=0)
+TARGET = 9
+LOGGED = tuple(range(5, 10))
+
+
+def decide(
+    stages_lost: set[int], num_stages: int, *, per_stage: int = 2, is_ring: bool = False, **changes: object
+) -> LocalizedPlan | Declined:
+    """The first rank of each lost stage has no state."""
+    standings = [
+        Standing(stage=stage, iteration=None)
+        if stage in stages_lost and place == 0
+        else Standing(
+            **{"stage": stage, "iteration": TARGET, "window": WINDOW, "logged": LOGGED, "voted": LOGGED, **changes}
+        )  # type: ignore[arg-type]
+        for stage in range(num_stages)
+        for place in range(per_stage)
+    ]
+    return plan_localized(standings, num_stages=num_stages, is_ring=is_ring)
+
+
+def planned(*arguments: object, **options: object) -> LocalizedPlan:
+    found = decide(*arguments, **options)  # type: ignore[arg-type]
+    assert isinstance(found, LocalizedPlan), found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lost", "num_stages", "is_ring", "regions"),
+    [
+        ({0}, 1, False, ((0,),)),
+        ({1}, 4, False, ((1,),)),
+        ({1, 2}, 4, False, ((1, 2),)),
+        ({0, 2}, 4, False, ((0,), (2,))),
+        ({0, 3}, 4, False, ((0,), (3,))),
+        ({0, 3}, 4, True, ((0, 3),)),
+        ({0, 1}, 2, True, ((0, 1),)),
+        (set(), 4, False, ()),
+    ],
+)
+def test_regions(lost: set[int], num_stages: int, is_ring: bool, regions: tuple[tuple[int, ...], ...]) -> None:
+    plan = planned(lost, num_stages, is_ring=is_ring)
+    assert plan.regions == regions
+    assert plan.iterations == range(5, 10)
+    assert LocalizedPlan.from_json(plan.to_json()) == plan
+
+
+def test_neighbours_serve_across_the_edges_only() -> None:
+    plan = planned({1, 2}, 5)
+    assert plan.serves(0) == (("forward", 1),)
+    assert plan.serves(3) == (("backward", 2),)
+    assert plan.serves(4) == plan.serves(1) == ()
+
+
+def test_the_last_stage_serves_the_first_where_chunks_are_interleaved() -> None:
+    assert planned({0}, 3, is_ring=True).serves(2) == (("forward", 0),)
+    assert planned({0}, 3, is_ring=False).serves(2) == ()
+    assert set(planned({1}, 2, is_ring=True).serves(0)) == {("forward", 1), ("backward", 1)}
+
+
+def test_the_newest_window_that_anybody_knows_is_taken() -> None:
+    newer = KeptWindow(start_iteration=7, generation=2)
+    standings = [
+        Standing(stage=0, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
+        Standing(stage=1, iteration=TARGET, voted=LOGGED, window=newer, logged=(8, 9)),
+        Standing(stage=1, iteration=None),
+    ]
+    plan = plan_localized(standings, num_stages=2, is_ring=False)
+    assert isinstance(plan, LocalizedPlan) and plan.window == newer and plan.iterations == range(8, 10)
+
+
+def test_declines_without_a_window() -> None:
+    found = decide({1}, 2, window=None)
+    assert isinstance(found, Declined) and "no window has been committed" in found.reason
+
+
+def test_declines_where_a_log_has_a_gap_beside_the_region() -> None:
+    standings = [
+        Standing(stage=0, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=(5, 6, 8, 9)),
+        Standing(stage=1, iteration=None),
+        Standing(stage=2, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
+    ]
+    found = plan_localized(standings, num_stages=3, is_ring=False)
+    assert isinstance(found, Declined) and "rank 0 lacks iterations [7]" in found.reason
+
+
+def test_declines_where_nobody_knows_what_was_voted() -> None:
+    found = decide({1}, 3, voted=(5, 6, 8, 9))
+    assert isinstance(found, Declined) and "voted in iterations [7]" in found.reason
+
+
+def test_a_stage_that_is_the_whole_job_needs_votes_and_no_log() -> None:
+    assert isinstance(decide({0}, 1, logged=()), LocalizedPlan)
+
+
+def test_a_gap_elsewhere_does_not_matter() -> None:
+    standings = [
+        Standing(
+            stage=stage,
+            iteration=None if stage == 3 else TARGET,
+            window=WINDOW,
+            logged=() if stage < 2 else LOGGED,
+            voted=LOGGED,
+        )
+        for stage in range(4)
+    ]
+    assert isinstance(plan_localized(standings, num_stages=4, is_ring=False), LocalizedPlan)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 9), st.data(), st.booleans())
+def test_regions_are_the_connected_parts(num_stages: int, data: st.DataObject, is_ring: bool) -> None:
+    lost = data.draw(st.sets(st.integers(0, num_stages - 1)))
+    plan = planned(lost, num_stages, is_ring=is_ring)
+    assert {stage for region in plan.regions for stage in region} == lost
+    edges = {(stage, to) for stage in range(num_stages) for to in plan.neighbours(stage).values()}
+    for one, other in itertools.combinations(sorted(lost), 2):
+        beside = (one, other) in edges or (other, one) in edges
+        assert not beside or plan.region_of(one) == plan.region_of(other)
+    served = {to for stage in range(num_stages) for _, to in plan.serves(stage)}
+    assert served == {to for stage, to in edges if to in lost and stage not in lost}

@@ -1,0 +1,319 @@
+"""What a loss costs, against the layout done by hand, brute force over all losses, and the placement's survival."""
+
+import dataclasses
+import json
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.inputs import JobInputs
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from megatron_ft.planning.placement.survival import survival
+from megatron_ft.planning.recovery.loss_cost import LossCost
+from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored, cost_of_loss, joint_survival
+from megatron_ft.planning.recovery.means import costs_of_nodes, means_of, placer
+from megatron_ft.planning.snapshot.report import report_snapshots
+
+MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 8, "moe_layer_freq": 2}
+SPREAD = {
+    "algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"},
+    "min_replicas": 2,
+    "num_slots_per_rank": 4,
+}
+WINDOWS = {"_target_": "megatron_ft.planning.snapshot.dense.DenseInterval", "interval_iterations": 3}
+
+
+def job(**groups: Any) -> JobConfig:
+    return derive_placement(from_dict({"model": MODEL, **groups}))
+
+
+def elastic(num_nodes: int = 4, min_nodes: int | None = 2, **groups: Any) -> JobConfig:
+    launch = {"num_nodes": num_nodes, "ranks_per_node": 1, "min_nodes": min_nodes, **groups.pop("launch", {})}
+    parallel = {"use_distributed_optimizer": False}
+    return job(launch=launch, parallel=parallel, placement=SPREAD, **groups)
+
+
+def plans_of(config: JobConfig) -> list[PlacementPlan]:
+    if config.placement.algorithm is None:
+        return []
+    world_size = config.launch.num_nodes * config.launch.ranks_per_node
+    return first_plans(config, stage_requests(config, world_size), JobInputs())
+
+
+def means(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryMeans:
+    plans = plans_of(config if nodes is None else config_of(config, nodes))
+    return means_of(config, plans, report_snapshots(config, 257), nodes)
+
+
+def restarting(**snapshot: Any) -> JobConfig:
+    """Two nodes of two ranks whose ranks are started again."""
+    measured = {"bandwidth_bytes_per_second": 1e12, "iteration_seconds": 1.0}
+    return job(
+        launch={"num_nodes": 2, "ranks_per_node": 2, "max_restarts": 2},
+        snapshot={"policy": WINDOWS, "num_peer_copies": 1, **measured, **snapshot},
+    )
+
+
+# --- rung 1 ------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_serve_one_lost_node_of_four_and_what_moves_is_counted() -> None:
+    config = elastic()
+    cost = cost_of_loss(means(config), [2], place=placer(config, JobInputs()))
+    assert (cost.rung, cost.max_iterations, cost.is_automatic, cost.is_bitwise) == ("replicas", 0, True, False)
+    assert cost.moved_bytes is not None and cost.moved_bytes % means(config).expert_bytes == 0
+    assert not cost.declined and not cost.lost_operators
+
+
+@pytest.mark.parametrize("num_lost", [2, 3, 4])
+def test_every_joint_loss_serves_where_each_expert_has_a_holder_left(num_lost: int) -> None:
+    """Against brute force, and the share of them against the survival that placements are judged by."""
+    config = elastic(6, 1)
+    held, (plan,) = means(config), plans_of(config)
+    served = 0
+    losses = list(combinations(range(6), num_lost))
+    for lost in losses:
+        left = [node for node in range(6) if node not in lost]
+        whole = all(
+            any(expert in by_rank[node] for node in left)
+            for by_rank in plan.slots
+            for expert in range(plan.num_experts)
+        )
+        cost = cost_of_loss(held, lost)
+        assert (cost.rung == "replicas") == whole, lost
+        served += whole
+    expected = survival(plan.all_expert_domains(), plan.domains, [num_lost])[0].probability
+    assert served / len(losses) == pytest.approx(expected)
+    assert joint_survival(held, [num_lost])[0].probability == pytest.approx(expected)
+    assert num_lost == 2 or 0 < served < len(losses), "both outcomes are seen"
+
+
+def test_what_nobody_holds_is_named_layer_and_expert() -> None:
+    config = elastic(6, 1)
+    (plan,), held = plans_of(config), means(config)
+    lost = tuple(rank for rank, experts in enumerate(plan.slots[0]) if 5 in experts)
+    cost = cost_of_loss(held, lost)
+    (replicas, *_) = cost.declined
+    assert replicas.rung == "replicas" and f"{plan.layer_numbers[0]}.expert.5" in map(str, replicas.missing)
+    assert cost.lost_operators == replicas.missing and not cost.is_automatic
+
+
+def test_too_few_nodes_left_decline() -> None:
+    cost = cost_of_loss(means(elastic(4, 3)), [0, 1])
+    assert cost.rung != "replicas" and cost.declined[0].reason == "2 nodes are left of launch.min_nodes=3"
+
+
+def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
+    held = means(elastic(5), (0, 1, 3, 4))
+    assert held.nodes == (0, 1, 3, 4)
+    assert held.placement is not None and held.placement.domains == ("node0", "node1", "node3", "node4")
+    assert cost_of_loss(held, [3]).rung == "replicas"
+    with pytest.raises(ConfigError, match="lost nodes=2: must be one of the present nodes"):
+        cost_of_loss(held, [2])
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"parallel": {"use_distributed_optimizer": True}}, "parallel.use_distributed_optimizer=true"),
+        ({"launch": {"mode": "torchrun"}}, "launch.mode=torchrun"),
+    ],
+)
+def test_what_is_not_covered_declines_by_its_key(groups: dict[str, Any], said: str) -> None:
+    config = elastic()
+    for group, values in groups.items():
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
+    cost = cost_of_loss(means_of(config, plans_of(config), None), [1])
+    assert cost.rung != "replicas" and said in cost.declined[0].reason
+
+
+def test_without_min_nodes_copies_do_not_help() -> None:
+    cost = cost_of_loss(means(elastic(min_nodes=None)), [1])
+    assert "launch.min_nodes=null" in cost.declined[0].reason and not cost.lost_operators
+
+
+# --- windows and checkpoints -------------------------------------------------------------------------------------
+
+
+def test_dead_ranks_are_started_again_from_memory() -> None:
+    held = means(restarting())
+    cost = cost_of_loss(held, [1], is_gone=False)
+    assert (cost.rung, cost.is_automatic, cost.is_bitwise) == ("memory", True, True)
+    assert cost.max_iterations == 3 + 1, "an interval, and the window that is not committed yet"
+
+
+def test_a_node_that_is_gone_takes_windows_in_memory_with_it() -> None:
+    cost = cost_of_loss(means(restarting(persist_interval_windows=2)), [1])
+    assert (cost.rung, cost.is_automatic) == ("persisted", False)
+    assert "a lost node ends the job" in cost.declined[1].reason and cost.max_iterations == 2 * 3 + 1
+
+
+def test_nothing_is_left_where_nothing_was_put_away() -> None:
+    cost = cost_of_loss(means(restarting()), [1])
+    assert not cost.is_recoverable and [declined.rung for declined in cost.declined] == [
+        "replicas",
+        "memory",
+        "persisted",
+        "checkpoint",
+    ]
+    assert cost.max_iterations == JobConfig().training.train_iterations
+
+
+def test_checkpoints_lose_an_interval() -> None:
+    cost = cost_of_loss(means(job(checkpoint={"save_interval_iterations": 50})), [0])
+    assert (cost.rung, cost.max_iterations) == ("checkpoint", 50)
+
+
+def test_a_window_that_is_measured_first_has_no_bound() -> None:
+    held = means(restarting(bandwidth_bytes_per_second=None))
+    cost = cost_of_loss(held, [0], is_gone=False)
+    assert cost.rung == "memory" and cost.max_iterations is None and cost.iterations == "<= 2 windows"
+
+
+def test_what_the_run_has_is_told_instead_of_bounds() -> None:
+    held = means(restarting(persist_interval_windows=2))
+    stored = Stored(iteration=40, memory_start=36, persisted_start=30, checkpoint=25)
+    assert cost_of_loss(held, [0], is_gone=False, stored=stored).max_iterations == 4
+    assert cost_of_loss(held, [0], stored=stored).max_iterations == 10
+    none = Stored(iteration=40, checkpoint=25)
+    cost = cost_of_loss(held, [0], stored=none)
+    assert (cost.rung, cost.max_iterations) == ("checkpoint", 15)
+    assert [d.reason for d in cost.declined if d.rung == "persisted"] == ["the run has none yet"]
+    assert cost_of_loss(held, [0], stored=Stored(iteration=40)).max_iterations == 40
+
+
+def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
+    """From a dense checkpoint: windows are of the size they were captured at."""
+    windows = {"policy": WINDOWS, "num_peer_copies": 1, "persist_interval_windows": 1}
+    config = elastic(6, 1, snapshot=windows, checkpoint={"save_interval_iterations": 9}, launch={"max_restarts": 1})
+    held = means(config)
+    assert cost_of_loss(held, [1]).rung == "replicas", "snapshots do not stand against it"
+    cost = cost_of_loss(held, [0, 1, 2, 3])
+    assert (cost.rung, cost.is_automatic, cost.is_bitwise, cost.max_iterations) == ("checkpoint", True, False, 9)
+    assert [d.reason for d in cost.declined[1:]] == [
+        "ranks start again on fewer nodes, and windows are of one size"
+    ] * 2
+    too_few = cost_of_loss(dataclasses.replace(held, min_nodes=3), [0, 1, 2, 3])
+    assert (too_few.is_automatic, too_few.is_bitwise) == (False, True)
+    ranks_only = cost_of_loss(held, [0, 1, 2, 3], is_gone=False)
+    assert (ranks_only.rung, ranks_only.is_automatic, ranks_only.is_bitwise) == ("memory", True, True)
+
+
+def test_nodes_that_joined_later_are_domains_of_their_own() -> None:
+    config = elastic(4, launch={"failure_domains": ["a", "a", "b", "b"]})
+    assert config_of(config, (1, 3, 5)).launch.failure_domains == ["a", "b", "node5"]
+    held = means(config, (1, 2, 3, 5))
+    assert held.domain_of(5) == "node5" and held.domain_of(0) == "a"
+
+
+def test_a_job_that_does_not_run_has_what_is_on_storage() -> None:
+    held = dataclasses.replace(means(restarting(persist_interval_windows=2)), is_running=False)
+    cost = cost_of_loss(held, [0], is_gone=False)
+    assert (cost.rung, cost.is_automatic) == ("persisted", False)
+    assert [declined.reason for declined in cost.declined] == ["the job does not run: nobody lives"] * 2
+    assert cost_of_loss(dataclasses.replace(means(elastic()), is_running=False), [0]).rung != "replicas"
+
+
+# --- who holds what ----------------------------------------------------------------------------------------------
+
+
+def lost_operators(config: JobConfig, *nodes: int) -> set[str]:
+    return set(map(str, cost_of_loss(means(config), nodes).lost_operators))
+
+
+def test_pipeline_stages_lose_their_own_layers() -> None:
+    config = job(
+        launch={"num_nodes": 2, "ranks_per_node": 1},
+        parallel={"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False},
+    )
+    second = lost_operators(config, 1)
+    assert {"3.non_expert", "4.gate", "4.expert.0", "5.head"} <= second
+    assert not {"0.embedding", "1.non_expert"} & second and means(config).stages == ((0,), (1,))
+
+
+def test_expert_ranks_lose_their_experts_and_nothing_else() -> None:
+    config = job(
+        launch={"num_nodes": 2, "ranks_per_node": 1},
+        parallel={"expert_model_parallel_size": 2, "use_distributed_optimizer": False},
+    )
+    assert lost_operators(config, 1) == {f"{layer}.expert.{e}" for layer in (2, 4) for e in range(4, 8)}
+
+
+def test_a_sharded_optimizer_loses_a_part_of_everything() -> None:
+    config = job(launch={"num_nodes": 2, "ranks_per_node": 1}, parallel={"use_distributed_optimizer": True})
+    assert len(lost_operators(config, 0)) == len(means(config).operators)
+
+
+def test_tensor_parts_live_on_where_a_data_parallel_copy_does() -> None:
+    parallel = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}
+    config = job(launch={"num_nodes": 2, "ranks_per_node": 2}, parallel=parallel)
+    assert not lost_operators(config, 0) and lost_operators(config, 0, 1)
+    split = job(launch={"num_nodes": 2, "ranks_per_node": 1}, parallel=parallel)
+    assert "1.non_expert" in lost_operators(split, 0)
+
+
+def test_spanned_stages_and_shared_domains_are_warned_of() -> None:
+    parallel = {"pipeline_model_parallel_size": 2}
+    (warning,) = means(job(launch={"num_nodes": 1, "ranks_per_node": 2}, parallel=parallel)).warnings
+    assert warning == "node 0 spans pipeline stages 0, 1: its loss hits all of them"
+    shared = dataclasses.replace(means(restarting()), failure_domains=("rack", "rack"))
+    assert shared.warnings[0] == "node 0: its peer 1 is in the same failure domain, rack"
+    assert not means(restarting()).warnings
+
+
+def test_each_node_has_a_cost_and_json_gives_it_back() -> None:
+    config = elastic()
+    costs = costs_of_nodes(config, means(config), JobInputs())
+    assert [cost.lost_nodes for cost in costs] == [(0,), (1,), (2,), (3,)]
+    declining = cost_of_loss(means(elastic(6, 1)), [0, 1, 2, 3])
+    for cost in (*costs, declining):
+        assert LossCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+        assert "\n" not in cost.summary()
+
+
+# --- the layout is kept ------------------------------------------------------------------------------------------
+
+
+def keeping(**launch: Any) -> RecoveryMeans:
+    """Four nodes of a rank each, in two stages, whose places are filled again."""
+    filled = {"num_nodes": 4, "ranks_per_node": 1, "keep_layout": True, "restart_lost_nodes": True, **launch}
+    measured = {"bandwidth_bytes_per_second": 1e12, "iteration_seconds": 1.0}
+    snapshot = {"policy": WINDOWS, "num_peer_copies": 1, **measured}
+    return means(job(launch=filled, snapshot=snapshot, parallel={"pipeline_model_parallel_size": 2}))
+
+
+def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
+    held = keeping()
+    cost = cost_of_loss(held, [3])
+    assert (cost.rung, cost.stages, cost.is_automatic, cost.is_bitwise) == ("localized", (1,), True, True)
+    assert held.window_iterations and held.interval_iterations
+    assert cost.max_iterations == held.interval_iterations + held.window_iterations + 4
+    assert cost.source == "localized (stage 1)"
+    assert [declined.rung for declined in cost.declined] == ["replicas"]
+    assert LossCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+
+
+@pytest.mark.parametrize(
+    ("lost", "launch", "said"),
+    [
+        ([0, 1, 2, 3], {}, "no rank is left"),
+        ([0, 1], {}, "are gone with their peers"),
+        ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 places are to be filled"),
+    ],
+)
+def test_a_place_that_nobody_fills_or_no_window_is_left_for(lost: list[int], launch: dict[str, Any], said: str) -> None:
+    cost = cost_of_loss(keeping(**launch), lost)
+    assert cost.rung != "localized" and said in cost.declined[1].reason
+
+
+def test_a_stage_goes_back_to_what_has_been_committed() -> None:
+    stored = Stored(iteration=30, memory_start=26)
+    assert cost_of_loss(keeping(), [0], stored=stored).max_iterations == 4
+    assert cost_of_loss(keeping(), [0], stored=Stored(iteration=30)).declined[1].reason.startswith("no window")

@@ -1,0 +1,53 @@
+"""What every rank is told of the next membership."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.planning.recovery.target import Target
+
+JOINED = NextMembership(
+    generation=3,
+    previous_ranks=(0, 1, None, None, 2, 3),
+    nodes=(0, 0, 1, 1, 2, 2),
+    target=Target(iteration=0, vote=None),
+    master_addr="127.0.0.1",
+    master_port=1234,
+    reason="node 1 joins",
+)
+
+
+PLACED = replace(JOINED, previous_ranks=(0, 1, None, None, 4, 5), nodes=(2, 2, 3, 3, 1, 1), reason="node 0 was lost")
+"""Of a job that keeps its layout: node 3 has taken a place in the middle."""
+
+
+def test_ranks_keep_their_numbers_where_others_take_places() -> None:
+    assert NextMembership.from_json(PLACED.to_json()) == PLACED
+    assert [PLACED.rank_on(node, local) for node in (2, 3, 1) for local in (0, 1)] == [0, 1, 2, 3, 4, 5]
+    assert (PLACED.newcomers, [PLACED.new_rank(rank) for rank in (1, 2, 4)]) == ((2, 3), [1, None, 4])
+    assert "on nodes [2, 3, 1]" in PLACED.summary()
+
+
+def test_newcomers_have_no_number_before() -> None:
+    assert NextMembership.from_json(JOINED.to_json()) == JOINED
+    assert (JOINED.world_size, JOINED.newcomers, JOINED.stayers) == (6, (2, 3), (0, 1, 4, 5))
+    assert [JOINED.new_rank(rank) for rank in range(5)] == [0, 1, 4, 5, None]
+    assert "6 ranks, 2 of them new on nodes [0, 1, 2]" in JOINED.summary()
+    assert "of them new" not in replace(JOINED, previous_ranks=(0, 1, 2, 3, 4, 5)).summary()
+
+
+def test_a_process_finds_its_number_by_its_node() -> None:
+    assert [JOINED.rank_on(node, local) for node in (0, 1, 2) for local in (0, 1)] == [0, 1, 2, 3, 4, 5]
+    assert [JOINED.rank_on(0, 2), JOINED.rank_on(2, 2), JOINED.rank_on(3, 0)] == [None, None, None]
+
+
+def test_a_membership_without_state_or_order_is_refused() -> None:
+    with pytest.raises(AssertionError, match="state"):
+        NextMembership.from_json({**JOINED.to_json(), "previous_ranks": [None] * 6})
+    with pytest.raises(AssertionError, match="order"):
+        NextMembership.from_json({**JOINED.to_json(), "previous_ranks": [1, 0, None, None, 2, 3]})
+    with pytest.raises(AssertionError, match="node"):
+        NextMembership.from_json({**JOINED.to_json(), "nodes": [0, 0, 2, 2, 1, 1]})
+    with pytest.raises(AssertionError, match="node"):
+        NextMembership.from_json({**PLACED.to_json(), "nodes": [2, 3, 2, 0, 1, 1]})

@@ -1,0 +1,160 @@
+"""Bytes of the upstream log against values computed by hand."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.snapshot.report import SnapshotReport, report_snapshots
+from megatron_ft.planning.upstream_log import (
+    UpstreamLogReport,
+    iteration_log_bytes,
+    iterations_kept,
+    largest_node_bytes,
+    largest_rank_bytes,
+    log_bytes,
+    node_log_bytes,
+    num_entries,
+    pipeline_shape,
+    report_upstream_log,
+    tensor_bytes,
+    tensor_shape,
+)
+
+
+def job(num_nodes: int = 1, ranks_per_node: int = 1, **groups: dict[str, object]) -> JobConfig:
+    """Sequences of 16, hidden size 32, 12 samples an iteration."""
+    model = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+    training = {"global_batch_size": 12, "micro_batch_size": 2, **groups.pop("training", {})}
+    launch = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node, **groups.pop("launch", {})}
+    return from_dict({"model": model, "training": training, "launch": launch, **groups})
+
+
+def pipeline(pp: int, vpp: int | None = None, **sizes: int) -> dict[str, object]:
+    return {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": vpp, **sizes}
+
+
+@pytest.mark.parametrize(
+    ("window", "lag", "expected"),
+    [(1, 0, 2), (3, 2, 10), (10, 1, 22)],
+)
+def test_two_windows_and_twice_the_lag_are_kept(window: int, lag: int, expected: int) -> None:
+    assert iterations_kept(window, lag) == expected
+
+
+def test_windows_with_a_pause_between_them_are_kept_with_the_pause() -> None:
+    """A dense state after iterations 10 and 20: the first serves until the second is committed, 2 iterations later.
+
+    What iterations 11 to 22 have sent may be needed by then; the rest is room for a capture after a recovery.
+    """
+    assert iterations_kept(1, 2, 10) == 15
+    assert iterations_kept(5, 2, 5) == iterations_kept(5, 2)
+
+
+@pytest.mark.parametrize(("window", "lag", "interval"), [(0, 0, None), (3, -1, None), (3, 1, 2)])
+def test_windows_and_lags_that_cannot_be_are_refused(window: int, lag: int, interval: int | None) -> None:
+    with pytest.raises(AssertionError):
+        iterations_kept(window, lag, interval)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "dtype", "shape", "num_bytes"),
+    [
+        (pipeline(2), 2, "fp32", (16, 2, 32), 4096),
+        (pipeline(2), 2, "bf16", (16, 2, 32), 2048),
+        (pipeline(2), 2, "fp16", (16, 2, 32), 2048),
+        (pipeline(2, tensor_model_parallel_size=2), 4, "fp32", (8, 2, 32), 2048),
+        (pipeline(2, context_parallel_size=2), 4, "fp32", (8, 2, 32), 2048),
+        (pipeline(2, tensor_model_parallel_size=2, context_parallel_size=4), 16, "bf16", (2, 2, 32), 256),
+    ],
+)
+def test_a_tensor_is_what_megatron_sends(
+    parallel: dict[str, object], ranks: int, dtype: str, shape: tuple[int, int, int], num_bytes: int
+) -> None:
+    config = job(ranks_per_node=ranks, parallel=parallel, precision={"params_dtype": dtype})
+    assert (tensor_shape(config), tensor_bytes(config)) == (shape, num_bytes)
+
+
+def test_inner_stages_send_both_ways() -> None:
+    """6 microbatches through 4 stages: the ends send 6 tensors of 4096 bytes, those between them 12."""
+    config = job(ranks_per_node=4, parallel=pipeline(4))
+    assert [iteration_log_bytes(config, stage) for stage in range(4)] == [24_576, 49_152, 49_152, 24_576]
+    assert [log_bytes(config, stage, 7) for stage in (0, 1)] == [7 * 24_576, 7 * 49_152]
+
+
+def test_interleaved_stages_send_for_each_chunk() -> None:
+    """Two stages of two chunks: 6 * 2 one way; the other way 6 fewer, at the end of the model."""
+    config = job(ranks_per_node=2, parallel=pipeline(2, 2))
+    assert [num_entries(config, stage) for stage in (0, 1)] == [12 + 6, 6 + 12]
+
+
+def test_padding_microbatches_are_logged_too() -> None:
+    """5 microbatches on two ranks are 3 each; interleaved over two stages the schedule wants 4."""
+    config = job(ranks_per_node=4, parallel=pipeline(2), training={"global_batch_size": 10})
+    assert (pipeline_shape(config).num_microbatches, num_entries(config, 0)) == (3, 3)
+    config = job(ranks_per_node=4, parallel=pipeline(2, 2), training={"global_batch_size": 10})
+    assert (pipeline_shape(config).num_microbatches, num_entries(config, 0)) == (4, 8 + 4)
+
+
+def test_one_stage_logs_nothing() -> None:
+    config = job(ranks_per_node=2)
+    assert log_bytes(config, 0, 9) == node_log_bytes(config, 0, 9) == 0
+
+
+def test_a_node_keeps_the_logs_of_its_ranks() -> None:
+    """Three stages of two ranks over two nodes: node 0 has stage 0 and half of stage 1. 3 microbatches each."""
+    config = job(num_nodes=2, ranks_per_node=3, parallel=pipeline(3))
+    stages = [3 * 4096, 6 * 4096, 3 * 4096]
+    assert node_log_bytes(config, 0, 5) == 5 * (2 * stages[0] + stages[1])
+    assert node_log_bytes(config, 1, 5) == 5 * (stages[1] + 2 * stages[2])
+    assert largest_node_bytes(config, 5) == node_log_bytes(config, 0, 5) == node_log_bytes(config, 1, 5)
+    assert largest_rank_bytes(config, 5) == 5 * stages[1]
+
+
+def kept_job(pp: int = 3, **groups: dict[str, Any]) -> JobConfig:
+    """Two nodes of three ranks that keep their layout; a dense state every 10 iterations."""
+    target = "megatron_ft.planning.snapshot.dense.DenseInterval"
+    known = {"bandwidth_bytes_per_second": 1e9, "iteration_seconds": 1.0, "num_peer_copies": 1}
+    snapshot = {"policy": {"_target_": target, "interval_iterations": 10}, **known, **groups.pop("snapshot", {})}
+    launch = {"keep_layout": True, "num_spare_nodes": 1, **groups.pop("launch", {})}
+    return job(2, 3, parallel=pipeline(pp), launch=launch, snapshot=snapshot, **groups)
+
+
+def reported(config: JobConfig) -> tuple[UpstreamLogReport | None, SnapshotReport | None]:
+    snapshot = report_snapshots(config, 257)
+    return report_upstream_log(config, snapshot), snapshot
+
+
+def test_the_report_states_memory_by_stage_and_by_node() -> None:
+    """3 microbatches each way; 10 + 1 + 2 * 4 iterations."""
+    report, _ = reported(kept_job())
+    assert report is not None and report.iterations_kept == 19
+    assert (report.num_entries, report.iteration_bytes) == ((3, 6, 3), (12_288, 24_576, 12_288))
+    assert report.rank_bytes == (19 * 12_288, 19 * 24_576, 19 * 12_288)
+    assert report.node_bytes == (19 * 49_152, 19 * 49_152) and report.host_bytes == 19 * 49_152
+    assert "19 iterations" in report.summary()
+    assert UpstreamLogReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_what_hangs_on_windows_is_open_while_they_are_measured() -> None:
+    report, _ = reported(kept_job(snapshot={"iteration_seconds": None}))
+    assert report is not None and report.iteration_bytes == (12_288, 24_576, 12_288)
+    assert report.iterations_kept is report.rank_bytes is report.node_bytes is None
+    assert report.host_bytes == 0 and "measured first" in report.summary()
+    assert UpstreamLogReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_nothing_is_reported_where_nothing_is_sent_or_no_layout_is_kept() -> None:
+    assert reported(kept_job(pp=1))[0] is None
+    assert reported(kept_job(launch={"keep_layout": False}))[0] is None
+
+
+def test_a_node_over_the_limit_is_refused_with_the_bytes_needed() -> None:
+    needed = 19 * 49_152
+    assert reported(kept_job(upstream_log={"memory_limit_bytes": needed}))[0] is not None
+    message = rf"^upstream_log\.memory_limit_bytes={needed - 1}: must be at least {needed},"
+    with pytest.raises(ConfigError, match=message):
+        reported(kept_job(upstream_log={"memory_limit_bytes": needed - 1}))

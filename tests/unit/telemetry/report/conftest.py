@@ -1,0 +1,204 @@
+"""Made-up runs, written as ranks and the control plane write them."""
+
+import json
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_ft import events
+from megatron_ft.events import Metrics, Record
+from megatron_ft.telemetry.report.files import RunFiles, read_run
+from megatron_ft.telemetry.report.model import RunReport, build
+from megatron_ft.telemetry.report.page import render
+
+ZERO = 1_700_000_000.0
+"""When made-up runs begin."""
+ITERATION_SECONDS = 0.5
+NO_TIMELINE = "No timeline"
+
+
+class MadeUpRun:
+    """The folder of a run; times are seconds after it began."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self.path = path
+        for name in ("events.jsonl", "metrics.jsonl"):
+            (path / name).touch()
+
+    def say(self, at: float, *records: Record) -> None:
+        """Write events."""
+        for record in records:
+            self.line("events.jsonl", {**record.to_record(), "time_unix_seconds": ZERO + at})
+
+    def train(self, first: int, last: int, at: float) -> float:
+        """Write metrics of iterations that follow each other from ``at`` on; returns when they ended."""
+        for iteration in range(first, last + 1):
+            at += ITERATION_SECONDS
+            values = {"loss": 5.0 / iteration, "iteration_seconds": ITERATION_SECONDS}
+            metrics = Metrics(time_unix_seconds=ZERO + at, iteration=iteration, values=values)
+            self.line("metrics.jsonl", metrics.to_record())
+        return at
+
+    def decide(self, at: float, generation: int, reason: str, **about: object) -> None:
+        """Write a decision of the control plane, with the positions and votes that a page does not tell."""
+        positions = [{"rank": 0, "generation": generation, "completed": 4, "contributed": 4, "vote": None}]
+        head = {"generation": generation, "time_unix_seconds": ZERO + at, "reason": reason, "positions": positions}
+        self.line("decisions.jsonl", head | about)
+
+    def line(self, file: str, content: object) -> None:
+        with (self.path / file).open("a") as lines:
+            lines.write(json.dumps(content) + "\n")
+
+    def files(self) -> RunFiles:
+        return read_run(self.path)
+
+    def report(self) -> RunReport:
+        return build(self.files())
+
+    def page(self) -> str:
+        return render(self.report())
+
+
+def started(world_size: int = 4, resumed_from_iteration: int | None = None, name: str = "trial") -> events.RunStarted:
+    """A start on a node for each rank."""
+    return events.RunStarted(
+        run_name=name,
+        model="moe_micro",
+        world_size=world_size,
+        num_nodes=world_size,
+        train_iterations=16,
+        device="cpu",
+        resumed_from="somewhere" if resumed_from_iteration is not None else None,
+        resumed_from_iteration=resumed_from_iteration,
+    )
+
+
+def next_membership(generation: int, previous_ranks: Sequence[int | None], nodes: Sequence[int]) -> dict[str, object]:
+    """What a decision says of the membership that follows."""
+    target = {"iteration": 12, "vote": None}
+    about = {"generation": generation, "previous_ranks": list(previous_ranks), "nodes": list(nodes), "target": target}
+    return about | {"master_addr": "127.0.0.1", "master_port": 1, "reason": ""}
+
+
+def stage_recovery(rank: int, role: str, *, began: float, seconds: float, **about: int) -> events.StageRecovery:
+    """What a rank of two stages of two ranks did; it replays iterations 8 to 12."""
+    replays = role == "replays"
+    return events.StageRecovery(
+        generation=about.get("generation", 1),
+        rank=rank,
+        stage=rank // 2,
+        role=role,
+        start_iteration=7 if replays else 12,
+        iteration=12,
+        num_iterations=5 if replays else 0,
+        num_forward_passes=40 if replays else 0,
+        bytes_moved=about.get("bytes_moved", 0),
+        began_unix_seconds=ZERO + began,
+        seconds=seconds,
+    )
+
+
+def localized(run: MadeUpRun, *, ends: bool = True) -> None:
+    """Rank 2 of four dies in iteration 13; a spare, node 4, takes its place, and its stage replays.
+
+    As ranks do it, what each did is written before the membership is reported.
+    """
+    run.say(0.0, started(), events.RanksReady(seconds=0.1, world_size=4))
+    run.train(1, 12, 0.1)
+    run.say(6.30, events.FailpointHit(action="kill", phase="forward", iteration=13, rank=2, node=2))
+    run.say(6.32, events.RankFailed(rank=2, node=2, signal="SIGKILL", first=True, iteration=13))
+    about = {"lost_nodes": [2], "left_nodes": [], "joined_nodes": [4]}
+    run.decide(6.40, 0, "rank 2 was killed", next=next_membership(1, (0, 1, None, 3), (0, 1, 4, 3)), **about)
+    run.say(8.0, stage_recovery(3, "replays", began=7.0, seconds=1.0, bytes_moved=2_000_000))
+    run.say(8.0, stage_recovery(2, "replays", began=7.0, seconds=0.9, bytes_moved=1_500_000))
+    run.say(8.0, stage_recovery(0, "serves", began=7.0, seconds=1.0, bytes_moved=3_500_000))
+    run.say(8.0, stage_recovery(1, "waits", began=7.0, seconds=1.0))
+    run.say(8.0, events.RecoveryDecided(generation=1, rung="localized", iteration=12))
+    changed = {"world_size": 4, "nodes": (0, 1, 4, 3), "reason": "rank 2 was killed", "iteration": 12}
+    run.say(8.0, events.MembershipChanged(generation=1, seconds=1.5, **changed))
+    end = run.train(13, 16, 8.1)
+    if ends:
+        run.say(end, events.RunFinished(exit_code=0, reason="all ranks have finished", iteration=16))
+
+
+def elastic(run: MadeUpRun) -> None:
+    """Node 1 of three is lost in iteration 5, and joins again before iteration 9."""
+    run.say(0.0, started(3), events.RanksReady(seconds=0.1, world_size=3))
+    run.train(1, 4, 0.1)
+    run.say(2.3, events.RankFailed(rank=1, node=1, signal="SIGKILL", first=True, iteration=5))
+    run.decide(2.4, 0, "rank 1 was killed", next=next_membership(1, (0, 2), (0, 2)), lost_nodes=[1])
+    _goes_on(run, 3.4, 1, (0, 2), 4)
+    end = run.train(5, 8, 3.4)
+    run.decide(end + 0.1, 1, "nodes [1] join", next=next_membership(2, (0, None, 1), (0, 1, 2)), joined_nodes=[1])
+    _goes_on(run, end + 1.1, 2, (0, 1, 2), 8)
+    run.train(9, 10, end + 1.1)
+
+
+def _goes_on(run: MadeUpRun, at: float, generation: int, nodes: tuple[int, ...], iteration: int) -> None:
+    reason = "nodes [1] join" if len(nodes) == 3 else "rank 1 was killed"
+    about = {"world_size": len(nodes), "nodes": nodes, "reason": reason, "iteration": iteration}
+    run.say(at, events.RecoveryDecided(generation=generation, rung="replicas", iteration=iteration))
+    run.say(at, events.MembershipChanged(generation=generation, seconds=0.9, **about))
+
+
+def restarted(run: MadeUpRun) -> None:
+    """Rank 1 of three dies in iteration 9; going on is declined, and two ranks start again from iteration 6."""
+    run.say(0.0, started(3), events.RanksReady(seconds=0.1, world_size=3))
+    run.train(1, 8, 0.0)
+    run.say(4.2, events.RankFailed(rank=1, node=1, signal="SIGKILL", first=True, iteration=9))
+    run.say(4.3, events.RankFailed(rank=0, node=0, exit_code=8, iteration=9, error="connection closed"))
+    run.decide(4.5, 0, "rank 1 was killed", declined="no copy of expert 3", lost_nodes=[1])
+    about = {"reason": "rank 1 was killed", "failed_ranks": (1, 0), "iteration": 9, "num_restarts_left": 1}
+    run.say(5.0, events.RanksRestarted(generation=1, **about))
+    run.say(7.0, events.CheckpointLoaded(iteration=6, seconds=0.5))
+    run.say(7.1, events.RecoveryDecided(generation=1, rung="checkpoint", iteration=6, declined=("no window",)))
+    run.say(7.2, started(2, resumed_from_iteration=6), events.RanksReady(seconds=1.0, world_size=2))
+    end = run.train(7, 12, 7.2)
+    run.say(end, events.RunStopped(exit_code=130, reason="SIGINT", iteration=12))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> MadeUpRun:
+    return MadeUpRun(tmp_path / "trial-001")
+
+
+@pytest.fixture(params=[localized, elastic, restarted], ids=lambda make: make.__name__)
+def told(request: pytest.FixtureRequest, run: MadeUpRun) -> MadeUpRun:
+    """A run of each sort."""
+    make: Callable[[MadeUpRun], None] = request.param
+    make(run)
+    return run
+
+
+class Parts(HTMLParser):
+    """What an HTML parser finds; elements that are not closed in order fail."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self._open == [], "elements that were never closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open and self._open.pop() == tag, f"</{tag}> closes another element"
+
+
+def drawings(page: str) -> list[ElementTree.Element]:
+    """The page's drawings with a title, by an XML parser."""
+    root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+    return [drawing for drawing in root.iter("svg") if drawing.find("title") is not None]

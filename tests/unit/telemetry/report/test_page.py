@@ -1,0 +1,133 @@
+"""The page: self-contained, well-formed, escaped; every drawing is told in words, and beside it stands a table."""
+
+import re
+
+import pytest
+
+from megatron_ft import events
+
+from .conftest import MadeUpRun, Parts, drawings, elastic, localized, stage_recovery, started
+
+HOSTILE = "</title><script src='https://evil.example/x.js'>alert(1)</script>\" onload=\"x\u202e\x00&amp;\ud800"
+
+
+def test_pages_are_well_formed(told: MadeUpRun) -> None:
+    page = told.page()
+    parts = Parts(page)
+    assert parts.names.count("html") == 1 and "script" not in parts.names
+    assert len(drawings(page)) == 1 + len(told.report().recoveries)
+
+
+def test_nothing_is_fetched(told: MadeUpRun) -> None:
+    page = told.page()
+    assert "http://" not in page and "https://" not in page and "@import" not in page and "url(" not in page
+    references = [value for name, value in Parts(page).attributes if name in ("src", "href", "xlink:href", "data")]
+    assert all(value is not None and value.startswith("#") for value in references)
+    names = {name for name, _ in Parts(page).attributes}
+    assert not {name for name in names if name.startswith("on")}, "no handlers either"
+
+
+def test_references_inside_the_page_lead_somewhere(told: MadeUpRun) -> None:
+    attributes = Parts(told.page()).attributes
+    ids = [value for name, value in attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    targets = {(value or "").removeprefix("#") for name, value in attributes if name == "href"}
+    assert targets and targets <= set(ids)
+    described = [(value or "").split() for name, value in attributes if name == "aria-labelledby"]
+    assert described and all(set(names) <= set(ids) for names in described)
+
+
+def test_every_class_that_is_used_is_in_the_style_sheet_and_needs_no_escaping(told: MadeUpRun) -> None:
+    from megatron_ft.telemetry.report.style import STYLE
+
+    assert not set("<>&") & set(STYLE)
+    used = {name for key, value in Parts(told.page()).attributes if key == "class" for name in (value or "").split()}
+    assert {name for name in used if f".{name}" not in STYLE} <= {"story"}
+
+
+@pytest.mark.parametrize("title", [HOSTILE, "<svg onload=x>", "a" * 5000])
+def test_hostile_text_stays_text(run: MadeUpRun, title: str) -> None:
+    run.say(0.0, started(name=title))
+    run.train(1, 3, 0.0)
+    run.say(2.0, events.RankFailed(rank=2, node=2, signal=title, first=True, iteration=4, error=title, phase=title))
+    run.decide(2.1, 0, title, declined=title, lost_nodes=[2])
+    run.say(2.5, events.RecoveryDecided(generation=1, rung=title, iteration=3, declined=(title,)))
+    about = {"world_size": 4, "nodes": (0, 1, 3, 4), "reason": title, "iteration": 3}
+    run.say(2.5, events.MembershipChanged(generation=1, seconds=0.3, **about))
+    run.say(3.0, stage_recovery(0, title, began=2.5, seconds=0.5, bytes_moved=10))
+    run.say(4.0, events.RunStopped(exit_code=1, reason=title))
+    page = run.page()
+    page.encode("utf-8")
+    parts = Parts(page)
+    assert len(drawings(page)) == 2
+    assert "script" not in parts.names
+    assert not {name for name, _ in parts.attributes if name.startswith("on")}
+    assert not re.search(r"<(?!/?(?:[a-z]+[0-9]?)[ >/]|!DOCTYPE)", page)
+
+
+def test_each_rank_has_a_lane_and_a_row(run: MadeUpRun) -> None:
+    localized(run)
+    page = run.page()
+    _, timeline = drawings(page)
+    words = ["".join(text.itertext()) for text in timeline.iter("text")]
+    lanes = [word for word in words if word.startswith("rank ")]
+    assert lanes == ["rank 0 · node 0", "rank 1 · node 1", "rank 2 · node 4", "rank 3 · node 3"]
+    assert [word for word in words if word.startswith("stage")] == ["stage 0", "stage 1"]
+    assert [word for word in words if "MB" in word] == ["↑ 3.5 MB", "↓ 1.5 MB", "↓ 2.0 MB"]
+    bars = [bar.get("class") for bar in timeline.iter("rect") if bar.get("class") in ("replays", "serves", "waits")]
+    assert bars == ["serves", "waits", "replays", "replays"]
+    assert "replays iterations 8 to 12, 40 forward passes, 1.5 MB received" in page
+
+
+def test_shapes_lie_inside_their_drawings(told: MadeUpRun) -> None:
+    for drawing in drawings(told.page()):
+        _, _, width, height = (float(value) for value in str(drawing.get("viewBox")).split())
+        for bar in drawing.iter("rect"):
+            x, y, wide, high = (float(str(bar.get(name))) for name in ("x", "y", "width", "height"))
+            assert x >= 0 and y >= 0 and wide >= 0 and x + wide <= width and y + high <= height
+
+
+def test_failures_and_recoveries_are_marked_on_the_loss(run: MadeUpRun) -> None:
+    elastic(run)
+    curve = drawings(run.page())[0]
+    assert len([path for path in curve.iter("path") if path.get("class") == "failure"]) == 1
+    assert [mark.get("class") for mark in curve.iter("line") if mark.get("class") in ("recovery", "change")] == [
+        "recovery",
+        "change",
+    ]
+    assert [link.get("href") for link in curve.iter("a")] == ["#recovery-1", "#recovery-2"]
+
+
+def test_a_run_without_events(run: MadeUpRun) -> None:
+    page = run.page()
+    Parts(page)
+    assert "trial-001" in page and "nothing reported yet" in page and "No loss has been reported yet." in page
+
+
+def test_a_calm_run(run: MadeUpRun) -> None:
+    run.say(0.0, started(), events.RanksReady(seconds=0.1))
+    run.say(run.train(1, 1, 0.1), events.Evaluation(iteration=1, loss=4.5))
+    page = run.page()
+    assert "Nothing was lost" in page and "validation loss" in page and "How each went" not in page
+    assert len(drawings(page)) == 1
+
+
+def test_many_recoveries_are_folded(run: MadeUpRun) -> None:
+    run.say(0.0, started(2))
+    at = 0.0
+    for generation in range(1, 41):
+        at = run.train(generation, generation, at)
+        about = {"world_size": 2, "nodes": (0, 1), "reason": "again", "iteration": generation}
+        run.say(at + 0.5, events.MembershipChanged(generation=generation, seconds=0.5, **about))
+        at += 0.5
+    parts = Parts(run.page())
+    assert ("open", "open") not in parts.attributes
+    assert ("id", "recovery-40") in parts.attributes
+
+
+def test_a_membership_of_very_many_ranks_is_cut_short(run: MadeUpRun) -> None:
+    run.say(0.0, started(2))
+    about = {"world_size": 10**12, "nodes": (0, 1), "reason": "more", "iteration": 1}
+    run.say(2.0, events.MembershipChanged(generation=1, seconds=0.5, **about))
+    page = run.page()
+    assert "3584 more are left out" in page and len(page) < 4_000_000

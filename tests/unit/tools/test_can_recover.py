@@ -1,0 +1,192 @@
+"""What can_recover says of made-up runs and of configurations, and what it never invents."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.serialize import from_dict, to_dict
+from megatron_ft.control.rpc import RpcServer, new_token
+from megatron_ft.errors import ConfigError, DataError, RecoveryError
+from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from tests.unit.runtime.storage.conftest import make_checkpoint
+from tools import can_recover
+from tools.can_recover import grouped, read_config
+
+ELASTIC = [
+    "model=moe_micro",
+    "placement=spread",
+    "placement.num_slots_per_rank=6",
+    "launch.num_nodes=4",
+    "launch.ranks_per_node=1",
+    "parallel.use_distributed_optimizer=false",
+]
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs the command with ``--json``; the document, and the exit code as ``code``."""
+
+    def run(*words: str) -> dict[str, Any]:
+        code = can_recover.main([*words, "--json"])
+        out, err = capsys.readouterr()
+        return {**(json.loads(out) if out else {}), "code": code, "error": err}
+
+    return run
+
+
+class MadeUpRun:
+    """A folder as a run of four nodes leaves it that has lost node 2."""
+
+    def __init__(self, path: Path) -> None:
+        from pretrain_moe import compose
+
+        path.mkdir()
+        self.path = path
+        given, _ = compose([*ELASTIC, "launch.min_nodes=2"])
+        (path / "config.yaml").write_text(yaml.safe_dump(to_dict(given)))
+        self.config = read_config(path / "config.yaml")
+        self.say(RanksReady(seconds=1.0, world_size=4))
+        self.metrics(1, 7)
+        self.change((0, 1, 3), 4)
+
+    def say(self, *records: Record) -> None:
+        with (self.path / "events.jsonl").open("a") as file:
+            file.writelines(json.dumps(record.to_record()) + "\n" for record in records)
+
+    def metrics(self, first: int, last: int) -> None:
+        with (self.path / "metrics.jsonl").open("a") as file:
+            for iteration in range(first, last + 1):
+                record = {"kind": "metrics", "iteration": iteration, "iteration_seconds": 0.5, "loss": 1.0}
+                file.write(json.dumps(record) + "\n")
+
+    def change(self, nodes: tuple[int, ...], iteration: int) -> None:
+        """A membership of ``nodes`` and the placement it makes."""
+        remaining = config_of(self.config, nodes)
+        from megatron_ft.config.inputs import JobInputs
+
+        plans = first_plans(remaining, stage_requests(remaining, len(nodes)), JobInputs())
+        folder = self.path / "placements"
+        folder.mkdir(exist_ok=True)
+        content = {"stages": [plan.to_json() for plan in plans], "loads": None}
+        (folder / f"iter_{iteration:07d}.json").write_text(json.dumps(content))
+        about = {"reason": "lost", "generation": 1, "seconds": 1.5}
+        self.say(
+            MembershipChanged(iteration=iteration - 1, nodes=nodes, world_size=len(nodes), **about),  # type: ignore[arg-type]
+            PlacementInForce(iteration=iteration, reason="membership", stages=("x",)),
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> MadeUpRun:
+    return MadeUpRun(tmp_path / "run")
+
+
+@pytest.fixture
+def living(run: MadeUpRun) -> Iterator[MadeUpRun]:
+    """The same run while its controller answers; it has nodes 0, 1 and 3."""
+    token = new_token()
+    server = RpcServer("Controller", {"status": lambda _: {"members": [0, 1, 3]}}, interface="127.0.0.1", token=token)
+    server.start()
+    file = run.path / "controller.json"
+    file.touch(0o600)
+    file.write_text(json.dumps({"address": server.address, "token": token, "epoch": 1}))
+    yield run
+    server.stop()
+
+
+def test_a_living_run_goes_on_with_replicas_in_the_time_it_took_before(living: MadeUpRun, ask: Ask) -> None:
+    found = ask(str(living.path), "--lose", "3")
+    assert (found["code"], found["rung"], found["max_iterations"]) == (0, "replicas", 0)
+    assert (found["seconds_again"], found["seconds_to_go_on"]) == (0.0, 1.5)
+    assert found["moved_bytes"] is not None and not found["lost_operators"]
+
+
+def test_nodes_lost_before_cannot_be_lost_again(living: MadeUpRun, ask: Ask) -> None:
+    found = ask(str(living.path), "--lose", "2")
+    assert found["code"] == ConfigError.exit_code and "must be one of the present nodes [0, 1, 3]" in found["error"]
+
+
+def test_too_many_lost_go_back_to_the_newest_checkpoint_that_verifies(living: MadeUpRun, ask: Ask) -> None:
+    for iteration in (3, 5):
+        make_checkpoint(living.path / "checkpoints" / f"iter_{iteration:07d}", iteration)
+    found = ask(str(living.path), "--lose", "0,3")
+    assert (found["code"], found["rung"], found["max_iterations"], found["is_automatic"]) == (0, "checkpoint", 2, False)
+    assert found["seconds_again"] == pytest.approx(1.0) and found["seconds_to_go_on"] is None
+    victim = living.path / "checkpoints" / "iter_0000005" / "__0_0.distcp"
+    victim.write_bytes(bytes(5000))
+    found = ask(str(living.path), "--lose", "0,3")
+    assert found["max_iterations"] == 4 and "iter_0000005: passed over" in found["notes"][0]
+
+
+def test_a_run_without_anything_cannot_recover(living: MadeUpRun, ask: Ask) -> None:
+    found = ask(str(living.path), "--lose", "0,1")
+    assert (found["code"], found["rung"]) == (RecoveryError.exit_code, "nothing")
+    assert found["max_iterations"] == 7
+
+
+def test_a_run_that_has_ended_says_so_and_can_be_asked_what_if(run: MadeUpRun, ask: Ask) -> None:
+    found = ask(str(run.path), "--lose", "3")
+    assert found["code"] == RecoveryError.exit_code and "does not run" in found["declined"][0]["reason"]
+    assert ask(str(run.path), "--lose", "3", "--as-if-running")["rung"] == "replicas"
+
+
+def test_ranks_that_were_started_again_are_on_all_nodes(run: MadeUpRun, ask: Ask) -> None:
+    run.say(RanksReady(seconds=1.0, world_size=4))
+    run.change((0, 1, 2, 3), 8)
+    assert ask(str(run.path), "--lose", "2", "--as-if-running")["rung"] == "replicas"
+
+
+def test_a_placement_of_another_membership_is_refused(run: MadeUpRun, ask: Ask) -> None:
+    run.say(RanksReady(seconds=1.0, world_size=4))
+    found = ask(str(run.path), "--lose", "2")
+    assert found["code"] == DataError.exit_code and "is of 3 ranks" in found["error"]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "placements/iter_0000004.json"])
+def test_a_damaged_folder_is_named(run: MadeUpRun, ask: Ask, name: str) -> None:
+    (run.path / name).write_text("{]}\n")
+    found = ask(str(run.path), "--lose", "1")
+    assert found["code"] == DataError.exit_code and Path(name).name in found["error"]
+
+
+def test_a_configuration_is_judged_before_it_runs(ask: Ask) -> None:
+    found = ask("--config", *ELASTIC, "launch.min_nodes=2", "--lose", "1")
+    assert (found["code"], found["rung"], found["seconds_to_go_on"]) == (0, "replicas", None)
+    found = ask("--config", *ELASTIC, "checkpoint.save_interval_iterations=7", "--lose", "1")
+    assert (found["rung"], found["max_iterations"], found["seconds_again"]) == ("checkpoint", 7, None)
+    windows = ["snapshot=sparse_window", "launch.num_nodes=3", "launch.max_restarts=1", "model=moe_micro"]
+    found = ask("--config", *windows, "--lose", "0", "--ranks-only")
+    assert (found["code"], found["rung"], found["max_iterations"]) == (0, "memory", None)
+
+
+def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert can_recover.main(["--config", *ELASTIC, "--lose", "1"]) == RecoveryError.exit_code
+    out = capsys.readouterr().out
+    assert "iterations again: seconds unknown" in out and "to go on: seconds unknown" in out
+    assert "not replicas: launch.min_nodes=null" in out
+
+
+def test_operators_are_told_in_ranges() -> None:
+    experts = [OperatorId(layer=2, kind="expert", expert=number) for number in (0, 1, 2, 5)]
+    dense = OperatorId(layer=2, kind="gate")
+    assert grouped([dense, *experts]) == "2.gate, 2.expert.0-2, 2.expert.5"
+    assert grouped([]) == ""
+
+
+@pytest.mark.parametrize("words", [["--lose", "1"], ["run", "--config", "x=1", "--lose", "1"], ["run", "--lose", "a"]])
+def test_a_question_that_is_none_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        can_recover.main(words)
+    assert caught.value.code == 2
+
+
+def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
+    assert from_dict(to_dict(run.config)) == run.config

@@ -1,0 +1,151 @@
+"""The command: what it asks of whom, when it begins, what it refuses. Real processes are in ``test_injecting``."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.failures.injecting import Injector
+from tests.unit.tools.test_operating import FakeJob
+from tools import inject_failures
+
+LAUNCH = {"ranks_per_node": 2, "num_nodes": 2, "num_spare_nodes": 0, "max_nodes": 4}
+TRACE = "0,add,a\n0,add,b\n60000,remove,b\n120000,add,c\n"
+Calls = list[tuple[Any, ...]]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[FakeJob]:
+    made = FakeJob(tmp_path)
+    (tmp_path / "config.yaml").write_text(json.dumps({"launch": LAUNCH}))  # JSON is YAML
+    yield made
+    made.server.stop()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What the injector was asked for."""
+    found: Calls = []
+
+    def noted(name: str, answer: Any) -> Callable[..., Any]:
+        def method(injector: Injector, *arguments: Any, **about: Any) -> Any:
+            assert injector.ranks_per_node == 2
+            found.append((name, *arguments, about.get("at_iteration")))
+            return answer
+
+        return method
+
+    for name, answer in (("kill", None), ("stop", ["rank-00002.log"]), ("drain", None), ("add", None)):
+        monkeypatch.setattr(Injector, name, noted(name, answer))
+    monkeypatch.setattr(Injector, "replay", noted("replay", ["event 1: add of nodes [1]: refused"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("--kill 1 0", ("kill", [1, 0], None)),
+        ("--stop 1 --for 2.5", ("stop", [1], 2.5, None)),
+        ("--stop 1", ("stop", [1], None, None)),
+        ("--drain 1", ("drain", 1, None)),
+        ("--add 3", ("add", 3, None)),
+    ],
+)
+def test_each_option_is_one_failure(
+    job: FakeJob, calls: Calls, words: str, call: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inject_failures.main([str(job.folder), *words.split()]) == 0
+    assert calls == [call]
+    said = capsys.readouterr().out
+    assert "all is injected" in said
+    assert ("rank-00002.log was ended while it stood still" in said) is ("--stop" in words)
+
+
+def test_it_begins_once_the_iteration_is_reported(job: FakeJob, calls: Calls) -> None:
+    metrics = job.folder / "metrics.jsonl"
+    metrics.write_text('{"iteration": 4}\n{"iteration": 5')  # a line that is being written
+
+    def finish() -> None:
+        assert calls == []
+        with metrics.open("a") as file:
+            file.write('}\n{"kind": "other"}\n')
+
+    writer = threading.Timer(0.3, finish)
+    writer.start()
+    assert inject_failures.main([str(job.folder), "--kill", "1", "--at-iteration", "5"]) == 0
+    writer.join()
+    assert calls == [("kill", [1], 5)]
+
+
+def test_a_job_that_ends_before_the_iteration_is_told(
+    job: FakeJob, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ender = threading.Timer(0.3, job.path.unlink)
+    ender.start()
+    assert inject_failures.main([str(job.folder), "--kill", "1", "--at-iteration", "5"]) == 8
+    ender.join()
+    assert calls == [] and "ended after iteration 0, before --at-iteration=5" in capsys.readouterr().err
+
+
+def test_a_trace_is_replayed_and_what_failed_ends_it_with_8(
+    job: FakeJob, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = job.folder / "trace.csv"
+    trace.write_text(TRACE)
+    assert inject_failures.main([str(job.folder), "--trace", str(trace), "--scale", "0.5", "--minutes", "3"]) == 8
+    ((name, schedule, _),) = calls
+    assert (name, schedule.most_nodes, schedule.duration_seconds) == ("replay", 4, 90.0), "4 nodes of launch.max_nodes"
+    said = capsys.readouterr()
+    assert "2 of 4 nodes at first, 1 leave" in said.out and "not all is injected" in said.out
+    assert "not injected: event 1: add of nodes [1]: refused" in said.err
+
+
+def test_a_trace_that_begins_with_other_nodes_is_refused(
+    job: FakeJob, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = job.folder / "trace.csv"
+    trace.write_text(TRACE)
+    assert inject_failures.main([str(job.folder), "--trace", str(trace), "--most-nodes", "1"]) == 8
+    assert calls == [] and "members=[0, 1]: must be nodes 0 to 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("--kill 1 --for 2", 2, "--for=2.0: is for --stop only"),
+        ("--stop 1 --for 0", 2, "--for=0.0"),
+        ("--stop 1 --for nan", 2, "--for=nan"),
+        ("--add 1 --minutes 2", 2, "--minutes=2.0: is for --trace only"),
+        ("--add 1 --most-nodes 2", 2, "--most-nodes=2: is for --trace only"),
+        ("--trace none.csv", 3, "none.csv: cannot be read"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    job: FakeJob, calls: Calls, words: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inject_failures.main([str(job.folder), *words.split()]) == code
+    assert calls == [] and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "launch: 3", "launch: {ranks_per_node: 1}", "launch: [", '{"launch": '])
+def test_a_run_without_a_sound_configuration_is_refused(job: FakeJob, calls: Calls, content: str) -> None:
+    (job.folder / "config.yaml").write_text(content)
+    assert inject_failures.main([str(job.folder), "--kill", "1"]) == 3
+    assert calls == []
+
+
+def test_a_folder_without_a_job_is_refused(tmp_path: Path, calls: Calls) -> None:
+    assert inject_failures.main([str(tmp_path), "--kill", "1"]) == 8
+    assert calls == [] and list(tmp_path.iterdir()) == []
+
+
+def test_one_failure_per_command(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--kill", "1", "--drain", "2"]):
+        with pytest.raises(SystemExit):
+            inject_failures.main([str(job.folder), *words])
+    with pytest.raises(SystemExit):
+        inject_failures.main(["--help"])
+    assert "launch.failpoints" in capsys.readouterr().out, "where phases are named"

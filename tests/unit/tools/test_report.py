@@ -1,0 +1,75 @@
+"""The command that writes a run's page."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.source import ROOT
+from tests.unit.telemetry.report.conftest import MadeUpRun, localized
+from tools import report
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> MadeUpRun:
+    made_up = MadeUpRun(tmp_path / "trial-001")
+    localized(made_up)
+    return made_up
+
+
+def test_writes_the_page_into_the_folder_of_the_run(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(run.path)]) == 0
+    page = run.path / "report.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    assert page.read_text(encoding="utf-8") == run.page()
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_writes_it_elsewhere_and_over_an_older_one(run: MadeUpRun, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    out.write_text("older")
+    assert report.main([str(run.path), "--out", str(out)]) == 0
+    assert out.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert not (run.path / "report.html").exists()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(tmp_path)]) == 3
+    assert f"report: run_dir={tmp_path}: must be a run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_one_line_with_its_place(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.path / "events.jsonl"
+    first, _, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([first, "{torn", *rest]) + "\n")
+    assert report.main([str(run.path)]) == 3
+    said = capsys.readouterr().err
+    assert f"{path}:2: " in said and said.count("\n") == 1
+    assert not (run.path / "report.html").exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused(
+    run: MadeUpRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "missing" / "page.html"
+    assert report.main([str(run.path), "--out", str(out)]) == 2
+    assert f"--out={out}: must be a file that can be written" in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0, end.code
+assert not {"torch", "hydra", "grpc"} & sys.modules.keys()
+"""
+
+
+def test_it_runs_as_a_file_from_anywhere_and_needs_no_torch(run: MadeUpRun) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "tools" / "report.py"), str(run.path)]
+    subprocess.run(command, check=True, cwd=run.path)
+    assert (run.path / "report.html").exists()

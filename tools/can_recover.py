@@ -1,0 +1,293 @@
+"""What a job could go on from if nodes were lost: which operators survive, what is run again, how long it takes.
+
+    python -m tools.can_recover runs/moe_tiny-001 --lose 2,5
+    python -m tools.can_recover --config model=moe_tiny placement=spread launch.num_nodes=4 --lose 1
+
+A run's folder is asked for what the run has: placement, windows, checkpoints, and how long things took there. Dense
+checkpoints and persisted windows are read whole and verified. Exit code 0: there is state to go on from; 9: there is
+none.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.inputs import read_inputs
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.control.operating import JobNotRunning, Operator
+from megatron_ft.errors import EXIT_OK, ConfigError, DataError, MegatronFtError, RecoveryError
+from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, WindowCommitted
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from megatron_ft.planning.recovery.loss_cost import LossCost
+from megatron_ft.planning.recovery.losses import Stored, cost_of_loss
+from megatron_ft.planning.recovery.means import means_of, placer
+from megatron_ft.planning.snapshot.report import report_snapshots
+from megatron_ft.runtime.storage.checkpoints import iteration_of, newest_valid
+from megatron_ft.runtime.storage.window_folder import WindowFolder
+from megatron_ft.telemetry.read import read_events, read_metrics
+
+NUM_MEASURED = 50
+"""Newest iterations whose median is how long an iteration takes."""
+_VOCABULARY = 1
+"""Where the tokenizer decides the vocabulary's size: no answer here depends on it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What ``--json`` prints."""
+
+    cost: LossCost
+    num_operators: int
+    seconds_again: float | None
+    """Seconds for the iterations that are run again, at the run's own pace; None where it is not known."""
+    seconds_to_go_on: float | None
+    """Median seconds of the run's earlier changes of membership; None where there were none, or ranks start anew."""
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        figures = {"num_operators": self.num_operators, "notes": list(self.notes)}
+        seconds = {"seconds_again": self.seconds_again, "seconds_to_go_on": self.seconds_to_go_on}
+        return {**self.cost.to_json(), "is_recoverable": self.cost.is_recoverable, **figures, **seconds}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's folder as it is read here."""
+
+    path: Path
+    config: JobConfig
+    events: Sequence[Record]
+    nodes: tuple[int, ...]
+    is_running: bool
+
+    @classmethod
+    def of(cls, path: Path, *, as_if_running: bool) -> "Run":
+        """Read a folder.
+
+        Raises:
+            DataError: it is no run, or its files are damaged.
+            ControlError: the running job's controller refuses.
+        """
+        config = read_config(path / "config.yaml")
+        try:
+            events = read_events(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"run_dir={path}: must have events.jsonl: {error}") from None
+        nodes = members(config, events)
+        is_running = as_if_running
+        try:
+            with Operator(path) as operator:
+                nodes, is_running = tuple(sorted(operator.status()["members"])), True
+        except JobNotRunning:
+            pass  # said in the answer: rungs that need the living decline
+        return cls(path=path, config=config, events=events, nodes=nodes, is_running=is_running)
+
+    def placement(self) -> tuple[list[PlacementPlan], list[Any] | None]:
+        """(the placement in force of each stage, the loads of each that it rests on); nothing without replicas.
+
+        Raises:
+            DataError: its file is missing, damaged, or of another membership.
+        """
+        if self.config.placement.algorithm is None:
+            return [], None
+        newest = [event for event in self.events if isinstance(event, PlacementInForce)][-1:]
+        if not newest:
+            raise DataError(f"run_dir={self.path}: no placement has come into force yet")
+        path = self.path / "placements" / f"iter_{newest[0].iteration:07d}.json"
+        try:
+            content = json.loads(path.read_text())
+            plans, loads = [PlacementPlan.from_json(plan) for plan in content["stages"]], content["loads"]
+        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+            raise DataError(f"{path}: must hold the placement in force: {error}") from None
+        num_ranks = len(self.nodes) * self.config.launch.ranks_per_node
+        if (found := sum(len(plan.ranks) for plan in plans)) != num_ranks:
+            raise DataError(
+                f"{path}: is of {found} ranks; the nodes present, {list(self.nodes)}, have {num_ranks}: "
+                "a membership may be forming just now, ask again"
+            )
+        return plans, loads
+
+    def stored(self) -> tuple[Stored, tuple[str, ...]]:
+        """(what the run has, what was passed over)."""
+        metrics = read_metrics(self.path)
+        path, damaged = newest_valid(self.path / "checkpoints")
+        notes = [f"{report.path}: passed over: {report.reason}" for report in damaged]
+        persisted = None
+        if folder := self._windows():
+            world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
+            entry, reports = folder.newest(world_size)
+            persisted = None if entry is None else entry.start_iteration
+            notes += [f"{report.path}: passed over: {report.reason}" for report in reports]
+        committed = [event for event in since_start(self.events) if isinstance(event, WindowCommitted)]
+        stored = Stored(
+            iteration=metrics[-1].iteration if metrics else 0,
+            memory_start=committed[-1].start_iteration if committed else None,
+            persisted_start=persisted,
+            checkpoint=None if path is None else iteration_of(path),
+        )
+        return stored, tuple(notes)
+
+    def _windows(self) -> WindowFolder | None:
+        url = self.config.snapshot.persist_url
+        own = self.path / "windows"
+        if url is None:
+            return WindowFolder(own) if own.is_dir() else None
+        return WindowFolder(f"{url.rstrip('/')}/{self.path.name}")
+
+
+def read_config(path: Path) -> JobConfig:
+    """The configuration a run was started with, derived as it is carried out.
+
+    Raises:
+        DataError: no such file, or none of a run.
+    """
+    import yaml
+
+    try:
+        return derive_placement(from_dict(yaml.safe_load(path.read_text())))
+    except (OSError, yaml.YAMLError, ConfigError, AttributeError) as error:
+        raise DataError(f"{path}: must be the configuration of a run: {error}") from None
+
+
+def since_start(events: Sequence[Record]) -> Sequence[Record]:
+    """Events of the present start of the ranks."""
+    starts = [index for index, event in enumerate(events) if isinstance(event, RanksReady)]
+    return events[starts[-1] :] if starts else []
+
+
+def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
+    """Nodes that the run's records say it has: all since a start, or those of the newest membership."""
+    changes = [event for event in since_start(events) if isinstance(event, MembershipChanged)]
+    return tuple(sorted(changes[-1].nodes)) if changes else tuple(range(config.launch.num_nodes))
+
+
+def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:
+    """The answer for a run's folder. Raises MegatronFtError where it cannot be read or the question makes no sense."""
+    run = Run.of(path, as_if_running=as_if_running)
+    snapshot = report_snapshots(run.config, _VOCABULARY)
+    plans, loads = run.placement()
+    means = means_of(run.config, plans, snapshot, run.nodes)
+    means = dataclasses.replace(means, is_running=run.is_running)
+    stored, notes = run.stored()
+    place = placer(run.config, read_inputs(run.config), loads[0] if loads else None)
+    found = cost_of_loss(means, lost, is_gone=is_gone, place=place, stored=stored)
+    return Answer(cost=found, num_operators=len(means.operators), notes=notes, **seconds_of(run, found))
+
+
+def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) -> Answer:
+    """The answer for a job that has not begun. Raises as ``ask_run``."""
+    from megatron_ft.config.validate import validate
+    from pretrain_moe import compose
+
+    given, _ = compose(list(overrides))
+    validate(given)
+    config = derive_placement(given)
+    world_size = config.launch.num_nodes * config.launch.ranks_per_node
+    plans = []
+    if config.placement.algorithm is not None:
+        plans = first_plans(config, stage_requests(config, world_size), read_inputs(config))
+    means = means_of(config, plans, report_snapshots(config, _VOCABULARY))
+    found = cost_of_loss(means, lost, is_gone=is_gone, place=placer(config, read_inputs(config)))
+    again = 0.0 if found.max_iterations == 0 else None
+    return Answer(cost=found, num_operators=len(means.operators), seconds_again=again, seconds_to_go_on=None)
+
+
+def seconds_of(run: Run, cost: LossCost) -> dict[str, float | None]:
+    """What the run's own records say of durations; None where they say nothing."""
+    pace = [each.values["iteration_seconds"] for each in read_metrics(run.path) if "iteration_seconds" in each.values]
+    changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
+    again = None
+    if cost.max_iterations is not None and (pace or cost.max_iterations == 0):
+        again = cost.max_iterations * statistics.median(pace[-NUM_MEASURED:]) if cost.max_iterations else 0.0
+    to_go_on = statistics.median(changes) if changes and cost.rung == "replicas" else None
+    return {"seconds_again": again, "seconds_to_go_on": to_go_on}
+
+
+def render(answer: Answer) -> str:
+    """The answer for people."""
+    cost = answer.cost
+    num_lost = len(cost.lost_operators)
+    moved = "" if cost.moved_bytes is None else f", {cost.moved_bytes:,} bytes of experts move"
+    lines = [
+        cost.summary() + moved,
+        f"operators: {answer.num_operators - num_lost} of {answer.num_operators} live on in their present state",
+    ]
+    if cost.lost_operators:
+        lines.append(f"  not: {grouped(cost.lost_operators)}")
+    lines.append(f"iterations again: {_seconds(answer.seconds_again)}")
+    lines.append(f"to go on: {_seconds(answer.seconds_to_go_on)}")
+    for declined in cost.declined:
+        missing = f": {grouped(declined.missing)}" if declined.missing else ""
+        lines.append(f"not {declined.rung}: {declined.reason}{missing}")
+    return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
+
+
+def grouped(operators: Sequence[OperatorId]) -> str:
+    """``2.gate, 2.expert.0-3``: experts of a layer that follow each other together."""
+    names: list[str] = []
+    run: list[OperatorId] = []
+    for operator in [*operators, None]:
+        follows = run and operator is not None and operator.expert is not None and run[-1].expert is not None
+        if follows and operator.layer == run[-1].layer and operator.expert == run[-1].expert + 1:
+            run.append(operator)
+            continue
+        if run:
+            names.append(str(run[0]) + (f"-{run[-1].expert}" if len(run) > 1 else ""))
+        run = [] if operator is None else [operator]
+    return ", ".join(names)
+
+
+def _seconds(value: float | None) -> str:
+    return "seconds unknown" if value is None else f"{value:.1f} s"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Command line of this tool."""
+    first, *_ = (__doc__ or "").split("\n\n")
+    result = argparse.ArgumentParser(prog="can_recover", description=first)
+    result.add_argument("run_dir", type=Path, nargs="?", help="folder of the run")
+    result.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="a job that has not begun, instead of a run")
+    result.add_argument("--lose", required=True, metavar="2,5", help="nodes lost together")
+    result.add_argument("--ranks-only", action="store_true", help="their ranks die, the nodes' processes live")
+    result.add_argument("--as-if-running", action="store_true", help="a run that has ended: what would have followed")
+    result.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    command = parser()
+    options = command.parse_args(arguments)
+    if (options.run_dir is None) == (options.config is None):
+        command.error("give a run's folder or --config, one of them")
+    try:
+        lost = [int(number) for number in options.lose.split(",")]
+    except ValueError:
+        command.error(f"--lose {options.lose}: must be node numbers with commas between them")
+    try:
+        if options.config is not None:
+            answer = ask_config(options.config, lost, is_gone=not options.ranks_only)
+        else:
+            answer = ask_run(options.run_dir, lost, is_gone=not options.ranks_only, as_if_running=options.as_if_running)
+    except MegatronFtError as error:
+        print(f"can_recover: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(answer.to_json(), indent=2) if options.json else render(answer))
+    return EXIT_OK if answer.cost.is_recoverable else RecoveryError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

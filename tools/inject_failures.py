@@ -1,0 +1,169 @@
+"""Brings failures into a job that runs: nodes are killed, stopped, drained or added, or a recorded trace is replayed.
+
+python -m tools.inject_failures runs/moe_tiny-001 --kill 2 --at-iteration 50
+python -m tools.inject_failures runs/moe_tiny-001 --stop 1 --for 5
+python -m tools.inject_failures runs/moe_tiny-001 --trace trace.csv --minutes 80 --scale 0.05 --most-nodes 10
+
+A failure hits whole nodes from outside, at any moment of an iteration. One phase of one rank is a matter of
+launch.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ft.control.operating import CONTROLLER_FILE, JobNotRunning, Operator
+from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, DataError, MegatronFtError
+from megatron_ft.failures.injecting import INJECTED_FILE, Injector
+from megatron_ft.failures.traces import read_trace
+
+_PAUSE_SECONDS = 0.1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        problems = _inject(options)
+    except MegatronFtError as error:
+        print(f"inject_failures: {error}", file=sys.stderr)
+        return error.exit_code
+    for problem in problems:
+        print(f"inject_failures: not injected: {problem}", file=sys.stderr)
+    print(f"{'not all is' if problems else 'all is'} injected; see {options.run_dir / INJECTED_FILE}")
+    return ControlError.exit_code if problems else EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    head, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="inject_failures", description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    what = parser.add_mutually_exclusive_group(required=True)
+    node = functools.partial(what.add_argument, type=int, metavar="NODE")
+    node("--kill", nargs="+", help="SIGKILL to all processes of these nodes at once")
+    node("--stop", nargs="+", help="SIGSTOP to all processes of these nodes")
+    node("--drain", help="have the node leave at an iteration boundary")
+    node("--add", help="have the node started, so that it joins")
+    what.add_argument("--trace", type=Path, metavar="FILE", help="replay `milliseconds,add|remove,node` lines")
+    parser.add_argument("--at-iteration", type=int, metavar="N", help="begin once iteration N is reported")
+    parser.add_argument("--for", dest="seconds", type=float, metavar="SECONDS", help="with --stop: then SIGCONT")
+    parser.add_argument("--minutes", type=float, help="with --trace: length of it that is used; default all")
+    parser.add_argument("--scale", type=float, help="with --trace: seconds here for each of its seconds; default 1")
+    parser.add_argument("--most-nodes", type=int, help="with --trace: node numbers used; default launch.max_nodes")
+    return parser
+
+
+def _inject(options: argparse.Namespace) -> list[str]:
+    """Bring in what was asked for; what could not be. Raises MegatronFtError."""
+    _check(options)
+    with Operator(options.run_dir) as operator:
+        operator.status()  # a job runs there
+    launch = _launch(options.run_dir)
+    injector = Injector(
+        run_dir=options.run_dir,
+        ranks_per_node=launch["ranks_per_node"],
+        connect=lambda: Operator(options.run_dir),
+    )
+    if options.trace is not None:
+        return _replay(injector, options, launch)
+    _wait_for_iteration(options)
+    if options.kill is not None:
+        injector.kill(options.kill, at_iteration=options.at_iteration)
+    elif options.stop is not None:
+        for log in injector.stop(options.stop, options.seconds, at_iteration=options.at_iteration):
+            print(f"the process of {log} was ended while it stood still")
+    elif options.drain is not None:
+        injector.drain(options.drain, at_iteration=options.at_iteration)
+    else:
+        injector.add(options.add, at_iteration=options.at_iteration)
+    return []
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that do not belong together, before anything is waited for. Raises ConfigError."""
+    needs = {"--for": ("seconds", "stop")} | {
+        f"--{name}": (name.replace("-", "_"), "trace") for name in ("minutes", "scale", "most-nodes")
+    }
+    for option, (name, other) in needs.items():
+        if getattr(options, name) is not None and getattr(options, other) is None:
+            raise ConfigError.of(option, getattr(options, name), f"is for --{other} only")
+    if options.seconds is not None and not 0 < options.seconds < float("inf"):
+        raise ConfigError.of("--for", options.seconds, "must be finite and above 0")
+
+
+def _launch(run_dir: Path) -> dict[str, int]:
+    """What the run's configuration says of its nodes. Raises DataError."""
+    path = run_dir / "config.yaml"
+    try:
+        launch = yaml.safe_load(path.read_text(encoding="utf-8"))["launch"]
+        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes", "num_spare_nodes", "max_nodes")}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read: {error!r}") from None
+    if numbers["max_nodes"] is None:
+        numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
+    if any(type(value) is not int for value in numbers.values()):
+        raise DataError(f"{path}: launch must hold numbers, has {numbers}")
+    return numbers
+
+
+def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, int]) -> list[str]:
+    schedule = read_trace(options.trace).schedule(
+        most_nodes=launch["max_nodes"] if options.most_nodes is None else options.most_nodes,
+        minutes=options.minutes,
+        scale=1.0 if options.scale is None else options.scale,
+    )
+    print(schedule.summary())
+    _wait_for_iteration(options)
+    with Operator(options.run_dir) as operator:
+        members = sorted(operator.status()["members"])
+    if members != list(range(schedule.num_initial_nodes)):
+        wanted = f"the trace begins with {schedule.num_initial_nodes} nodes"
+        raise ControlError(f"members={members}: must be nodes 0 to {schedule.num_initial_nodes - 1}: {wanted}")
+    return injector.replay(schedule, until=lambda: not (options.run_dir / CONTROLLER_FILE).exists())
+
+
+def _wait_for_iteration(options: argparse.Namespace) -> None:
+    """Wait until the run has reported an iteration.
+
+    Raises:
+        JobNotRunning: it has ended before.
+    """
+    if options.at_iteration is None:
+        return
+    metrics = options.run_dir / "metrics.jsonl"
+    offset, newest = 0, 0
+    while newest < options.at_iteration:
+        is_over = _is_over(options.run_dir)
+        if metrics.exists():
+            with metrics.open("rb") as file:
+                file.seek(offset)
+                whole, line_end, _ = file.read().rpartition(b"\n")
+            offset += len(whole + line_end)
+            newest = max([newest, *(json.loads(line).get("iteration", 0) for line in whole.splitlines())])
+        if is_over and newest < options.at_iteration:
+            raise JobNotRunning(f"the job ended after iteration {newest}, before --at-iteration={options.at_iteration}")
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _is_over(run_dir: Path) -> bool:
+    try:
+        with Operator(run_dir) as operator:
+            operator.status()
+    except JobNotRunning:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
