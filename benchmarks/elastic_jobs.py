@@ -223,10 +223,10 @@ def scripted(changes: Sequence[Event]) -> list[str]:
 
 
 def failpoints(faults: Sequence[Mapping[str, Any]]) -> str:
-    """Faults as an override: each ``node``, ``phase`` and whatever narrows it."""
+    """Faults as an override: each ``phase``, ``node`` or ``rank``, and whatever narrows it."""
     texts = []
     for fault in faults:
-        words = [f'phase="{fault["phase"]}"', f"node={fault['node']}"]
-        words += [f"{name}={fault[name]}" for name in ("at_iteration", "generation", "passes") if name in fault]
+        narrowed = ("node", "rank", "at_iteration", "generation", "passes")
+        words = [f'phase="{fault["phase"]}"', *(f"{name}={fault[name]}" for name in narrowed if name in fault)]
         texts.append(f"'kill({','.join(words)})'")
     return f"launch.failpoints=[{','.join(texts)}]"

@@ -19,8 +19,9 @@ from typing import Any
 
 from benchmarks.campaign import Counts, Outcome, Trial, execute_jobs, run_campaign
 from benchmarks.covering import Row
-from benchmarks.elastic_jobs import Bench, failpoints
+from benchmarks.elastic_jobs import Bench
 from benchmarks.localized_jobs import BASE, FaultJob, Followed, jobs_of
+from benchmarks.node_killer import NodeKiller
 from benchmarks.report import finish, parse_arguments
 from tests.helpers.jobs import forkserver
 
@@ -28,7 +29,6 @@ ID = "localized-bitwise"
 MIN_TRIALS = 240
 SEED = 20261121
 WARM = "megatron_ft.mcore.loop.main"
-_KEEPING = ("launch.keep_layout=true", "launch.restart_lost_nodes=true", "launch.max_node_restarts=1000")
 
 
 @dataclass(slots=True)
@@ -46,11 +46,13 @@ class Campaign:
 
     def run(self, job: FaultJob) -> list[Outcome]:
         """The job with faults beside the one without; an outcome for each fault."""
-        overrides = [*job.layout.overrides, *_KEEPING, failpoints(job.faults)]
-        with self.bench.running(overrides, until=job.has_ended) as run:
+        killer = NodeKiller(job, self.bench.next_run_dir) if job.kills_nodes else None
+        until = job.has_ended if killer is None else killer
+        with self.bench.running([*job.layout.overrides, *job.overrides], until=until) as run:
             found = Followed.of(run)
         reference = self._reference(job, found.last_iteration)
-        common = [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
+        common = [] if killer is None else [f"not injected: {text}" for text in killer.problems]
+        common += [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
         common += found.differences(reference)
         return [_outcome(job, fault, found, common) for fault in job.faults]
 
@@ -65,23 +67,24 @@ class Campaign:
 
 def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str]) -> Outcome:
     """What became of one fault; the recovery of its membership and what that cost."""
-    number = int(str(fault["fault"]))
+    number, generation = int(str(fault["fault"])), int(str(fault["generation"]))
     hit = found.hits[number] if number < len(found.hits) else None
-    is_it = hit is not None and (hit["node"], hit["phase"]) == (fault["node"], fault["phase"])
+    is_it = hit is not None and (hit["rank"], hit["phase"]) == (fault["rank"], fault["phase"])
     unproven = [] if is_it else ["the victim wrote no fault down"]
     problems = list(common)
-    shares = [share for share in found.shares if share["generation"] == number + 1]
-    if is_it and not any(change["generation"] > number for change in found.changes):
-        problems.append("the job did not go on")
+    shares = [share for share in found.shares if share["generation"] == generation + 1]
+    rung = next((rung["rung"] for rung in found.rungs if rung["generation"] > generation), None)
+    if is_it and rung != fault["rung"]:
+        problems.append(f"went on by {rung}, not by {fault['rung']}")
     idle = [share["num_forward_passes"] for share in shares if share["role"] != "replays"]
     problems += ["a healthy stage computed a forward pass"] if any(idle) else []
-    problems += [f"went on by {rung['rung']}" for rung in found.rungs if rung["rung"] != "localized"]
     replayed = [share["num_iterations"] for share in shares if share["role"] == "replays"]
     window = max((plan["window_iterations"] for plan in found.planned), default=0)
     details = {
         "unproven": unproven,
         "kind": fault["kind"],
         "layout": job.layout.name,
+        "rung": rung,
         "replayed": max(replayed, default=None),
         "window": window,
         "lag": _lag(found),

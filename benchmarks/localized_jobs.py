@@ -7,17 +7,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.covering import Row
-from benchmarks.elastic_jobs import MOST_ITERATIONS
+from benchmarks.elastic_jobs import MOST_ITERATIONS, failpoints
 from megatron_ft.failpoints import ITERATION_PHASES
+from megatron_ft.failures.injecting import INJECTED_FILE
 from tests.helpers.jobs import JobResult
 
 Event = Mapping[str, Any]
+_MICROBATCHES = 8
+"""Of an iteration, over all data-parallel ranks."""
+_RARE_PHASES = {"capture": 3, "replicate": 1}
+"""Those that not every iteration has; how often they are passed before a fault, at most."""
+_FIRST_ITERATION = 14
+"""Of the first fault: a window has been committed by then."""
+_MOST_APART = 14
+"""Iterations between faults, at most: more than two windows."""
+_LEAST_REPLAY = 6
+"""Iterations before a fault that is to cause a replay of ``_MOST_REPLAYED`` or more."""
+_MOST_REPLAYED = 4
+_SETTLED = 24
+"""Iterations within which a rare phase has come."""
+_STALLED = 80
+"""Iterations without a fault after which none comes any more."""
 BASE = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
     f"training.train_iterations={MOST_ITERATIONS}",
     "training.micro_batch_size=1",
-    "training.global_batch_size=8",
+    f"training.global_batch_size={_MICROBATCHES}",
     "training.eval_interval_iterations=0",
     "training.digest_interval_iterations=1",
     "checkpoint.save_at_end=false",
@@ -26,11 +42,11 @@ BASE = (
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
     "snapshot.iteration_seconds=1",
+    "launch.keep_layout=true",
+    "launch.restart_lost_nodes=true",
+    "launch.max_node_restarts=1000",
+    "launch.max_restarts=1000",
 )
-_MOST_PASSES = {"capture": 3, "replicate": 1}
-"""Of phases that not every iteration has; 8 of the others."""
-FIRST_FAULT_ITERATION = 14
-"""A window has been committed by then."""
 _TOTAL_BANDWIDTH = 1.2e6
 """Bytes per second and job that windows are planned for: some iterations long."""
 
@@ -98,27 +114,45 @@ LAYOUTS = (
     Layout(pp=4, tp=2, dtype="bf16"),
     Layout(pp=1, dp=4, ep=2),
 )
+NODE_LAYOUTS = (LAYOUTS[2], LAYOUTS[5], LAYOUTS[3], LAYOUTS[9])
+"""Of the jobs whose nodes die whole."""
+_NODES_KILLED = 9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FaultJob:
     """One living job and its faults, in order."""
 
     number: int
     layout: Layout
+    num_spares: int = 0
+    """Nodes that wait to take the place of a lost one; without any, its own ranks are started again."""
     faults: Sequence[Row]
+    kills_nodes: bool = False
+    """Whole nodes, from outside; else ranks kill themselves where failpoints say so."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """The job's, besides those of its layout."""
+        armed = [] if self.kills_nodes else [failpoints(self.faults)]
+        return [f"launch.num_spare_nodes={self.num_spares}", *armed]
 
     def has_ended(self, events: Sequence[Event]) -> bool:
-        """Whether all faults have come, and some iterations after the last one."""
-        changes = [event for event in events if event["kind"] == "membership_changed"]
-        if not changes or changes[-1]["generation"] < len(self.faults):
-            return False
-        later = {e["iteration"] for e in events[events.index(changes[-1]) :] if e["kind"] == "state_digest"}
-        return len(later) >= 4
+        """Whether all faults have come, and some iterations after the last one; or none comes any more."""
+        generation, later = formed_by(events)
+        return len(later) >= (4 if generation > int(str(self.faults[-1]["generation"])) else _STALLED)
+
+
+def formed_by(events: Sequence[Event]) -> tuple[int, set[int]]:
+    """The newest membership, and the iterations that it has told the state of."""
+    formed = [number for number, event in enumerate(events) if event["kind"] == "recovery_decided"]
+    first = formed[-1] if formed else 0
+    generation = events[first]["generation"] if formed else 0
+    return generation, {event["iteration"] for event in events[first:] if event["kind"] == "state_digest"}
 
 
 def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
-    """Every layout twice: half of the phases, and the sequences of two deaths."""
+    """Every layout twice, with half of the phases and of the sequences of two deaths; the second time with a spare."""
     layouts = [LAYOUTS[4]] if quick else list(LAYOUTS)
     jobs = []
     for index, layout in enumerate(layouts):
@@ -132,20 +166,71 @@ def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
             pairs = _pairs(layout, rng)
             groups = singles + (pairs[:2] if quick else pairs[half::2])
             rng.shuffle(groups)
-            faults: list[Row] = []
-            for group in groups:
-                for fault in group:
-                    first = {"at_iteration": FIRST_FAULT_ITERATION} if not faults else {}
-                    faults.append({**fault, "fault": len(faults), "generation": len(faults), **first})
-            faults[0].pop("passes", None)
-            jobs.append(FaultJob(len(jobs), layout, faults))
-    return jobs
+            faults = _in_order(groups, rng)
+            jobs.append(FaultJob(number=len(jobs), layout=layout, num_spares=half, faults=faults))
+    if quick:
+        return jobs
+    return jobs + [_killing_nodes(len(jobs) + number, layout) for number, layout in enumerate(NODE_LAYOUTS)]
+
+
+def _killing_nodes(number: int, layout: Layout) -> FaultJob:
+    """Whole nodes die: what they remembered is gone, copies of peers serve."""
+    rng = random.Random(f"nodes {layout.name}")
+    faults: list[Row] = [
+        {
+            "kind": "whole node",
+            "rank": rng.choice(list(layout.ranks_of(layout.places[fault % 3]))),
+            "stage": layout.places[fault % 3],
+            "phase": "any",
+            "after": rng.randint(3, _MOST_APART) + (0 if fault else _FIRST_ITERATION),
+            "rung": "localized",
+            "fault": fault,
+            "generation": fault,
+        }
+        for fault in range(_NODES_KILLED)
+    ]
+    return FaultJob(number=number, layout=layout, num_spares=number % 2, faults=faults, kills_nodes=True)
+
+
+def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
+    """The faults with their numbers, the memberships that they end, and the iterations at which groups begin.
+
+    A membership goes on after an iteration that no living rank has undone, so iterations are known beforehand; one
+    beyond all earlier faults is never a replayed one.
+    """
+    faults: list[Row] = []
+    iteration, generation = _FIRST_ITERATION, 0
+    for group in groups:
+        for place, fault in enumerate(group):
+            about: dict[str, Any] = {"fault": len(faults), "generation": generation}
+            if fault["phase"] in _RARE_PHASES:
+                about["passes"] = int(str(fault["passes"])) + (0 if faults else _FIRST_ITERATION)
+                iteration += _SETTLED + (0 if faults else _FIRST_ITERATION)
+            elif place == 0:
+                least = _LEAST_REPLAY if fault["kind"] == "inside a replay" else 1
+                iteration += rng.randint(least, _MOST_APART) if faults else 0
+                about["at_iteration"] = iteration
+            faults.append({**fault, **about})
+            generation += 1
+        # Where all have to start again from windows they end once more before they do.
+        generation += group[0]["rung"] == "window"
+        iteration += len(group)
+    return faults
 
 
 def _fault(layout: Layout, stage: int, phase: str, rng: random.Random, **about: Any) -> Row:
-    node = rng.choice(list(layout.ranks_of(stage)))
-    passes = rng.randint(1, _MOST_PASSES.get(phase, 8))
-    return {"kind": "single", "node": node, "stage": stage, "phase": phase, "passes": passes, **about}
+    rank = rng.choice(list(layout.ranks_of(stage)))
+    most = _MICROBATCHES // layout.dp if phase in ("forward", "dispatch", "backward") else 1
+    passes = rng.randint(1, _RARE_PHASES.get(phase, most))
+    return {
+        "kind": "single",
+        "rank": rank,
+        "stage": stage,
+        "phase": phase,
+        "passes": passes,
+        "rung": "localized",
+        **about,
+    }
 
 
 def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
@@ -156,29 +241,26 @@ def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
     apart = (stage + 2) % layout.pp if layout.pp > 2 else beside
     peers = list(layout.ranks_of(stage))
 
-    def first(kind: str, node: int | None = None) -> Row:
-        found = _fault(layout, stage, "forward", rng, kind=kind)
-        return found if node is None else {**found, "node": node}
+    def pair(kind: str, second: int, phase: str, *, first: int | None = None, passes: int = 1) -> list[Row]:
+        # Of two ranks one has to keep its state; where both lose it, all start again from windows.
+        is_lost = layout.num_ranks == 2 and kind in ("side by side", "apart", "beside a replay")
+        begins = _fault(layout, stage, "forward", rng, kind=kind, rung="window" if is_lost else "localized")
+        if first is not None:
+            begins = {**begins, "rank": first}
+        of_stage = second // len(peers)
+        return [begins, {**begins, "rank": second, "stage": of_stage, "phase": phase, "passes": passes}]
 
-    def second(kind: str, node: int, phase: str, passes: int = 1) -> Row:
-        of_stage = node // len(peers)
-        return {"kind": kind, "node": node, "stage": of_stage, "phase": phase, "passes": passes}
-
-    neighbour, far = rng.choice(list(layout.ranks_of(beside))), rng.choice(list(layout.ranks_of(apart)))
-    substitute = first("substitute dies")
-    pairs = [
-        [first("side by side"), second("side by side", neighbour, "reform_join")],
-        [first("inside a replay"), second("inside a replay", rng.choice(peers), "replay", rng.randint(1, 4))],
-        [first("apart"), second("apart", far, "reform_join")],
-        [first("beside a replay"), second("beside a replay", neighbour, "reform_move")],
-        [first("two of a stage", peers[0]), second("two of a stage", peers[-1], "reform_join")],
-        [substitute, second("substitute dies", int(str(substitute["node"])), "reform_build")],
-        [first("next door"), second("next door", neighbour, "forward")],
-        [first("next door"), second("next door", neighbour, "vote_inside")],
+    neighbour, far, mate = (rng.choice(list(layout.ranks_of(of))) for of in (beside, apart, stage))
+    return [
+        pair("side by side", neighbour, "reform_join"),
+        pair("inside a replay", mate, "replay", passes=rng.randint(1, _MOST_REPLAYED)),
+        pair("apart", far, "reform_join"),
+        pair("beside a replay", neighbour, "reform_move"),
+        pair("two of a stage", peers[-1], "reform_join", first=peers[0]),
+        pair("substitute dies", mate, "reform_build", first=mate),
+        pair("next door", neighbour, "forward"),
+        pair("next door", neighbour, "vote_inside"),
     ]
-    # Of two ranks one has to keep its state: where both lose it there is nothing to recover in place.
-    fatal = ("side by side", "apart", "beside a replay") if layout.num_ranks == 2 else ()
-    return [pair for pair in pairs if pair[0]["kind"] not in fatal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +306,13 @@ class Followed:
                 for iteration, value in found
                 if by_iteration.setdefault(iteration, value) != value
             ]
+        num_restarts = sum(event["rung"] != "localized" for event in by_kind["recovery_decided"])
         counts = Counter(iteration for iteration, _ in losses)
-        problems += [f"loss of iteration {i} recorded {count} times" for i, count in counts.items() if count > 1]
+        problems += [
+            f"loss of iteration {iteration} recorded {count} times with {num_restarts} restarts"
+            for iteration, count in counts.items()
+            if count > 1 + num_restarts
+        ]
         return cls(
             exit_code=run.exit_code,
             losses=dict(losses),
@@ -233,7 +320,7 @@ class Followed:
             changes=by_kind["membership_changed"],
             shares=by_kind["stage_recovery"],
             rungs=by_kind["recovery_decided"],
-            hits=run.records("failpoints.jsonl"),
+            hits=[*run.records("failpoints.jsonl"), *run.records(INJECTED_FILE)],
             committed=by_kind["window_committed"],
             planned=by_kind["snapshot_planned"],
             problems=problems,

@@ -3,8 +3,9 @@
 The points are the phases of an iteration, so they are also where a rank says how far it is (``watch``).
 A spec is a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It fires in
 every rank it matches, once per process (so in every generation, unless it names one), and is recorded durably *before*
-the fault, so that a trial can prove that it injected. ``hit`` costs two truth tests while nothing is armed and nobody
-watches.
+the fault, so that a trial can prove that it injected. A process may become another rank as memberships change: where a
+generation is named, the rank is that in it, else the first one. ``hit`` costs two truth tests while nothing is armed
+and nobody watches.
 """
 
 import ast
@@ -97,10 +98,6 @@ class Failpoint:
     seconds: float = 0.0
     text: str = ""
 
-    def matches(self, *, rank: int, node: int) -> bool:
-        """Whether this rank is meant."""
-        return self.rank in (None, rank) and self.node in (None, node)
-
 
 def parse(text: str) -> Failpoint:
     """Read one spec.
@@ -184,16 +181,38 @@ class _Watch:
 
 @dataclass
 class _Armed:
-    failpoints: list[Failpoint]
+    waiting: list[Failpoint]
+    """All that have not fired."""
+    first_rank: int
+    """What the process began as."""
     rank: int
+    """What it is now."""
     node: int
     record: Callable[[Record], None]
+    generation: int
     num_passes: Counter[Failpoint] = field(default_factory=Counter)
+
+    @property
+    def mine(self) -> tuple[Failpoint, ...]:
+        """Those that mean this process. A fault's rank is that in the generation it names; in none, the first one."""
+        return tuple(
+            failpoint
+            for failpoint in self.waiting
+            if failpoint.rank in (None, self.first_rank if failpoint.generation is None else self.rank)
+        )
+
+    def due(self, phase: str, iteration: int) -> list[Failpoint]:
+        """Those of them that mean this place."""
+        return [
+            failpoint
+            for failpoint in self.mine
+            if failpoint.phase == phase
+            and failpoint.at_iteration in (None, iteration)
+            and failpoint.generation in (None, self.generation)
+        ]
 
 
 _armed: _Armed | None = None
-_other: tuple[Failpoint, ...] = ()
-"""Those that mean this process in generations that are still to come, or that ended before they fired."""
 _watch: _Watch | None = None
 
 
@@ -212,35 +231,27 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     Args:
         specs: e.g. ``config.launch.failpoints``.
         record: called with a ``FailpointHit`` record before the fault; must be durable (``append_to``).
+        rank: that it is now; another one may be its own later, see ``enter``.
         generation: how often the job's ranks have been started again.
 
     Raises:
         ConfigError: a spec that does not parse.
     """
-    global _armed, _other
-    _other = ()
-    mine = [
-        failpoint
-        for failpoint in map(parse, specs)
-        if failpoint.matches(rank=rank, node=node)
-        and (failpoint.generation is None or failpoint.generation >= generation)
-    ]
-    _armed = _Armed(mine, rank, node, record) if mine else None
-    enter(generation)
+    global _armed
+    known = [failpoint for failpoint in map(parse, specs) if failpoint.node in (None, node)]
+    waiting = [found for found in known if found.generation is None or found.generation >= generation]
+    _armed = _Armed(waiting, rank, rank, node, record, generation) if waiting else None
 
 
-def enter(generation: int) -> None:
-    """Obey those that name ``generation`` or none, until the process goes on in another one."""
-    global _other
+def enter(generation: int, *, rank: int) -> None:
+    """Obey those that name ``generation`` or none, as ``rank``, until the process goes on in another one."""
     if _armed is not None:
-        waiting = (*_armed.failpoints, *_other)
-        _armed.failpoints = [failpoint for failpoint in waiting if failpoint.generation in (None, generation)]
-        _other = tuple(failpoint for failpoint in waiting if failpoint.generation not in (None, generation))
+        _armed.generation, _armed.rank = generation, rank
 
 
 def unfired() -> tuple[Failpoint, ...]:
     """Failpoints that mean this process, in whatever generation, and have not fired."""
-    return (() if _armed is None else tuple(_armed.failpoints)) + _other
+    return () if _armed is None else _armed.mine
 
 
 def hit(phase: str, iteration: int) -> None:
@@ -255,15 +266,14 @@ def hit(phase: str, iteration: int) -> None:
     if _armed is None:
         return
     assert phase in PHASES, f"unknown phase {phase}"
-    for failpoint in tuple(_armed.failpoints):
-        if failpoint.phase == phase and failpoint.at_iteration in (None, iteration):
-            _armed.num_passes[failpoint] += 1
-            if _armed.num_passes[failpoint] >= failpoint.passes:
-                _fire(_armed, failpoint, iteration)
+    for failpoint in _armed.due(phase, iteration):
+        _armed.num_passes[failpoint] += 1
+        if _armed.num_passes[failpoint] >= failpoint.passes:
+            _fire(_armed, failpoint, iteration)
 
 
 def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
-    armed.failpoints.remove(failpoint)
+    armed.waiting.remove(failpoint)
     hit_event = FailpointHit(
         time_unix_seconds=time.time(),
         action=failpoint.action,

@@ -97,10 +97,10 @@ def test_a_process_that_goes_on_obeys_the_generation_it_is_in() -> None:
         record=lambda hit: fired.append(hit["phase"]),
     )
     failpoints.hit("gather", 1)
-    failpoints.enter(1)
+    failpoints.enter(1, rank=0)
     failpoints.hit("update", 2)
     failpoints.hit("gather", 2)
-    failpoints.enter(2)
+    failpoints.enter(2, rank=0)
     failpoints.hit("gather", 3)
     assert fired == ["gather"]
     assert [failpoint.phase for failpoint in failpoints.unfired()] == ["update"]
@@ -159,7 +159,7 @@ def test_a_fault_that_cannot_be_recorded_does_not_happen(tmp_path: Path) -> None
 
 
 def test_an_unarmed_hit_does_nothing() -> None:
-    arm(["kill(rank=5, phase='data')"], rank=0, node=0, record=lambda _: None)
+    arm(["kill(node=5, phase='data')"], rank=0, node=0, record=lambda _: None)
     assert failpoints._armed is None
     hit("data", 1)
 
@@ -206,7 +206,7 @@ def test_a_fault_waits_for_its_pass_in_the_generation_it_names() -> None:
     failpoints.arm(['raise(phase="forward", generation=2, passes=3)'], rank=0, node=0, record=hits.append, generation=1)
     for _ in range(5):
         failpoints.hit("forward", 1)
-    failpoints.enter(2)
+    failpoints.enter(2, rank=0)
     for iteration in (7, 8):
         failpoints.hit("forward", iteration)
         failpoints.hit("backward", iteration)
@@ -214,6 +214,18 @@ def test_a_fault_waits_for_its_pass_in_the_generation_it_names() -> None:
         failpoints.hit("forward", 9)
     failpoints.hit("forward", 10)
     assert [hit["iteration"] for hit in hits] == [9]
+
+
+@pytest.mark.parametrize(("rank", "named", "fires"), [(4, 1, True), (0, 1, False), (0, None, True), (4, None, False)])
+def test_a_rank_is_that_of_the_generation_that_is_named_else_the_first(
+    rank: int, named: int | None, fires: bool
+) -> None:
+    hits: list[Record] = []
+    narrowed = "" if named is None else f", generation={named}"
+    arm([f"delay(phase='data', seconds=0, rank={rank}{narrowed})"], rank=0, node=7, record=hits.append)
+    failpoints.enter(1, rank=4)
+    failpoints.hit("data", 3)
+    assert [hit["rank"] for hit in hits] == ([4] if fires else [])
 
 
 def test_no_pass_before_the_first() -> None:

@@ -61,7 +61,7 @@ def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | N
     _let_go(trainer)
     trainer.config = trainer.engine.config = config = config_of(trainer.job, following.nodes)
     trainer.context, trainer.nodes = _context(trainer.context, following, config), following.nodes
-    failpoints.enter(following.generation)
+    failpoints.enter(following.generation, rank=trainer.context.rank)
     groups = _join(trainer, store)
     present, fingerprints = _present(trainer, carried, groups)
     has_moved = is_evacuated(present, following.generation)
