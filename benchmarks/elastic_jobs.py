@@ -19,7 +19,6 @@ from tests.helpers.jobs import REPOSITORY, JobResult, start, wait
 NUM_NODES = 8
 MOST_ITERATIONS = 600
 """Jobs are stopped when their faults have come and gone; this is the length that learning rates are laid out for."""
-TIMEOUT_SECONDS = 300.0
 HUNG = -1
 """Exit code of a job that was ended because it took too long: a failure like any other."""
 _BASE = (
@@ -131,6 +130,8 @@ class Bench:
     socket: str
     base: Sequence[str] = _BASE
     """Overrides of all of them."""
+    timeout_seconds: float = 300.0
+    """Of a job."""
     num_jobs: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -164,7 +165,7 @@ class Bench:
         if until is not None:
             stopper.start()
         try:
-            run = JobResult(0, run_dir, wait(console, TIMEOUT_SECONDS))
+            run = JobResult(0, run_dir, wait(console, self.timeout_seconds))
             run = JobResult(console.returncode, run_dir, run.output)
         except AssertionError as error:
             run = JobResult(HUNG, run_dir, str(error))

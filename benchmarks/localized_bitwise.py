@@ -29,6 +29,7 @@ ID = "localized-bitwise"
 MIN_TRIALS = 240
 SEED = 20261121
 WARM = "megatron_ft.mcore.loop.main"
+JOB_TIMEOUT_SECONDS = 900.0
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ def campaign(*, quick: bool) -> tuple[Sequence[FaultJob], Counts, list[Outcome]]
     jobs = jobs_of(SEED, quick=quick)
     trials: list[Row] = [{"job": job.number, **fault} for job in jobs for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="localized-bitwise-") as folder, forkserver(WARM) as socket:
-        found = Campaign(Bench(Path(folder), socket, BASE), jobs)
+        found = Campaign(Bench(Path(folder), socket, BASE, JOB_TIMEOUT_SECONDS), jobs)
         counts, outcomes = run_campaign(f"{ID}{'-quick' if quick else ''}", trials, found.execute)
     return jobs, counts, [replace(o, details={**t.parameters, **o.details}) for t, o in outcomes]
 
