@@ -33,6 +33,9 @@ class Claim:
     hardware: tuple[str, ...]
     """Hardware classes it may be measured on."""
     timeout_seconds: float
+    quick_tries: int = 1
+    """How often the tests measure its quick variant before they call it failed: more than once only where it is judged
+    by times, which a busy machine lengthens and never shortens."""
     needs: str | None = None
     """A file that it measures with and that is not of the repository, by its path from the repository's root."""
 
@@ -49,6 +52,8 @@ class Claim:
                 raise ConfigError.of(f"{self.id}.{key}", command, "must start with 'python -m'")
         if self.quick_is not in VARIANTS:
             raise ConfigError.of(f"{self.id}.quick_is", self.quick_is, f"must be one of {', '.join(VARIANTS)}")
+        if self.quick_tries < 1:
+            raise ConfigError.of(f"{self.id}.quick_tries", self.quick_tries, "must be at least 1")
         if not self.hardware:
             raise ConfigError.of(f"{self.id}.hardware", [], "must name at least one hardware class")
 
