@@ -128,18 +128,27 @@ class PeerBuffers:
         Windows of this generation go, and the newest committed one of any generation, so that a new peer gets it;
         those in ``given_up`` do not.
         """
-        committed = own.committed
+        committed = self._wanted_commit(own)
         found = None if committed is None else self.find(committed.key)
         if committed and found and not found[1].committed and found[1].num_received == found[1].num_slices:
             return SendCommit(window=committed)
         wanted = [window for window in own if window not in given_up]
         live = {window.key for window in wanted}
         for window in wanted:
-            if window.committed or window.origin.generation == generation:
+            if window is committed or (window.origin.generation == generation and not window.committed):
                 action = self._next_slice(window, live, generation)
                 if action is not None or self.num_received(window) < window.num_slices:
                     return action
         return None
+
+    def _wanted_commit(self, own: OwnWindows) -> Window | None:
+        """The committed window that the peer should have. A node that comes back may remember an older one than its
+        peer does: that goes only if the job has confirmed in this generation that it went back to it.
+        """
+        window = own.committed
+        newest = max((held.key for held in self.buffers if held is not None and held.committed), default=None)
+        is_older = window is not None and newest is not None and window.key < newest
+        return None if is_older and window is not own.confirmed else window
 
     def _next_slice(self, window: Window, live: Collection[Key], generation: int) -> SendSlice | None:
         index, found = self.num_received(window), self.find(window.key)

@@ -302,6 +302,11 @@ class OwnWindows:
         self._forget(found[0])
 
     @property
+    def confirmed(self) -> Window | None:
+        """The newest window that was committed, or confirmed to be, in this generation."""
+        return self._protected
+
+    @property
     def confirmed_start(self) -> int:
         """First iteration of the newest window that was committed, or confirmed to be, in this generation; -1: none."""
         return -1 if self._protected is None else self._protected.start_iteration

@@ -159,6 +159,39 @@ def test_the_receiver_refuses_to_lose_its_committed_window() -> None:
         copy.commit((1, 2))
 
 
+def returned(pair: Pair) -> None:
+    """Another node had the place meanwhile, and its peer a newer window than the one that this node remembers."""
+    full(pair.own, 0, 0)
+    pair.commit(0)
+    pair.drain()
+    mine, pair.own = pair.own, OwnWindows(WINDOW_BYTES)
+    full(pair.own, 3, 0, generation=2)
+    pair.commit(3, 2)
+    pair.drain(2)
+    assert pair.held() == [(3, NUM_SLICES, True)]
+    pair.own = mine
+    pair.own.new_generation()
+    pair.reconnect()
+
+
+def test_a_node_that_comes_back_leaves_a_newer_copy_alone(pair: Pair) -> None:
+    returned(pair)
+    assert pair.drain(3) == 0
+    full(pair.own, 6, 1, generation=3)
+    pair.drain(3)
+    assert pair.held() == [(3, NUM_SLICES, True), (6, NUM_SLICES, False)]
+    pair.commit(6, 3)
+    pair.drain(3)
+    assert pair.held() == [(6, NUM_SLICES, True)]
+
+
+def test_what_the_job_went_back_to_takes_the_place_of_a_newer_copy(pair: Pair) -> None:
+    returned(pair)
+    pair.own.commit(0, 3, captured_in=1)
+    pair.drain(3)
+    assert pair.held() == [(0, NUM_SLICES, True)]
+
+
 def test_a_slice_twice_is_refused() -> None:
     copy = CopyWindows(WINDOW_BYTES)
     copy.expect(new(0, 0), 0, part(0, 0, hashed=True)).slices.append(part(0, 0, hashed=True))
