@@ -17,6 +17,8 @@ _MICROBATCHES = 8
 """Of an iteration, over all data-parallel ranks."""
 _RARE_PHASES = {"capture": 3, "replicate": 1}
 """Those that not every iteration has; how often they are passed before a fault, at most."""
+_FIRST_PASSES = {"capture": 14, "replicate": 2}
+"""So many more where it is the job's first fault: a window has been committed by then."""
 _FIRST_ITERATION = 14
 """Of the first fault: a window has been committed by then."""
 _MOST_APART = 14
@@ -204,7 +206,7 @@ def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
         for place, fault in enumerate(group):
             about: dict[str, Any] = {"fault": len(faults), "generation": generation}
             if fault["phase"] in _RARE_PHASES:
-                about["passes"] = int(str(fault["passes"])) + (0 if faults else _FIRST_ITERATION)
+                about["passes"] = int(str(fault["passes"])) + (0 if faults else _FIRST_PASSES[str(fault["phase"])])
                 iteration += _SETTLED + (0 if faults else _FIRST_ITERATION)
             elif place == 0:
                 least = _LEAST_REPLAY if fault["kind"] == "inside a replay" else 1
