@@ -142,13 +142,11 @@ def _refuse_flags(arguments: list[str]) -> None:
 
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.config.checks.placement import derive_placement
-    from megatron_ft.config.validate import validate
 
     environment = None if config.dry_run else _environment(config, overrides)
     if environment is not None:
         config = _adopt(config, environment, overrides)
-    validate(config)
-    plan = _plan(derive_placement(config))
+    plan = resolve_plan(config)
     if config.dry_run:
         _show(plan, config)
         return EXIT_OK
@@ -202,11 +200,20 @@ def _keys(overrides: list[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def _plan(config: JobConfig) -> "JobPlan":
+def resolve_plan(config: JobConfig) -> "JobPlan":
+    """Validate a composed configuration, read the files it names, and plan it.
+
+    Raises:
+        ConfigError: it cannot run; DataError where a file is missing or damaged.
+    """
+    from megatron_ft.config.checks.placement import derive_placement
     from megatron_ft.config.inputs import read_inputs
+    from megatron_ft.config.validate import validate
     from megatron_ft.corpus.check import check_data
     from megatron_ft.planning.job import plan_job
 
+    validate(config)
+    config = derive_placement(config)
     inputs, device = read_inputs(config), _planned_device(config)
     return plan_job(config, check_data(config), inputs, device=device, with_losses=config.dry_run)
 
@@ -227,7 +234,7 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     """In local mode all nodes share this machine: its memory; some features need Transformer Engine."""
     if plan.device == "cpu" and config.training.device == "auto":
-        _validate_for_cpu(config)
+        validate_for_cpu(config)
     _check_transformer_engine(config)
     if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
         return
@@ -243,8 +250,12 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
         )
 
 
-def _validate_for_cpu(config: JobConfig) -> None:
-    """``auto`` will be ``cpu``: what needs a GPU is refused here, not by a rank."""
+def validate_for_cpu(config: JobConfig) -> None:
+    """``auto`` will be ``cpu``: what needs a GPU is refused here, not by a rank.
+
+    Raises:
+        ConfigError: see above.
+    """
     from megatron_ft.config.validate import validate
 
     try:

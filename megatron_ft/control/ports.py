@@ -6,7 +6,8 @@ import socket
 
 from megatron_ft.errors import ConfigError, ControlError
 
-_PORTS = range(20000, 32000)
+PORTS = range(20000, 32000)
+"""Below what Linux gives to outgoing connections by itself (32768-60999)."""
 _PORT_TRIES = 100
 
 
@@ -27,8 +28,8 @@ def free_port(interface: str) -> int:
             raise ConfigError.of(
                 "launch.interface", interface, f"must be an address of this machine: {error}"
             ) from None
-    for port in random.SystemRandom().sample(_PORTS, _PORT_TRIES):
+    for port in random.SystemRandom().sample(PORTS, _PORT_TRIES):
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((interface.strip("[]"), port))
             return port
-    raise ControlError(f"no free port on {interface} after {_PORT_TRIES} tries between {_PORTS[0]} and {_PORTS[-1]}")
+    raise ControlError(f"no free port on {interface} after {_PORT_TRIES} tries between {PORTS[0]} and {PORTS[-1]}")

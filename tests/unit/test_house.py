@@ -14,7 +14,7 @@ from benchmarks.source import ROOT
 PACKAGE = ROOT / "megatron_ft"
 MAX_LINES = 400
 NO_TORCH = ("errors.py", "topology.py", "operators.py", "events.py", "failpoints.py", "corpus", "config", "planning")
-NO_TORCH += ("control", "telemetry", "records.py", "strict_json.py", "expert_loads.py", "failures")
+NO_TORCH += ("control", "telemetry", "doctor", "records.py", "strict_json.py", "expert_loads.py", "failures")
 MACHINE_PATH = re.compile(r"/(?:home|root|Users|work|tmp)/[\w.-]+")
 
 

@@ -1,0 +1,1 @@
+"""What a machine lacks for a job, found before the job is submitted to it."""

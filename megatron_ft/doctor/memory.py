@@ -1,0 +1,197 @@
+"""Memory and limits of processes: does the job fit, and may its processes take what they need?
+
+Windows lie in memory files (memfd_create(2)). These count as the memory of the keeper's cgroup and obey the limit on
+file sizes; the size of ``/dev/shm`` and the limit on locked memory do not touch them. NCCL needs both of those.
+"""
+
+import os
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.doctor.findings import Finding, amount, error, told, warning
+from megatron_ft.doctor.needs import JobNeeds
+
+USABLE_SHARE = 0.9
+"""A keeper takes no more than this share of the memory that is available (``runtime/keeper/memory.py``)."""
+NCCL_SHARED_BYTES = 1 << 30
+"""What NVIDIA gives containers for NCCL between GPUs of a machine: ``--shm-size=1g --ulimit memlock=-1``. Source: NCCL
+user guide, "Troubleshooting", "Shared memory"."""
+SPARE_DESCRIPTORS = 256
+"""Files, pipes and connections of a rank beside those to other ranks."""
+GLOO_GROUPS = 25
+"""Process groups of a rank on CPU, at most: each holds a connection to every other member (Megatron-Core makes about so
+many, most of them of a few ranks)."""
+_UNLIMITED = resource.RLIM_INFINITY
+_CGROUP_UNLIMITED = 1 << 62
+"""Version 1 writes a number near 2**63 where nothing is limited."""
+_LIMITS = {
+    "open_files": resource.RLIMIT_NOFILE,
+    "file_size": resource.RLIMIT_FSIZE,
+    "address_space": resource.RLIMIT_AS,
+    "data": resource.RLIMIT_DATA,
+    "locked": resource.RLIMIT_MEMLOCK,
+}
+_FLAGS = {"file_size": "-f", "address_space": "-v", "data": "-d"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """What was seen of memory and limits. Bytes; a limit of None is no limit."""
+
+    total_bytes: int
+    available_bytes: int
+    """What can be taken without swapping, by the kernel's estimate."""
+    cgroup_limit_bytes: int | None
+    cgroup_used_bytes: int
+    """Of the group with that limit, without what the kernel can give back; 0 without a limit."""
+    limits: Mapping[str, tuple[int | None, int | None]]
+    """(soft, hard) of ``open_files``, ``file_size``, ``address_space``, ``data``, ``locked``."""
+    shared_total_bytes: int | None
+    """Size of ``/dev/shm``; None where there is none."""
+    shared_free_bytes: int | None
+    has_infiniband: bool
+
+
+def observe_memory(root: Path = Path("/")) -> MemoryFacts:
+    """Look. ``root`` is where ``proc``, ``sys`` and ``dev`` lie."""
+    import psutil
+
+    memory, limit = psutil.virtual_memory(), cgroup_limit(root)
+    shared = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
+    fabric = root / "sys/class/infiniband"
+    return MemoryFacts(
+        total_bytes=memory.total,
+        available_bytes=memory.available,
+        cgroup_limit_bytes=None if limit is None else limit[0],
+        cgroup_used_bytes=0 if limit is None else limit[1],
+        limits={name: _limit(number) for name, number in _LIMITS.items()},
+        shared_total_bytes=None if shared is None else shared.f_blocks * shared.f_frsize,
+        shared_free_bytes=None if shared is None else shared.f_bavail * shared.f_frsize,
+        has_infiniband=fabric.is_dir() and any(fabric.iterdir()),
+    )
+
+
+def _limit(number: int) -> tuple[int | None, int | None]:
+    soft, hard = resource.getrlimit(number)
+    return None if soft == _UNLIMITED else soft, None if hard == _UNLIMITED else hard
+
+
+def cgroup_limit(root: Path) -> tuple[int, int] | None:
+    """(limit, used) of the narrowest control group this process is in; None where none limits memory.
+
+    Source: cgroups(7); kernel documentation, "Control Group v2", ``memory.max`` and ``memory.stat``, and "Memory
+    Resource Controller" of version 1. A container sees its own group at the top, whatever its path is called.
+    """
+    found: list[tuple[int, int]] = []
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, limit, used, given_back = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            given_back = "total_inactive_file"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for folder in (root / top / each for each in (group, *group.parents)):
+            if (folder / limit).exists() and (text := (folder / limit).read_text().strip()) != "max":
+                kept = int((folder / used).read_text()) - _statistic(folder / "memory.stat", given_back)
+                found.append((int(text), max(0, kept)))
+    limited = [each for each in found if each[0] < _CGROUP_UNLIMITED]
+    return min(limited, default=None, key=lambda each: each[0] - each[1])
+
+
+def _statistic(path: Path, name: str) -> int:
+    words = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return next((int(value) for key, value in words if key == name), 0)
+
+
+def check_memory(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
+    """Everything here."""
+    return [
+        *_check_fits(facts, needs),
+        *_check_sizes(facts, needs),
+        *_check_open_files(facts, needs),
+        *_check_nccl(facts, needs),
+    ]
+
+
+def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
+    needed, keepers = needs.host_bytes * needs.nodes_here, needs.keeper_bytes * needs.nodes_here
+    limit, free, whose = facts.total_bytes, facts.available_bytes, "this machine"
+    if facts.cgroup_limit_bytes is not None and facts.cgroup_limit_bytes < limit:
+        limit, whose = facts.cgroup_limit_bytes, "the control group (container, Slurm step) of this shell"
+        free = min(free, limit - facts.cgroup_used_bytes)
+    nodes = f"{needs.nodes_here} node{'s' if needs.nodes_here > 1 else ''} here"
+    for_keepers = f", {amount(keepers)} of it for windows and copies" if keepers else ""
+    what = f"{nodes} need {amount(needed)}{for_keepers} (estimated); {whose} has {amount(limit)}, {amount(free)} free"
+    less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
+    if keepers:
+        less += "; snapshot.num_peer_copies counts most for windows"
+    if needed > limit:
+        return [error("memory", what, less)]
+    if keepers > free * USABLE_SHARE:
+        return [error("memory", f"{what}: keepers would refuse", f"end what holds memory, or {less}")]
+    if needed > free:
+        return [warning("memory", what, f"end what holds memory, or {less}")]
+    return [told("memory", what)]
+
+
+def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
+    """Limits on what one process may take."""
+    rank_bytes = needs.host_bytes // needs.ranks_per_node
+    file_bytes = max(needs.largest_file_bytes, needs.checkpoint_bytes // needs.world_size)
+    found = []
+    for name, needed, of_what in (
+        ("file_size", file_bytes, "memory files of windows, and checkpoints, have"),
+        ("address_space", rank_bytes, "a rank needs at least"),
+        ("data", rank_bytes, "a rank needs at least"),
+    ):
+        soft, hard = facts.limits[name]
+        if soft is None or soft >= needed:
+            continue
+        what = f"ulimit {_FLAGS[name]} allows {amount(soft)}; {of_what} {amount(needed)}"
+        found.append(error("limits", what, _raise(f"ulimit {_FLAGS[name]} unlimited", hard, None)))
+    return found
+
+
+def _raise(command: str, hard: int | None, needed: int | None) -> str:
+    """The command, and where the hard limit stands against it who can raise that."""
+    if hard is None or (needed is not None and needed <= hard):
+        return f"{command} in the shell or script that starts the job"
+    return f"{command}; the hard limit is lower: ask the administrator (/etc/security/limits.conf, or slurmd's service)"
+
+
+def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
+    """On CUDA only the vote's group is gloo for certain."""
+    soft, hard = facts.limits["open_files"]
+    peers = needs.world_size - 1
+    least = SPARE_DESCRIPTORS + 2 * peers
+    most = SPARE_DESCRIPTORS + (GLOO_GROUPS if needs.device == "cpu" else 4) * peers
+    if soft is None or soft >= most:
+        shown = "unlimited" if soft is None else f"{soft}"
+        return [told("limits", f"open files {shown}; a rank with {peers} peers needs at most {most}")]
+    mend = _raise(f"ulimit -n {most}", hard, most)
+    if soft < least:
+        return [error("limits", f"open files {soft}; a rank with {peers} peers needs at least {least}", mend)]
+    return [warning("limits", f"open files {soft}; a rank with {peers} peers may need {most}", mend)]
+
+
+def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
+    """What matters where GPUs talk; on CPU it is told."""
+    soft, hard = facts.limits["locked"]
+    locked = f"locked memory {'unlimited' if soft is None else amount(soft)}"
+    free, total = facts.shared_free_bytes, facts.shared_total_bytes
+    shared = "/dev/shm missing" if free is None or total is None else f"/dev/shm {amount(free)} of {amount(total)} free"
+    if needs.device == "cpu":
+        return [told("limits", f"{locked}, {shared}: neither limits windows, and nothing else uses them on CPU")]
+    found = []
+    if facts.has_infiniband and soft is not None:
+        what = f"{locked}: NCCL registers memory with InfiniBand, which counts against it"
+        found.append(warning("limits", what, _raise("ulimit -l unlimited", hard, None)))
+    if needs.ranks_per_node > 1 and (free or 0) < NCCL_SHARED_BYTES:
+        what = f"{shared}: NCCL moves data between GPUs of a machine through it"
+        found.append(warning("limits", what, "give the container --shm-size=1g or more, or mount -o remount,size=1g"))
+    return found or [told("limits", f"{locked}, {shared}")]

@@ -1,0 +1,113 @@
+"""What a job needs of one machine: figures out of its configuration and its plan. Pure."""
+
+from dataclasses import dataclass
+
+from megatron_ft.config.checks.parallel import needs_transformer_engine
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
+from megatron_ft.planning.cost.saving import OPTIMIZER_BYTES
+from megatron_ft.planning.job import JobPlan
+from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobNeeds:
+    """What checks compare a machine with. Bytes are counted or estimated as ``dry_run`` prints them."""
+
+    mode: str
+    interface: str
+    master_port: int
+    run_dir: str
+    nodes_here: int
+    """Nodes of the job that run on this machine."""
+    num_nodes: int
+    """Nodes there can be in the whole job, spares included."""
+    ranks_per_node: int
+    world_size: int
+    """Ranks that can train together, at most."""
+    device: str
+    """``cpu`` or ``cuda``, as the plan decided it."""
+    device_is_asked_for: bool
+    """Whether ``training.device`` names it, rather than ``auto``."""
+    uses_transformer_engine: bool
+    host_bytes: int
+    """Of one node, windows and peers' copies included."""
+    keeper_bytes: int
+    """Of one node's keeper: windows of its ranks and copies for others."""
+    largest_file_bytes: int
+    """The largest memory file of a keeper; 0 without snapshots."""
+    checkpoint_bytes: int
+    """One dense checkpoint."""
+    num_checkpoints: int
+    """Most that lie there at once, with the one that is being written."""
+    persisted_bytes: int
+    """Windows on the file system of the run, at most."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this machine."""
+        return self.nodes_here * self.ranks_per_node
+
+
+def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None) -> JobNeeds:
+    """What ``config`` needs.
+
+    Args:
+        nodes_here: nodes on this machine; None: all in mode ``local``, else one.
+
+    Raises:
+        ConfigError: more nodes than the job has, or none.
+    """
+    launch, snapshot = config.launch, plan.snapshot
+    if nodes_here is None:
+        nodes_here = launch.most_nodes if launch.mode == "local" else 1
+    if not 1 <= nodes_here <= launch.most_nodes:
+        raise ConfigError.of("--nodes-here", nodes_here, f"must be in 1..{launch.most_nodes}, the nodes of the job")
+    return JobNeeds(
+        mode=launch.mode,
+        interface=launch.interface,
+        master_port=launch.master_port,
+        run_dir=config.run.dir,
+        nodes_here=nodes_here,
+        num_nodes=launch.most_nodes,
+        ranks_per_node=launch.ranks_per_node,
+        world_size=launch.most_members * launch.ranks_per_node,
+        device=plan.device,
+        device_is_asked_for=config.training.device != "auto",
+        uses_transformer_engine=_uses_transformer_engine(config),
+        host_bytes=plan.host_bytes_per_node,
+        keeper_bytes=0 if snapshot is None else snapshot.host_bytes,
+        largest_file_bytes=0 if snapshot is None else NUM_OWN_BUFFERS * snapshot.window_bytes,
+        checkpoint_bytes=plan.num_parameters * _bytes_per_parameter(config),
+        num_checkpoints=_num_checkpoints(config),
+        persisted_bytes=_persisted_bytes(config, plan),
+    )
+
+
+def _uses_transformer_engine(config: JobConfig) -> bool:
+    return config.training.transformer_impl == "transformer_engine" or bool(needs_transformer_engine(config))
+
+
+def _bytes_per_parameter(config: JobConfig) -> int:
+    """Weight, master weight and two moments, as checkpoints hold them."""
+    value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+    if config.parallel.use_distributed_optimizer:
+        return value_bytes + OPTIMIZER_BYTES
+    return value_bytes + (0 if value_bytes == FP32_BYTES else FP32_BYTES) + 2 * FP32_BYTES
+
+
+def _num_checkpoints(config: JobConfig) -> int:
+    """All of a run that deletes none cannot be foretold: two are counted, as if it kept the last."""
+    checkpoint = config.checkpoint
+    if not checkpoint.save_interval_iterations:
+        return 1 if checkpoint.save_at_end else 0
+    return (checkpoint.keep_last or 1) + 1
+
+
+def _persisted_bytes(config: JobConfig, plan: JobPlan) -> int:
+    snapshot = config.snapshot
+    if plan.snapshot is None or not snapshot.persist_interval_windows or snapshot.persist_url is not None:
+        return 0
+    window = sum(node.own_bytes for node in plan.snapshot.nodes) // NUM_OWN_BUFFERS
+    return window * ((snapshot.keep_persisted or 1) + 1)

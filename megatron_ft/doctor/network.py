@@ -1,0 +1,208 @@
+"""Ports and interfaces: can the job bind where it is told to, and do names lead to addresses of this machine?"""
+
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ft.control.ports import PORTS
+from megatron_ft.doctor.findings import Finding, error, told, warning
+from megatron_ft.doctor.needs import JobNeeds
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that name interfaces, with commas between them. Sources: PyTorch, torch.distributed, section
+"Common environment variables"; NCCL user guide, "Environment variables", where ``=`` asks for a whole name, ``^`` for
+all others, and a name matches all that begin with it."""
+PORTS_PER_RANK = 64
+"""Listening ports and connections to one peer that a rank holds at once, generously: about 25 groups, twice."""
+SPARE_PORTS = 1000
+"""Ephemeral ports for whatever else runs on the machine."""
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """A network interface of this machine."""
+
+    is_up: bool
+    addresses: tuple[str, ...]
+    """IPv4 and IPv6."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkFacts:
+    """What was seen of the network."""
+
+    interfaces: Mapping[str, Interface]
+    resolved: tuple[str, ...]
+    """Addresses of ``launch.interface``; none where it has no meaning here."""
+    bind_error: str | None
+    """Why ``launch.master_port`` (or any port) cannot be bound at ``launch.interface``."""
+    port_is_taken: bool = False
+    """Whether that is because somebody else has it."""
+    ephemeral: tuple[int, int] | None = None
+    """First and last port that the system gives to outgoing connections; None where it does not say."""
+    reserved: tuple[tuple[int, int], ...] = ()
+    """Ranges that are left out of it."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Those of ``INTERFACE_VARIABLES`` that are set."""
+
+
+def observe_network(needs: JobNeeds) -> NetworkFacts:
+    """Look. Binds ``launch.master_port`` for a moment."""
+    resolved = _resolve(needs.interface)
+    bind_error, port_is_taken = _try_to_bind(resolved, needs.master_port)
+    return NetworkFacts(
+        interfaces=_interfaces(),
+        resolved=resolved,
+        bind_error=bind_error,
+        port_is_taken=port_is_taken,
+        ephemeral=_ephemeral(),
+        reserved=parse_ranges(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else (),
+        variables={name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)},
+    )
+
+
+def _interfaces() -> dict[str, Interface]:
+    import psutil
+
+    stats = psutil.net_if_stats()
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: Interface(
+            is_up=name in stats and stats[name].isup,
+            addresses=tuple(each.address.partition("%")[0] for each in addresses if each.family in families),
+        )
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def _resolve(name: str) -> tuple[str, ...]:
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()  # said by the check: a name without addresses is an error there
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, bool]:
+    """(why it cannot be bound, whether somebody else has it). Listening is tried, too: that is what takes a port."""
+    if not addresses:
+        return "no address", False
+    family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((addresses[0], port))
+            probe.listen(1)
+        except OSError as reason:
+            return str(reason), reason.errno == errno.EADDRINUSE
+    return None, False
+
+
+def _ephemeral() -> tuple[int, int] | None:
+    if not _RANGE.exists():
+        return None
+    low, high = _RANGE.read_text(encoding="ascii").split()
+    return int(low), int(high)
+
+
+def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """Ranges of ports as the kernel writes them, e.g. ``8080,20000-31999``."""
+    ranges = []
+    for part in filter(None, text.strip().split(",")):
+        low, _, high = part.partition("-")
+        ranges.append((int(low), int(high or low)))
+    return tuple(ranges)
+
+
+def check_network(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
+    """The control channel's address, its ports, and the interfaces that libraries are told to use."""
+    found = _check_variables(facts)
+    if needs.mode == "local":
+        found += _check_interface(facts, needs) or _check_binding(facts, needs)
+    return [*found, *_check_ephemeral(facts, needs)]
+
+
+def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
+    named = f"launch.interface={needs.interface}"
+    if needs.interface in facts.interfaces:
+        addresses = facts.interfaces[needs.interface].addresses
+        instead = f"launch.interface={addresses[0]}" if addresses else "the address of one that has one"
+        return [error("interface", f"{named}: names an interface; it must be an address", instead)]
+    if not facts.resolved:
+        return [error("interface", f"{named}: has no address", f"give an address of this machine: {_own(facts)}")]
+    holder = next((name for name, each in facts.interfaces.items() if facts.resolved[0] in each.addresses), None)
+    if holder is None and not facts.resolved[0].startswith("127."):
+        what = f"{named}: {facts.resolved[0]} is no address of this machine"
+        return [error("interface", what, f"give one of this machine: {_own(facts)}")]
+    if holder is not None and not facts.interfaces[holder].is_up:
+        return [error("interface", f"{named}: its interface {holder} is down", f"ip link set {holder} up")]
+    if needs.nodes_here < needs.num_nodes and facts.resolved[0] in ("127.0.0.1", "::1"):
+        what = f"{named}: nodes on other machines cannot reach it"
+        return [error("interface", what, f"give an address that they reach: {_own(facts)}")]
+    return []
+
+
+def _own(facts: NetworkFacts) -> str:
+    """Addresses that are up, e.g. ``10.0.0.5 (eth0)``."""
+    up = [(name, each) for name, each in facts.interfaces.items() if each.is_up and each.addresses]
+    return ", ".join(f"{each.addresses[0]} ({name})" for name, each in up) or "it has none"
+
+
+def _check_binding(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
+    if facts.bind_error is None:
+        return []
+    what = f"launch.master_port={needs.master_port}: cannot be bound at {needs.interface}: {facts.bind_error}"
+    mend = "choose a port above 1023, or 0 for a free one"
+    if facts.port_is_taken:
+        mend = f"choose another, 0 for a free one, or end what holds it (ss -ltnp 'sport = :{needs.master_port}')"
+    return [error("ports", what, mend)]
+
+
+def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
+    if facts.ephemeral is None:
+        return [told("ports", "the range of ephemeral ports is unknown")]
+    low, high = facts.ephemeral
+    found, width = [], high - low + 1 - sum(max(0, min(b, high) - max(a, low) + 1) for a, b in facts.reserved)
+    wide = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+    needed = SPARE_PORTS + PORTS_PER_RANK * needs.ranks_here
+    if width < needed:
+        what = f"{width} ephemeral ports ({low}-{high}); {needs.ranks_here} ranks here may need {needed}"
+        found.append(warning("ports", what, wide))
+    for first, last, named in _own_ports(needs):
+        free = not (first <= high and last >= low)
+        if not free and not any(a <= max(first, low) and min(last, high) <= b for a, b in facts.reserved):
+            what = f"{named} can be taken by outgoing connections ({low}-{high}) before the job binds them"
+            ports = str(first) if first == last else f"{first}-{last}"
+            found.append(warning("ports", what, f"{wide}, or sysctl -w net.ipv4.ip_local_reserved_ports={ports}"))
+    return found or [told("ports", f"{width} ephemeral ports ({low}-{high})")]
+
+
+def _own_ports(needs: JobNeeds) -> list[tuple[int, int, str]]:
+    """(first, last, what they are) of ports that this job binds by number."""
+    if needs.mode != "local":
+        return []
+    if needs.master_port:
+        return [(needs.master_port, needs.master_port, f"launch.master_port={needs.master_port}")]
+    return [(PORTS[0], PORTS[-1], f"rendezvous ports {PORTS[0]}-{PORTS[-1]}")]
+
+
+def _check_variables(facts: NetworkFacts) -> list[Finding]:
+    found = []
+    for variable, value in facts.variables.items():
+        prefixes = variable.startswith("NCCL")
+        if prefixes and value.startswith("^"):
+            continue
+        exact = not prefixes or value.startswith("=")
+        for name in filter(None, value.lstrip("=").split(",")):
+            holders = [own for own in facts.interfaces if (own == name if exact else own.startswith(name))]
+            usable = [own for own in holders if facts.interfaces[own].is_up and facts.interfaces[own].addresses]
+            if not usable:
+                lack = "has no address, or is down" if holders else "does not exist here"
+                what = f"{variable}={value}: interface {name} {lack}"
+                found.append(error("interface", what, f"name one that is up: {_own(facts)}"))
+    return found

@@ -1,0 +1,186 @@
+"""Versions of what is installed, against the supported matrix; nothing of it is imported."""
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.doctor.findings import Finding, error, told, warning
+from megatron_ft.doctor.supported import (
+    NCCL,
+    PACKAGES,
+    PYTHON,
+    TRANSFORMER_ENGINE,
+    TRANSFORMER_ENGINE_CORES,
+    TRANSFORMER_ENGINE_TORCH,
+    Package,
+)
+
+_OTHERS = (*NCCL, *TRANSFORMER_ENGINE_CORES, TRANSFORMER_ENGINE_TORCH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareFacts:
+    """What is installed where this command runs."""
+
+    python: str
+    versions: Mapping[str, str]
+    """Of the distributions that are there, of those that the matrix names."""
+    torch_requires: tuple[str, ...] = ()
+    """What torch's own metadata asks for, e.g. ``nvidia-nccl-cu12==2.27.3; platform_system == "Linux"``."""
+    has_transformer_engine_libraries: bool = False
+    """Whether its libraries lie where its wheels, or a build from source, put them."""
+    apex: str | None = None
+    """``nvidia`` with CUDA extensions, ``other`` for anything else that is importable by that name."""
+
+
+def observe_software() -> SoftwareFacts:
+    """Look. Needs nothing but Python's own library."""
+    versions = {}
+    for name in (*(package.name for package in PACKAGES), *_OTHERS):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # what is not there has no version
+    requires = importlib.metadata.requires("torch") if "torch" in versions else None
+    return SoftwareFacts(
+        python=platform.python_version(),
+        versions=versions,
+        torch_requires=tuple(requires or ()),
+        has_transformer_engine_libraries=_has_transformer_engine_libraries(),
+        apex=_apex(),
+    )
+
+
+def _has_transformer_engine_libraries() -> bool:
+    """Source: Transformer Engine 2.11, ``transformer_engine/common/__init__.py``, which searches the same places."""
+    spec = importlib.util.find_spec("transformer_engine")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    places = [place for folder in folders for place in (folder, folder.parent, folder / "wheel_lib")]
+    names = ("libtransformer_engine*.so", "transformer_engine_torch*.so")
+    return bool(places) and all(any(list(place.glob(name)) for place in places) for name in names)
+
+
+def _apex() -> str | None:
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    has_norms = any((folder / "normalization").is_dir() for folder in folders)
+    return "nvidia" if has_norms and importlib.util.find_spec("amp_C") is not None else "other"
+
+
+def missing(facts: SoftwareFacts) -> list[Finding]:
+    """What must be there and is not. Nothing else can be asked without it."""
+    absent = [package for package in PACKAGES if package.is_required and package.name not in facts.versions]
+    return [error("versions", f"{each.name} is not installed", _mend(each)) for each in absent]
+
+
+def _mend(package: Package) -> str:
+    return package.install or f"pip install '{package.name}{package.versions}', or make train, which installs all"
+
+
+def check_software(facts: SoftwareFacts, *, device: str, wants_transformer_engine: bool) -> list[Finding]:
+    """Versions of Python, of packages, of Transformer Engine's parts, of NCCL; which apex.
+
+    Args:
+        device: ``cpu`` or ``cuda``, what the job will use.
+        wants_transformer_engine: the job cannot do without.
+    """
+    lacking = missing(facts)
+    if "packaging" not in facts.versions:
+        return lacking
+    found = [
+        *lacking,
+        *_check_python(facts),
+        *_check_versions(facts),
+        *_check_transformer_engine(facts, wanted=wants_transformer_engine),
+        *_check_apex(facts),
+        *_check_torch(facts, device),
+    ]
+    if any(finding.level != "told" for finding in found):
+        return found
+    shown = ["torch", "megatron-core", "transformer-engine", *NCCL]
+    names = [f"{name} {facts.versions[name]}" for name in shown if name in facts.versions]
+    apex = "apex" if facts.apex else "no apex"
+    return [*found, told("versions", f"Python {facts.python}, {', '.join(names)}, {apex}: supported")]
+
+
+def _fits(version: str, versions: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(versions).contains(version, prereleases=True)
+
+
+def _public(version: str) -> str:
+    """Without the build, e.g. 2.11.0 of 2.11.0+c188b53."""
+    return version.partition("+")[0]
+
+
+def _check_python(facts: SoftwareFacts) -> list[Finding]:
+    if _fits(facts.python, PYTHON):
+        return []
+    mend = "make train PYTHON=python3.11 VENV=.venv, with one of those installed"
+    return [error("versions", f"Python {facts.python}: must be {PYTHON}", mend)]
+
+
+def _check_versions(facts: SoftwareFacts) -> list[Finding]:
+    found = []
+    for package in PACKAGES:
+        version = facts.versions.get(package.name)
+        if version is None or _fits(version, package.versions):
+            continue
+        judge = error if package.breaks else warning
+        reason = f"must be {package.versions}" if package.breaks else f"only {package.versions} is tested"
+        found.append(judge("versions", f"{package.name} {version}: {reason}", _mend(package)))
+    return found
+
+
+def _check_transformer_engine(facts: SoftwareFacts, *, wanted: bool) -> list[Finding]:
+    name, versions = TRANSFORMER_ENGINE.name, facts.versions
+    parts = {part: versions[part] for part in (*TRANSFORMER_ENGINE_CORES, TRANSFORMER_ENGINE_TORCH) if part in versions}
+    remove = f"{TRANSFORMER_ENGINE.install}, or pip uninstall {' '.join([name, *parts])}"
+    if name not in versions:
+        if parts:
+            what = f"{', '.join(parts)} without {name}: Megatron-Core fails to import"
+            return [error("versions", what, remove)]
+        what = f"{name} is not installed, and this job needs it (training.transformer_impl, fp8, context parallelism)"
+        return [error("versions", what, TRANSFORMER_ENGINE.install)] if wanted else []
+    if not facts.has_transformer_engine_libraries:
+        what = f"{name} {versions[name]} lacks its library or its part for torch (has: {', '.join(parts) or 'neither'})"
+        return [error("versions", f"{what}: Megatron-Core fails to import", remove)]
+    if any(_public(version) != _public(versions[name]) for version in parts.values()):
+        shown = ", ".join(f"{part} {version}" for part, version in parts.items())
+        return [error("versions", f"{name} {versions[name]} with {shown}: must be of one version", remove)]
+    return []
+
+
+def _check_apex(facts: SoftwareFacts) -> list[Finding]:
+    if facts.apex != "other":
+        return []
+    what = "a package called apex is importable that is not NVIDIA's with its CUDA extensions: Megatron would use it"
+    return [error("versions", what, "pip uninstall apex, or install NVIDIA's from source")]
+
+
+def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
+    """A build for the device, and the NCCL that it was built with."""
+    from packaging.requirements import Requirement
+
+    version = facts.versions.get("torch", "")
+    if device == "cpu" or not version:
+        return []
+    if "+cpu" in version:
+        what = f"torch {version} is built without CUDA, and this job runs on it"
+        return [error("versions", what, "install a CUDA build, then make train TORCH=skip; or training.device=cpu")]
+    found = []
+    for requirement in map(Requirement, facts.torch_requires):
+        if requirement.name not in NCCL or not (requirement.marker is None or requirement.marker.evaluate()):
+            continue
+        installed = facts.versions.get(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+            what = f"{requirement.name} {installed or 'missing'}: torch {version} is built with {requirement.specifier}"
+            mend = f"pip install '{requirement.name}{requirement.specifier}'"
+            found.append(error("versions", what, mend) if installed is None else warning("versions", what, mend))
+    return found

@@ -1,0 +1,34 @@
+"""What is printed, and the exit code it makes."""
+
+import pytest
+
+from megatron_ft.doctor.findings import Finding, amount, error, exit_code, render, told, warning
+
+FACT, DOUBT, FAULT = told("disk", "9 GiB free"), warning("clocks", "jumps", "find out"), error("ports", "taken", "wait")
+
+
+def test_exit_codes() -> None:
+    assert exit_code([FACT], strict=True) == 0
+    assert [exit_code([FACT, DOUBT], strict=strict) for strict in (False, True)] == [0, 1]
+    assert [exit_code([FACT, DOUBT, FAULT], strict=strict) for strict in (False, True)] == [2, 2]
+
+
+def test_the_worst_comes_first_with_its_mend() -> None:
+    assert render([FACT, DOUBT, FAULT]).splitlines() == [
+        "error    ports          taken",
+        "                        mend: wait",
+        "warning  clocks         jumps",
+        "                        mend: find out",
+        "told     disk           9 GiB free",
+        "1 error, 1 warning, 1 fact",
+    ]
+
+
+def test_what_is_judged_has_a_mend() -> None:
+    with pytest.raises(AssertionError, match="has no mend"):
+        Finding(check="x", level="error", what="broken")
+
+
+def test_amounts() -> None:
+    expected = ["512 bytes", "1.5 KiB", "2.0 GiB", "2048.0 PiB"]
+    assert [amount(number) for number in (512, 1536, 1 << 31, 1 << 61)] == expected

@@ -1,0 +1,93 @@
+"""Ports and interfaces: each finding appears with its cause, and goes with it."""
+
+import socket
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_ft.doctor.network import Interface, check_network, observe_network, parse_ranges
+from tests.helpers.machines import NEEDS, NETWORK, judged
+
+CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "a name without an address": ({"resolved": ()}, {"interface": "nowhere"}, "error", "nowhere: has no address"),
+    "an interface's name": ({"resolved": ()}, {"interface": "eth0"}, "error", "names an interface"),
+    "an address of others": ({"resolved": ("10.9.9.9",)}, {}, "error", "is no address of this machine"),
+    "an interface that is down": ({"resolved": ("10.0.1.5",)}, {}, "error", "interface eth1 is down"),
+    "loopback for several machines": (
+        {"resolved": ("127.0.0.1",)},
+        {"interface": "127.0.0.1", "nodes_here": 1},
+        "error",
+        "other machines cannot reach it",
+    ),
+    "a port that is taken": (
+        {"bind_error": "in use", "port_is_taken": True},
+        {"master_port": 29500},
+        "error",
+        "launch.master_port=29500: cannot be bound",
+    ),
+    "a port that is not allowed": ({"bind_error": "denied"}, {"master_port": 80}, "error", "denied"),
+    "a narrow ephemeral range": ({"ephemeral": (60000, 60999)}, {}, "warning", "1000 ephemeral ports"),
+    "many ranks for the range": ({}, {"ranks_per_node": 256}, "warning", "512 ranks here may need 33768"),
+    "a range that is reserved": ({"reserved": ((32768, 60000),)}, {}, "warning", "999 ephemeral ports"),
+    "own ports in the range": ({"ephemeral": (1024, 65535)}, {}, "warning", "rendezvous ports 20000-31999"),
+    "own port in the range": ({}, {"master_port": 40000}, "warning", "launch.master_port=40000 can be taken"),
+    "gloo's interface": ({"variables": {"GLOO_SOCKET_IFNAME": "eth"}}, {}, "error", "interface eth does not exist"),
+    "gloo's second": ({"variables": {"GLOO_SOCKET_IFNAME": "eth0,ib0"}}, {}, "error", "ib0 has no address"),
+    "NCCL's interface": ({"variables": {"NCCL_SOCKET_IFNAME": "=eth"}}, {}, "error", "interface eth does not exist"),
+    "NCCL's, down": ({"variables": {"NCCL_SOCKET_IFNAME": "eth1"}}, {}, "error", "or is down"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_finding_appears_with_its_cause(cause: str) -> None:
+    facts, needs, level, what = CAUSES[cause]
+    (finding,) = judged(check_network(replace(NETWORK, **facts), replace(NEEDS, **needs)))
+    assert (finding.level, what in finding.what) == (level, True), finding
+    assert finding.mend
+
+
+FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as it should be": ({}, {}),
+    "loopback for one machine": ({"resolved": ("127.0.0.1",)}, {"interface": "127.0.0.1"}),
+    "another address of loopback": ({"resolved": ("127.0.0.2",)}, {"interface": "127.0.0.2"}),
+    "own ports reserved": ({"ephemeral": (1024, 65535), "reserved": ((20000, 31999),)}, {}),
+    "a prefix for NCCL": ({"variables": {"NCCL_SOCKET_IFNAME": "eth"}}, {}),
+    "all others for NCCL": ({"variables": {"NCCL_SOCKET_IFNAME": "^docker0"}}, {}),
+    "gloo's interface": ({"variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, {}),
+    "torchrun, which brings its own store": ({"resolved": (), "bind_error": "no address"}, {"mode": "torchrun"}),
+    "a system that does not say": ({"ephemeral": None}, {}),
+}
+
+
+@pytest.mark.parametrize("cause", FINE)
+def test_and_goes_without(cause: str) -> None:
+    facts, needs = FINE[cause]
+    assert judged(check_network(replace(NETWORK, **facts), replace(NEEDS, **needs))) == []
+
+
+def test_a_port_that_somebody_listens_on_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        needs = replace(NEEDS, interface="127.0.0.1", master_port=server.getsockname()[1])
+        taken = observe_network(needs)
+        assert taken.port_is_taken
+        assert any("ss -ltnp" in finding.mend for finding in check_network(taken, needs))
+    assert observe_network(needs).bind_error is None
+
+
+def test_this_machine_has_a_loopback() -> None:
+    facts = observe_network(replace(NEEDS, interface="localhost"))
+    assert set(facts.resolved) <= {"127.0.0.1", "::1"} and facts.resolved
+    assert Interface(is_up=True, addresses=facts.interfaces["lo"].addresses) == facts.interfaces["lo"]
+    assert observe_network(replace(NEEDS, interface="no-such-host.invalid")).resolved == ()
+
+
+def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert observe_network(replace(NEEDS, interface="127.0.0.1")).variables == {"GLOO_SOCKET_IFNAME": "nowhere0"}
+
+
+def test_ranges_of_the_kernel() -> None:
+    assert parse_ranges("8080,20000-31999\n") == ((8080, 8080), (20000, 31999))
+    assert parse_ranges("\n") == ()

@@ -1,0 +1,134 @@
+"""Versions against the supported matrix: each finding appears with its cause, and goes with it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from megatron_ft.doctor.software import check_software, missing, observe_software
+from megatron_ft.doctor.supported import PACKAGES, PYTHON, TRANSFORMER_ENGINE
+from megatron_ft.mcore.device.software import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
+from tests.helpers.machines import SOFTWARE, judged
+
+ROOT = Path(__file__).parents[3]
+FULL_ENGINE = {
+    "transformer-engine": "2.11.0",
+    "transformer-engine-cu13": "2.11.0",
+    "transformer-engine-torch": "2.11.0+build7",
+}
+
+
+def versions(**changed: str) -> dict[str, Any]:
+    return {"versions": {**SOFTWARE.versions, **{name.replace("_", "-"): each for name, each in changed.items()}}}
+
+
+def engine(**changed: str) -> dict[str, Any]:
+    full = {"versions": {**SOFTWARE.versions, **FULL_ENGINE, **{k.replace("_", "-"): v for k, v in changed.items()}}}
+    return {**full, "has_transformer_engine_libraries": True}
+
+
+CUDA = {"device": "cuda"}
+CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "an old Python": ({"python": "3.9.18"}, {}, "error", "Python 3.9.18: must be >=3.10,<3.13"),
+    "a new Python": ({"python": "3.13.0"}, {}, "error", "Python 3.13.0"),
+    "an old torch": (versions(torch="2.5.1"), {}, "error", "torch 2.5.1: must be >=2.6"),
+    "another Megatron-Core": (versions(megatron_core="0.17.0"), {}, "error", "must be ==0.16.1"),
+    "another package": (versions(rich="14.0.0"), {}, "warning", "rich 14.0.0: only ==15.0.0 is tested"),
+    "another Transformer Engine": (
+        engine(transformer_engine="2.12.0", transformer_engine_cu13="2.12.0", transformer_engine_torch="2.12.0"),
+        {},
+        "error",
+        "transformer-engine 2.12.0: must be >=2.9,<2.12",
+    ),
+    "the name of Transformer Engine alone": (versions(transformer_engine="2.11.0"), {}, "error", "has: neither"),
+    "parts without their name": (versions(transformer_engine_cu13="2.11.0"), {}, "error", "without transformer-engine"),
+    "parts of two versions": (engine(transformer_engine_torch="2.10.0"), {}, "error", "must be of one version"),
+    "Transformer Engine is needed": ({}, {"wants_transformer_engine": True}, "error", "this job needs it"),
+    "a foreign apex": ({"apex": "other"}, {}, "error", "is not NVIDIA's"),
+    "torch for CPU": (versions(torch="2.13.0+cpu"), CUDA, "error", "built without CUDA"),
+    "another NCCL": (versions(nvidia_nccl_cu13="2.27.3"), CUDA, "warning", "is built with ==2.28.9"),
+}
+
+
+def found(facts: dict[str, Any], asked: dict[str, Any]) -> list[Any]:
+    return check_software(replace(SOFTWARE, **facts), **{"device": "cpu", "wants_transformer_engine": False, **asked})
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_finding_appears_with_its_cause(cause: str) -> None:
+    facts, asked, level, what = CAUSES[cause]
+    (finding,) = judged(found(facts, asked))
+    assert (finding.level, what in finding.what) == (level, True), finding
+    assert finding.mend
+
+
+FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as it should be": ({}, {}),
+    "on CUDA": ({}, CUDA),
+    "a whole Transformer Engine": (engine(), {**CUDA, "wants_transformer_engine": True}),
+    "Transformer Engine from source": (
+        {**versions(transformer_engine="2.9.0+70f5366"), "has_transformer_engine_libraries": True},
+        CUDA,
+    ),
+    "NVIDIA's apex": ({"apex": "nvidia"}, CUDA),
+    "a torch from source": ({**versions(torch="2.9.0a0+50eac81"), "torch_requires": ()}, CUDA),
+    "another NCCL on CPU": (versions(nvidia_nccl_cu13="2.27.3"), {}),
+}
+
+
+@pytest.mark.parametrize("cause", FINE)
+def test_and_goes_without(cause: str) -> None:
+    facts, asked = FINE[cause]
+    (finding,) = found(facts, asked)
+    assert finding.level == "told" and finding.what.endswith("supported")
+
+
+@pytest.mark.parametrize("name", ["torch", "hydra-core", "packaging"])
+def test_what_is_not_there_is_said_first(name: str) -> None:
+    facts = replace(SOFTWARE, versions={each: SOFTWARE.versions[each] for each in SOFTWARE.versions if each != name})
+    (finding,) = missing(facts)
+    assert finding.what == f"{name} is not installed"
+    assert finding in check_software(facts, device="cpu", wants_transformer_engine=False)
+    assert missing(SOFTWARE) == []
+
+
+def test_a_missing_nccl_breaks_what_runs_on_gpus() -> None:
+    without = {name: each for name, each in SOFTWARE.versions.items() if name != "nvidia-nccl-cu13"}
+    (finding,) = judged(found({"versions": without}, CUDA))
+    assert (finding.level, "nvidia-nccl-cu13 missing" in finding.what) == ("error", True)
+
+
+def test_this_environment_is_supported() -> None:
+    facts = observe_software()
+    assert judged(check_software(facts, device="cpu", wants_transformer_engine=False)) == []
+
+
+def test_a_package_called_apex_is_looked_at_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert observe_software().apex == "other"
+    (tmp_path / "apex/normalization").mkdir()
+    (tmp_path / "amp_C.py").touch()
+    assert observe_software().apex == "nvidia"
+
+
+def test_the_matrix_is_what_the_project_installs() -> None:
+    """One matrix: pyproject.toml, requirements/ and the check before Megatron's import say the same."""
+    project = (ROOT / "pyproject.toml").read_text()
+    (python,) = re.findall(r'^requires-python = "(.+)"$', project, re.MULTILINE)
+    (block,) = re.findall(r"^dependencies = \[(.+?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert python == PYTHON
+    declared = {each.name: str(each.specifier) for each in map(Requirement, re.findall(r'"(.+)"', block))}
+    assert declared == {package.name: package.versions for package in PACKAGES if package.is_required}
+    train = [line for line in (ROOT / "requirements/train.txt").read_text().splitlines() if line[0] != "#"]
+    installed = {each.name: str(each.specifier) for each in map(Requirement, train)}
+    assert installed == {name: versions for name, versions in declared.items() if name != "torch"}
+    (gpu,) = [line for line in (ROOT / "requirements/gpu.txt").read_text().splitlines() if line[0] != "#"]
+    wanted = Requirement(f"x{TRANSFORMER_ENGINE.versions}").specifier
+    assert Requirement(gpu).specifier == wanted
+    low, end = (".".join(map(str, numbers)) for numbers in (TRANSFORMER_ENGINE_MIN, TRANSFORMER_ENGINE_END))
+    assert Requirement(f"x>={low},<{end}").specifier == wanted

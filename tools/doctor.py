@@ -1,0 +1,102 @@
+"""What this machine lacks for a job, before the job is submitted to it: each finding with its mend.
+
+    python -m tools.doctor model=moe_tiny launch.num_nodes=2 snapshot=sparse_window
+    srun --nodes=1 python -m tools.doctor --nodes-here 1 <the job's overrides>
+
+It takes the job's own overrides and looks at ports, interfaces, memory, limits, the run's file system, clocks, devices
+and versions. Nothing is started. Exit code 0: nothing is wrong; 1: warnings, with --strict; 2: something would break
+the job.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ft.doctor.findings import Finding, error, exit_code, render
+from megatron_ft.doctor.software import check_software, missing, observe_software
+from megatron_ft.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megatron_ft.doctor.needs import JobNeeds
+
+
+def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding]:
+    """All findings for the job of ``overrides``.
+
+    Without the packages it is built on, a configuration cannot even be read: then these are what is found.
+    """
+    software = observe_software()
+    if lacking := missing(software):
+        return lacking
+    from megatron_ft.doctor.needs import needs_of
+    from pretrain_moe import compose, resolve_plan, validate_for_cpu
+
+    found: list[Finding] = []
+    needs = None
+    try:
+        config, _ = compose(list(overrides))
+        plan = resolve_plan(config)
+        if plan.device == "cpu" and config.training.device == "auto":
+            validate_for_cpu(config)
+        needs = needs_of(config, plan, nodes_here=nodes_here)
+    except ConfigError as refusal:
+        subject = "data" if isinstance(refusal, DataError) else "configuration"
+        mend = "change what it names; the checks of the job's needs were left out"
+        found.append(error(subject, str(refusal), mend))
+    device = "cpu" if needs is None else needs.device
+    wants = needs is not None and needs.uses_transformer_engine
+    found += check_software(software, device=device, wants_transformer_engine=wants)
+    return [*found, *_examine_machine(needs)]
+
+
+def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
+    from megatron_ft.doctor.clocks import check_clocks, observe_clocks
+
+    if needs is None:
+        return check_clocks(observe_clocks())
+    from megatron_ft.doctor.devices import check_devices, observe_devices
+    from megatron_ft.doctor.memory import check_memory, observe_memory
+    from megatron_ft.doctor.network import check_network, observe_network
+    from megatron_ft.doctor.storage import check_storage, observe_storage
+
+    return [
+        *check_network(observe_network(needs), needs),
+        *check_memory(observe_memory(), needs),
+        *check_storage(observe_storage(needs), needs),
+        *check_clocks(observe_clocks()),
+        *check_devices(observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES")), needs),
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Command line of this tool."""
+    first, *_ = (__doc__ or "").split("\n\n")
+    result = argparse.ArgumentParser(prog="doctor", description=first)
+    result.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for pretrain_moe.py")
+    result.add_argument("--nodes-here", type=int, help="nodes on this machine (all with launch.mode=local, else 1)")
+    result.add_argument("--strict", action="store_true", help="exit code 1 for warnings")
+    result.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = parser().parse_intermixed_args(arguments)
+    found = examine(options.overrides, nodes_here=options.nodes_here)
+    code = exit_code(found, strict=options.strict)
+    if options.json:
+        print(json.dumps({"exit_code": code, "findings": [finding.to_json() for finding in found]}, indent=2))
+    else:
+        print(render(found))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
