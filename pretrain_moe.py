@@ -142,10 +142,12 @@ def _refuse_flags(arguments: list[str]) -> None:
 
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.config.checks.placement import derive_placement
+    from megatron_ft.control.environment import check_restarts
 
     environment = None if config.dry_run else _environment(config, overrides)
     if environment is not None:
         config = _adopt(config, environment, overrides)
+        check_restarts(environment, config.run)
     plan = resolve_plan(config)
     if config.dry_run:
         _show(plan, config)
@@ -192,7 +194,7 @@ def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[st
         if key in _keys(overrides) and given != value:
             raise ConfigError.of(key, given, f"must agree with {mode}, which started this process: {value}")
     if environment.rank == 0:
-        print(f"this process is a rank of {mode}: {num_nodes} nodes x {per_node} ranks", file=sys.stderr)
+        print(environment.summary(), file=sys.stderr)
     return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **found))
 
 

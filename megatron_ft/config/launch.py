@@ -16,18 +16,18 @@ class LaunchConfig:
     ranks_per_node: int = 1
     """Ranks (processes) per node; one per GPU on CUDA."""
     interface: str = "127.0.0.1"
-    """Address the job's control channel binds to. Never all interfaces."""
+    """Address the job's control channel binds to. Never all interfaces. Mode ``local``."""
     tls_dir: str | None = None
     """Folder with ``ca.pem``, ``cert.pem`` and ``key.pem``: the control channel is encrypted, and both sides show a
     certificate of that authority. Null sends in clear. Mode ``local``."""
     master_port: int = 0
-    """Port of the rendezvous store; 0 takes a free one."""
+    """Port of the rendezvous store; 0 takes a free one. Modes ``local`` and ``srun``."""
     forkserver_socket: str | None = None
-    """Unix socket of a warm fork server to start ranks from; null starts one for the job."""
+    """Unix socket of a warm fork server to start ranks from; null starts one for the job. Mode ``local``."""
     start_timeout_seconds: float = 300.0
     """Longest wait for all ranks to report."""
     stop_timeout_seconds: float = 20.0
-    """After a stop request, ranks that still live so long are killed."""
+    """After a stop request, ranks that still live so long are killed. Mode ``local``."""
     max_restarts: int = 0
     """Times in a row that all ranks are started again after one has failed, without the run getting further than
     before; they continue from the newest window or checkpoint. Mode ``local`` only."""

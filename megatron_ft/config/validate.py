@@ -4,6 +4,7 @@ import dataclasses
 
 from megatron_ft.config.checks.data import check_data_knobs
 from megatron_ft.config.checks.launch import check_detector, check_launch, check_names, check_run, check_telemetry
+from megatron_ft.config.checks.launchers import check_launchers
 from megatron_ft.config.checks.model import check_model
 from megatron_ft.config.checks.moe import check_moe
 from megatron_ft.config.checks.parallel import check_parallel, check_transformer_engine
@@ -31,6 +32,7 @@ def validate(config: JobConfig) -> None:
     check_names(config)
     check_launch(config.launch)
     check_detector(config.detector)
+    check_launchers(config)
     check_run(config.run)
     check_telemetry(config.telemetry)
     check_data_knobs(config.data)

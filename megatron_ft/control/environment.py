@@ -1,18 +1,21 @@
 """What ``torchrun`` and ``srun`` say about a process, read from their environment variables. Pure.
 
 Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section
-"OUTPUT ENVIRONMENT VARIABLES").
+"OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``: its ``ft_launcher`` is
+torchrun's successor and sets torchrun's variables and two of its own.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_ft.config.run import RunConfig
 from megatron_ft.errors import ConfigError
 
 _KEY = "launch.mode"
 _FIRST_PORT = 20000
 _NUM_PORTS = 20000
+_FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +31,12 @@ class RankEnvironment:
     master_port: int
     job_id: str
     attempt: int = 0
+    max_restarts: int = 0
+    """Times that the launcher says it starts all ranks again."""
     store_is_served: bool = False
-    """Whether the launcher already serves a ``TCPStore`` at the master's address."""
+    """Whether the launcher already serves a ``TCPStore`` at the master's address, which outlives an attempt."""
+    program: str = ""
+    """The launcher's own name: ``ft_launcher`` works like ``torchrun``."""
 
     @property
     def node(self) -> int:
@@ -40,6 +47,40 @@ class RankEnvironment:
     def num_nodes(self) -> int:
         """Nodes of the job."""
         return self.world_size // self.local_world_size
+
+    def summary(self) -> str:
+        """What this start is, and what a lost rank will mean."""
+        then = "end the step (srun --kill-on-bad-exit=1)"
+        if self.launcher == "torchrun":
+            then = f"have {self.program} start all again from the newest checkpoint, {self.max_restarts} times at most"
+            then = then if self.max_restarts else "end the job"
+        return (
+            f"this process is a rank of {self.program}: {self.num_nodes} nodes x {self.local_world_size} ranks; there "
+            f"are no node processes and no controller, so a lost rank will {then} (docs/launch.md, section "
+            '"Launchers and what they lack")'
+        )
+
+
+def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
+    """A start after the first has to find the run again.
+
+    It asks the launcher's store for the name. Where none outlives an attempt (ft_launcher, torchrun with another
+    rendezvous than ``c10d``, a requeued srun job), the configuration has to name the run, or training would begin anew
+    in another folder.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if environment.store_is_served or not (environment.max_restarts or environment.attempt):
+        return
+    reason = (
+        f"{environment.program} starts ranks again (start {environment.attempt}, {environment.max_restarts} restarts) "
+        "and keeps no store that remembers the run"
+    )
+    if run.name is None:
+        raise ConfigError.of("run.name", "null", f"must be given, with run.resume=auto: {reason}")
+    if run.resume == "never":
+        raise ConfigError.of("run.resume", run.resume, f"must be auto or must: {reason}")
 
 
 def detect(variables: Mapping[str, str]) -> str:
@@ -82,7 +123,9 @@ def _torchrun(variables: Mapping[str, str]) -> RankEnvironment:
         master_port=_number(variables, "MASTER_PORT"),
         job_id=_text(variables, "TORCHELASTIC_RUN_ID"),
         attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        max_restarts=int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")),
         store_is_served=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        program="ft_launcher" if _FT_LAUNCHER in variables else "torchrun",
     )
 
 
@@ -105,6 +148,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
         master_port=master_port or _FIRST_PORT + (int(job) * 16 + int(step)) % _NUM_PORTS,
         job_id=f"{job}.{step}",
         attempt=int(variables.get("SLURM_RESTART_COUNT", "0")),
+        program="srun",
     )
 
 

@@ -1,8 +1,17 @@
 """What torchrun and srun say, and what is refused of it."""
 
+import re
+
 import pytest
 
-from megatron_ft.control.environment import detect, expand_counts, expand_nodelist, read_environment
+from megatron_ft.config.run import RunConfig
+from megatron_ft.control.environment import (
+    check_restarts,
+    detect,
+    expand_counts,
+    expand_nodelist,
+    read_environment,
+)
 from megatron_ft.errors import ConfigError
 
 TORCHRUN = {
@@ -111,3 +120,64 @@ def test_counts() -> None:
     assert expand_counts("8") == [8]
     with pytest.raises(ConfigError):
         expand_counts("2x3")
+
+
+FT_LAUNCHER = {
+    **TORCHRUN,
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "FT_RANK_MONITOR_IPC_SOCKET": "monitor.socket",
+}
+
+
+def test_ft_launcher_is_torchrun_by_another_name() -> None:
+    assert detect(FT_LAUNCHER) == "torchrun"
+    found = read_environment("torchrun", FT_LAUNCHER)
+    assert (found.launcher, found.program, found.max_restarts, found.store_is_served) == (
+        "torchrun",
+        "ft_launcher",
+        3,
+        False,
+    )
+    assert read_environment("torchrun", TORCHRUN).program == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("mode", "variables", "says"),
+    [
+        ("torchrun", FT_LAUNCHER, "rank of ft_launcher: 2 nodes x 4 ranks; .* ft_launcher start all again .* 3 times"),
+        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun: .* will end the job"),
+        ("srun", SRUN, "rank of srun: 3 nodes x 2 ranks; .* will end the step"),
+    ],
+)
+def test_a_start_says_what_is_not_there(mode: str, variables: dict[str, str], says: str) -> None:
+    summary = read_environment(mode, variables).summary()
+    assert re.search(says, summary), summary
+    assert "no node processes and no controller" in summary
+
+
+NEVER_AGAIN = {**FT_LAUNCHER, "TORCHELASTIC_MAX_RESTARTS": "0"}
+STORE_THAT_LASTS = {**FT_LAUNCHER, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+REQUEUED = {**SRUN, "SLURM_RESTART_COUNT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "variables"), [("torchrun", FT_LAUNCHER), ("srun", REQUEUED)], ids=["ft_launcher", "requeued"]
+)
+def test_a_start_that_could_not_find_its_run_again_is_refused(mode: str, variables: dict[str, str]) -> None:
+    environment = read_environment(mode, variables)
+    with pytest.raises(ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* keeps no store"):
+        check_restarts(environment, RunConfig())
+    with pytest.raises(ConfigError, match=r"^run\.resume=never: must be auto or must"):
+        check_restarts(environment, RunConfig(name="first"))
+    check_restarts(environment, RunConfig(name="first", resume="auto"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "variables"),
+    [("torchrun", NEVER_AGAIN), ("torchrun", STORE_THAT_LASTS), ("torchrun", TORCHRUN), ("srun", SRUN)],
+    ids=["no restarts", "a store that lasts", "a restart with such a store", "a first srun"],
+)
+def test_others_need_no_name(mode: str, variables: dict[str, str]) -> None:
+    check_restarts(read_environment(mode, variables), RunConfig())

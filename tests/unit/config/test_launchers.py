@@ -1,0 +1,87 @@
+"""Under torchrun, ft_launcher and srun every key of the control plane is refused by its name; none does nothing."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.detector import DetectorConfig
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.validate import validate
+from megatron_ft.errors import ConfigError
+
+LOSE = "lose(nodes=[1],before_iteration=5)"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "max_restarts": ({"max_restarts": 1}, "launch.max_restarts"),
+    "min_nodes": ({"min_nodes": 1}, "launch.mode"),
+    "max_nodes": ({"max_nodes": 3}, "launch.mode"),
+    "num_spare_nodes": ({"num_spare_nodes": 1}, "launch.mode"),
+    "restart_lost_nodes": ({"restart_lost_nodes": True}, "launch.restart_lost_nodes"),
+    "keep_layout": ({"keep_layout": True, "num_spare_nodes": 1}, "launch.mode"),
+    "membership_schedule": ({"membership_schedule": [LOSE]}, "launch.mode"),
+    "interface": ({"interface": "10.0.0.5"}, "launch.interface"),
+    "tls_dir": ({"tls_dir": "certificates"}, "launch.tls_dir"),
+    "forkserver_socket": ({"forkserver_socket": "warm.sock"}, "launch.forkserver_socket"),
+    "stop_timeout_seconds": ({"stop_timeout_seconds": 5.0}, "launch.stop_timeout_seconds"),
+}
+MEANT_ELSEWHERE = {
+    "mode": "says who starts ranks",
+    "num_nodes": "taken from the launcher, and must agree",
+    "ranks_per_node": "likewise",
+    "master_port": "srun serves the store there",
+    "start_timeout_seconds": "the wait for rank 0's word",
+    "failure_domains": "placement",
+    "failpoints": "ranks obey them",
+    "gpu_memory_bytes": "dry runs",
+    "host_memory_bytes": "dry runs",
+    "join_window_seconds": "only read where nodes join, which is refused",
+    "max_node_restarts": "only read with restart_lost_nodes",
+    "position_timeout_seconds": "only read where nodes are lost",
+    "reform_timeout_seconds": "likewise",
+}
+
+
+def job(mode: str, **groups: dict[str, Any]) -> JobConfig:
+    launch = {"num_nodes": 2, "mode": mode, **groups.pop("launch", {})}
+    return from_dict({"launch": launch, "parallel": {"use_distributed_optimizer": False}, **groups})
+
+
+def test_every_key_of_launch_is_refused_or_has_a_meaning() -> None:
+    assert {field.name for field in dataclasses.fields(LaunchConfig)} == REFUSED.keys() | MEANT_ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("mode", ["torchrun", "srun"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_keys_of_the_control_plane_are_refused(mode: str, name: str) -> None:
+    launch, key = REFUSED[name]
+    with pytest.raises(ConfigError, match=rf"^{key}="):
+        validate(job(mode, launch=launch))
+
+
+@pytest.mark.parametrize("name", ["interface", "tls_dir", "forkserver_socket", "stop_timeout_seconds"])
+def test_and_taken_where_node_processes_are(name: str) -> None:
+    validate(job("local", launch=REFUSED[name][0]))
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DetectorConfig)])
+def test_nobody_detects_silence(name: str) -> None:
+    longer = {"detector": {name: 5.0}}
+    validate(job("local", **longer))
+    with pytest.raises(ConfigError, match=rf"^detector\.{name}=5\.0: must be left at .* no node's process"):
+        validate(job("torchrun", **longer))
+
+
+def test_snapshots_are_refused() -> None:
+    policy = {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"}
+    snapshot = {"policy": policy, "num_peer_copies": 1}
+    validate(job("local", snapshot=snapshot))
+    with pytest.raises(ConfigError, match=r"^snapshot\.policy=.*needs node processes"):
+        validate(job("torchrun", snapshot=snapshot))
+
+
+def test_only_srun_serves_its_store_where_it_is_told_to() -> None:
+    validate(job("srun", launch={"master_port": 23456}))
+    with pytest.raises(ConfigError, match=r"^launch\.master_port=23456: must be left at 0.*MASTER_PORT"):
+        validate(job("torchrun", launch={"master_port": 23456}))
