@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
-from megatron_ft.telemetry.report.episodes import Episode, duration, instant
+from megatron_ft.telemetry.report.episodes import Episode
+from megatron_ft.telemetry.times import duration, instant
 
 NUM_AROUND = 3
 """Iterations that are shown before and after a recovery."""

@@ -7,10 +7,9 @@ from typing import TypeVar
 from megatron_ft import events
 from megatron_ft.events import Record
 from megatron_ft.telemetry.report.files import Decision
+from megatron_ft.telemetry.times import instant
 
 _Kind = TypeVar("_Kind", bound=Record)
-_EARLIEST_SECONDS, _LATEST_SECONDS = 1e9, 1e11
-_LONGEST_SECONDS = 1e9
 
 MAX_RANKS = 4096
 """Ranks of one membership that a page follows one by one."""
@@ -198,13 +197,3 @@ def _job_at(starts: Sequence[float | None], at_seconds: float) -> int:
 
 def _bounded(count: int) -> int:
     return min(MAX_RANKS, max(0, count))
-
-
-def instant(seconds: float | None) -> float | None:
-    """A time since 1970; None where a record has none, or one that no wall clock shows."""
-    return seconds if seconds is not None and _EARLIEST_SECONDS <= seconds <= _LATEST_SECONDS else None
-
-
-def duration(seconds: float | None) -> float | None:
-    """Seconds that something took; None where that is not known, or cannot be."""
-    return seconds if seconds is not None and 0.0 <= seconds <= _LONGEST_SECONDS else None

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ft import events
-from megatron_ft.telemetry.report.episodes import Episode, instant
+from megatron_ft.telemetry.report.episodes import Episode
+from megatron_ft.telemetry.times import instant
 
 KINDS = {
     "trains": "trains",

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from megatron_ft import events
 from megatron_ft.errors import EXIT_CODES
 from megatron_ft.events import Metrics, Record, RunStarted
+from megatron_ft.telemetry.goodput import Goodput, measure
 from megatron_ft.telemetry.read import newest_of_each
-from megatron_ft.telemetry.report.episodes import episodes, instant, num_jobs
+from megatron_ft.telemetry.report.episodes import episodes, num_jobs
 from megatron_ft.telemetry.report.files import RunFiles
 from megatron_ft.telemetry.report.recoveries import Recovery, recoveries
+from megatron_ft.telemetry.times import instant
 
 _HIGHEST = 1e30
 """A loss above it is drawn no more than one that is no number."""
@@ -56,6 +58,8 @@ class RunReport:
     """(iteration, validation loss in nats per token)."""
     marks: tuple[Mark, ...]
     recoveries: tuple[Recovery, ...]
+    goodput: Goodput
+    """Where the time of all its jobs went."""
     num_jobs: int
     """How often the command was started."""
     num_events: int
@@ -81,6 +85,7 @@ def build(files: RunFiles) -> RunReport:
         evaluations=tuple(_evaluations(files.events)),
         marks=tuple(_marks(files.events, found)),
         recoveries=found,
+        goodput=measure((*files.metrics, *files.events)),
         num_jobs=num_jobs(files.events),
         num_events=len(files.events),
         num_metrics=len(files.metrics),

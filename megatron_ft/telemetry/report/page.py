@@ -1,8 +1,9 @@
-"""A run's page: heading, figures, loss, recoveries, and the story of each; a table stands beside every drawing."""
+"""A run's page: heading, figures, loss, time, recoveries and the story of each; a table stands beside each drawing."""
 
 from collections.abc import Iterator
 from datetime import datetime, timezone
 
+from megatron_ft.telemetry.report.goodput import goodput
 from megatron_ft.telemetry.report.loss import legend_mark, loss_plot, sampled
 from megatron_ft.telemetry.report.markup import Element, element
 from megatron_ft.telemetry.report.model import RunReport
@@ -116,7 +117,7 @@ def _row(recovery: Recovery) -> tuple[Element | str, ...]:
     )
 
 
-SECTIONS = (heading, loss, summary_of_recoveries, stories)
+SECTIONS = (heading, loss, goodput, summary_of_recoveries, stories)
 """What a page has, from the top down: each takes the report and gives elements."""
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.telemetry.report.course import Course, Times, beginning, course
-from megatron_ft.telemetry.report.episodes import Episode, duration, instant
+from megatron_ft.telemetry.report.episodes import Episode
 from megatron_ft.telemetry.report.spans import has_failed
 from megatron_ft.telemetry.report.story import Timeline, timeline
+from megatron_ft.telemetry.times import duration, instant
 from megatron_ft.telemetry.wording import note
 
 _NEVER = float("inf")

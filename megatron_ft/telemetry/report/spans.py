@@ -6,8 +6,9 @@ from dataclasses import replace
 from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.telemetry.report.course import Course
-from megatron_ft.telemetry.report.episodes import Episode, duration, instant
+from megatron_ft.telemetry.report.episodes import Episode
 from megatron_ft.telemetry.report.lanes import KINDS, Lane, Span
+from megatron_ft.telemetry.times import duration, instant
 from megatron_ft.telemetry.wording import seconds, size
 
 

@@ -6,6 +6,8 @@ STYLE = """
   --paper: #ffffff; --panel: #f6f7f9; --ink: #1c2430; --soft: #5a6675; --line: #d5dae1; --grid: #e7eaee;
   --loss: #0072b2; --evaluation: #7b3294; --bad: #b3261e; --good: #1b7a4b; --open: #8a5a00;
   --trains: #a9bdd3; --unfinished: #ffffff; --forms: #e9e2f5; --starts: #e9e2f5; --loads: #c9b8e8;
+  --useful: #3d9a6a; --stalled: #c9a227; --again: #e8833a; --skipped: #9467bd; --recovering: #c0443c;
+  --between: #8c99a8; --rest: #ccd3db;
   --replays: #e8833a; --serves: #4aa3d6; --waits: #ffffff; --other: #d9d9d9; --bar: #10151c;
 }
 @media (prefers-color-scheme: dark) {
@@ -13,6 +15,8 @@ STYLE = """
     --paper: #11161d; --panel: #1a212b; --ink: #e4e9f0; --soft: #9aa7b6; --line: #36414f; --grid: #232c38;
     --loss: #5cb3ec; --evaluation: #d19be0; --bad: #ff8a80; --good: #6fd3a0; --open: #f0bf66;
     --trains: #44607f; --unfinished: #11161d; --forms: #2d2740; --starts: #2d2740; --loads: #5b4a86;
+    --useful: #3a8f63; --stalled: #a8851a; --again: #c06a25; --skipped: #8259a8; --recovering: #c24d45;
+    --between: #6b7888; --rest: #3f4a58;
     --replays: #a84f10; --serves: #1f77ad; --waits: #11161d; --other: #4a4a4a; --bar: #f2f5f9;
   }
 }
@@ -54,6 +58,9 @@ svg .inbar { font-size: 11px; fill: var(--bar); }
 .trains { fill: var(--trains); } .loads { fill: var(--loads); } .replays { fill: var(--replays); }
 .serves { fill: var(--serves); } .other { fill: var(--other); } .forms, .starts { fill: var(--forms); }
 .waits, .unfinished { fill: var(--waits); stroke: var(--soft); stroke-dasharray: 3 2; }
+.useful { fill: var(--useful); } .stalled { fill: var(--stalled); } .again { fill: var(--again); }
+.skipped { fill: var(--skipped); } .recovering { fill: var(--recovering); } .between { fill: var(--between); }
+.rest { fill: var(--rest); }
 .log { fill: var(--serves); }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: .5rem 0; padding: 0; list-style: none; }
 .legend li { font-size: .87rem; }

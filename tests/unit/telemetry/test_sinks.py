@@ -66,6 +66,8 @@ def test_what_a_run_leaves_behind(config: JobConfig, run_dir: Path, clock: FakeC
     assert found["first_loss"] == 5.0 and found["final_loss"] == 5.0 / 12
     assert found["tokens_per_second"] == 4096.0 and found["world_size"] == 2
     assert found["wall_seconds"] > 0
+    # the clock moves a second with each record: 12 iterations of half a second in 29 seconds
+    assert found["goodput"]["ettr"] == 6.0 / 29.0 and found["goodput"]["iterations"] == 12
     assert found["checkpoints"] == [12] and found["exit_code"] == 0 and found["failed_sinks"] == {}
     assert "all iterations done" in stream.getvalue()
 

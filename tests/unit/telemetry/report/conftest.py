@@ -202,3 +202,14 @@ def drawings(page: str) -> list[ElementTree.Element]:
     """The page's drawings with a title, by an XML parser."""
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     return [drawing for drawing in root.iter("svg") if drawing.find("title") is not None]
+
+
+def titles(page: str) -> list[str]:
+    """The titles of the page's drawings, in their order."""
+    return [str(drawing.findtext("title")) for drawing in drawings(page)]
+
+
+def drawing_of(page: str, title: str) -> ElementTree.Element:
+    """The only drawing whose title begins so."""
+    (found,) = (drawing for drawing in drawings(page) if str(drawing.findtext("title")).startswith(title))
+    return found

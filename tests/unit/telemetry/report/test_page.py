@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ft import events
 
-from .conftest import MadeUpRun, Parts, drawings, elastic, localized, stage_recovery, started
+from .conftest import MadeUpRun, Parts, drawing_of, drawings, elastic, localized, stage_recovery, started, titles
 
 HOSTILE = "</title><script src='https://evil.example/x.js'>alert(1)</script>\" onload=\"x\u202e\x00&amp;\ud800"
 
@@ -15,7 +15,9 @@ def test_pages_are_well_formed(told: MadeUpRun) -> None:
     page = told.page()
     parts = Parts(page)
     assert parts.names.count("html") == 1 and "script" not in parts.names
-    assert len(drawings(page)) == 1 + len(told.report().recoveries)
+    recoveries = [title for title in titles(page) if title.startswith("Timeline of recovery ")]
+    assert len(recoveries) == len(told.report().recoveries) and recoveries
+    assert titles(page)[:2] == ["Loss over iterations", "Shares of the wall time"]
 
 
 def test_nothing_is_fetched(told: MadeUpRun) -> None:
@@ -59,7 +61,7 @@ def test_hostile_text_stays_text(run: MadeUpRun, title: str) -> None:
     page = run.page()
     page.encode("utf-8")
     parts = Parts(page)
-    assert len(drawings(page)) == 2
+    assert len([title for title in titles(page) if title.startswith("Timeline of recovery ")]) == 1
     assert "script" not in parts.names
     assert not {name for name, _ in parts.attributes if name.startswith("on")}
     assert not re.search(r"<(?!/?(?:[a-z]+[0-9]?)[ >/]|!DOCTYPE)", page)
@@ -68,7 +70,7 @@ def test_hostile_text_stays_text(run: MadeUpRun, title: str) -> None:
 def test_each_rank_has_a_lane_and_a_row(run: MadeUpRun) -> None:
     localized(run)
     page = run.page()
-    _, timeline = drawings(page)
+    timeline = drawing_of(page, "Timeline of recovery 1")
     words = ["".join(text.itertext()) for text in timeline.iter("text")]
     lanes = [word for word in words if word.startswith("rank ")]
     assert lanes == ["rank 0 · node 0", "rank 1 · node 1", "rank 2 · node 4", "rank 3 · node 3"]
@@ -89,7 +91,7 @@ def test_shapes_lie_inside_their_drawings(told: MadeUpRun) -> None:
 
 def test_failures_and_recoveries_are_marked_on_the_loss(run: MadeUpRun) -> None:
     elastic(run)
-    curve = drawings(run.page())[0]
+    curve = drawing_of(run.page(), "Loss")
     assert len([path for path in curve.iter("path") if path.get("class") == "failure"]) == 1
     assert [mark.get("class") for mark in curve.iter("line") if mark.get("class") in ("recovery", "change")] == [
         "recovery",
@@ -109,7 +111,7 @@ def test_a_calm_run(run: MadeUpRun) -> None:
     run.say(run.train(1, 1, 0.1), events.Evaluation(iteration=1, loss=4.5))
     page = run.page()
     assert "Nothing was lost" in page and "validation loss" in page and "How each went" not in page
-    assert len(drawings(page)) == 1
+    assert titles(page) == ["Loss over iterations", "Shares of the wall time"]
 
 
 def test_many_recoveries_are_folded(run: MadeUpRun) -> None:

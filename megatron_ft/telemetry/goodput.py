@@ -1,0 +1,271 @@
+"""Where a run's wall time went, measured from its own records: training that counts, and what it was lost to.
+
+Wall time is cut at the reports of iterations. An iteration takes what its report says; the time between the end of one
+and the start of the next belongs to what was recorded there: a recovery, the time between two jobs, or the rest.
+"""
+
+import math
+import statistics
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron_ft import events
+from megatron_ft.events import Metrics, Record
+from megatron_ft.planning.cost.training_time import checkpoint_overhead, effective_training_time_ratio
+from megatron_ft.telemetry.times import duration, instant
+
+_ENDS = (events.RunFinished, events.RunStopped)
+_MOST = 10**15
+"""Iterations of a run, and tokens of an iteration, that are still believed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """Shares of a run's wall time; they add up to all of it."""
+
+    wall_seconds: float
+    """From the first record to the newest, the time between jobs included."""
+    useful_seconds: float
+    """Iterations that count: each once, without skipped ones and without waiting for captures."""
+    stalled_seconds: float
+    """Training waited for captures of windows, for checkpoints, or for experts to move."""
+    again_seconds: float
+    """Iterations that were reported, lost, and run again later."""
+    skipped_seconds: float
+    """Iterations that the vote did not commit."""
+    recovery_seconds: float
+    """From the last report before a failure or a change of membership to the start of the first iteration after it."""
+    between_jobs_seconds: float
+    """From the last word of a job to the first of the one that goes on with the run."""
+    other_seconds: float
+    """Starts, evaluations, and what lies between iterations."""
+    num_iterations: int
+    """Iterations that count."""
+    num_interruptions: int
+    """Recoveries, changes of membership and jobs that went on with the run; those without an iteration between are
+    one."""
+    num_tokens: int
+    """Tokens of the iterations that count."""
+    iteration_seconds: float | None
+    """Median of the iterations that count."""
+
+    @property
+    def ettr(self) -> float | None:
+        """Effective training time ratio, measured: useful time over wall time; None where no time has passed."""
+        return self.useful_seconds / self.wall_seconds if self.wall_seconds > 0 else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Goodput: tokens of the iterations that count over wall time."""
+        return self.num_tokens / self.wall_seconds if self.wall_seconds > 0 else None
+
+    @property
+    def lost_per_interruption_seconds(self) -> float:
+        """Mean time lost to an interruption: until training goes on, and what was run again."""
+        return (self.recovery_seconds + self.again_seconds) / max(1, self.num_interruptions)
+
+    @property
+    def mtbf_seconds(self) -> float:
+        """Mean time that a job was up between interruptions; infinite without any."""
+        up_seconds = self.wall_seconds - self.recovery_seconds - self.between_jobs_seconds
+        return up_seconds / self.num_interruptions if self.num_interruptions else math.inf
+
+    @property
+    def predicted_ettr(self) -> float | None:
+        """The closed formula with this run's figures; None before there are any."""
+        if self.useful_seconds <= 0 or self.mtbf_seconds <= 0:
+            return None
+        per_iteration = self.useful_seconds / self.num_iterations
+        return effective_training_time_ratio(
+            overhead=checkpoint_overhead(self.stalled_seconds / self.num_iterations, per_iteration),
+            recovery_seconds=self.lost_per_interruption_seconds,
+            mtbf_seconds=self.mtbf_seconds,
+        )
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Figures for ``summary.json``; ``docs/telemetry.md`` explains each."""
+        shares = ("useful", "stalled", "again", "skipped", "recovery", "between_jobs", "other")
+        return {
+            "ettr": self.ettr,
+            "ettr_predicted": self.predicted_ettr,
+            "tokens_per_second": self.tokens_per_second,
+            "wall_seconds": self.wall_seconds,
+            **{f"{share}_seconds": getattr(self, f"{share}_seconds") for share in shares},
+            "iterations": self.num_iterations,
+            "interruptions": self.num_interruptions,
+            "mtbf_seconds": self.mtbf_seconds if self.num_interruptions else None,
+            "iteration_seconds": self.iteration_seconds,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gap:
+    """What was recorded since the newest report of an iteration."""
+
+    begin: float
+    """When that was."""
+    fails: bool = False
+    goes_on: bool = False
+    source: int | None = None
+    """Newest iteration of the state that ranks went on with."""
+    between_jobs_seconds: float = 0.0
+    ended: float | None = None
+    """When a job ended, as long as nothing came after it."""
+
+    @property
+    def is_recovery(self) -> bool:
+        return self.fails or self.goes_on
+
+    def pass_to(self, at: float, *, ends_job: bool) -> None:
+        """Something was recorded at ``at``."""
+        if self.ended is not None:
+            self.between_jobs_seconds += max(0.0, at - self.ended)
+        self.ended = at if ends_job else None
+
+    def parts(self, seconds: float) -> tuple[float, float]:
+        """Of ``seconds`` in it those between two jobs, and all others."""
+        between = min(self.between_jobs_seconds, seconds)
+        return between, seconds - between
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Iterations that count so far, by the reports of them: each stands for those that were not reported before it."""
+
+    newest: "array[int]" = field(default_factory=lambda: array("q"))
+    counts: "array[int]" = field(default_factory=lambda: array("q"))
+    seconds: "array[float]" = field(default_factory=lambda: array("d"))
+    tokens: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def add(self, iteration: int, count: int, seconds: float, tokens: float) -> None:
+        for column, value in ((self.newest, iteration), (self.counts, count)):
+            column.append(value)
+        for figures, figure in ((self.seconds, seconds), (self.tokens, tokens)):
+            figures.append(figure)
+
+    def go_back(self, iteration: int) -> float:
+        """Those after ``iteration`` no longer count; returns the seconds that they took."""
+        lost = 0.0
+        while self.newest and self.newest[-1] > iteration:
+            newest, count = self.newest.pop(), self.counts.pop()
+            seconds, tokens = self.seconds.pop(), self.tokens.pop()
+            kept = max(0, iteration - (newest - count))
+            if kept:
+                self.add(iteration, kept, seconds * kept / count, tokens * kept / count)
+            lost += seconds * (count - kept) / count
+        return lost
+
+
+class GoodputMeter:
+    """Folds records, oldest first, into where the time went; it keeps four numbers for each report of an iteration."""
+
+    def __init__(self) -> None:
+        self._counted = _Counted()
+        self._position: int | None = None
+        """Newest iteration that was told of."""
+        self._again = self._skipped = self._captures = self._waits = 0.0
+        self._recovery = self._between_jobs = self._other = 0.0
+        self._num_interruptions = 0
+        self._first: float | None = None
+        self._newest = 0.0
+        self._gap = _Gap(begin=0.0)
+
+    def take(self, record: Record) -> None:
+        """Fold one more record in; one without a time that can be is passed over."""
+        at = instant(record.time_unix_seconds)
+        if at is None:
+            return
+        if self._first is None:
+            self._first, self._newest, self._gap = at, at, _Gap(begin=at)
+        self._newest = max(self._newest, at)
+        self._gap.pass_to(at, ends_job=isinstance(record, _ENDS))
+        if isinstance(record, Metrics):
+            if 0 < record.iteration < _MOST:
+                self._train(record, at)
+        elif isinstance(record, events.IterationSkipped):
+            self._skip(record.iteration)
+        else:
+            self._note(record)
+
+    def result(self) -> Goodput:
+        """The figures so far."""
+        between, tail = self._gap.parts(0.0 if self._first is None else self._newest - self._gap.begin)
+        is_recovery = self._gap.is_recovery
+        other = self._other + (0.0 if is_recovery else tail)
+        counted = math.fsum(self._counted.seconds)
+        captures, waits = min(self._captures, counted), min(self._waits, other)
+        each = [seconds / count for seconds, count in zip(self._counted.seconds, self._counted.counts, strict=True)]
+        return Goodput(
+            wall_seconds=0.0 if self._first is None else self._newest - self._first,
+            useful_seconds=counted - captures,
+            stalled_seconds=captures + waits,
+            again_seconds=self._again,
+            skipped_seconds=self._skipped,
+            recovery_seconds=self._recovery + (tail if is_recovery else 0.0),
+            between_jobs_seconds=self._between_jobs + between,
+            other_seconds=other - waits,
+            num_iterations=sum(self._counted.counts),
+            num_interruptions=self._num_interruptions + is_recovery,
+            num_tokens=round(math.fsum(self._counted.tokens)),
+            iteration_seconds=statistics.median(each) if each else None,
+        )
+
+    def _train(self, record: Metrics, at: float) -> None:
+        """An iteration was run up to ``at``: what lies between it and the report before belongs to something else."""
+        gap, iteration = self._gap, record.iteration
+        at = max(at, gap.begin)
+        self._gap = _Gap(begin=at)
+        length = min(duration(_figure(record, "iteration_seconds")) or 0.0, at - gap.begin)
+        between, before = gap.parts(at - gap.begin - length)
+        before_it = gap.source if gap.source is not None else self._position
+        follows = iteration - 1 if before_it is None else max(0, min(iteration - 1, before_it))
+        self._again += self._counted.go_back(follows)
+        num_unreported = iteration - 1 - follows
+        unreported = min(before, num_unreported * length)
+        tokens = _figure(record, "tokens") * (1 + num_unreported)
+        self._counted.add(iteration, 1 + num_unreported, length + unreported, tokens)
+        self._position = iteration
+        self._between_jobs += between
+        if gap.is_recovery:
+            self._recovery += before - unreported
+            self._num_interruptions += gap.goes_on
+        else:
+            self._other += before - unreported
+
+    def _skip(self, iteration: int) -> None:
+        if self._position == iteration:
+            self._skipped += self._counted.go_back(iteration - 1)
+
+    def _note(self, record: Record) -> None:
+        match record:
+            case events.RankFailed():
+                self._gap.fails = True
+            case events.RanksRestarted():
+                self._gap.goes_on = True
+            case events.RecoveryDecided() | events.MembershipChanged() | events.StageRecovery():
+                self._gap.goes_on, self._gap.source = True, record.iteration
+            case events.RunStarted():
+                self._gap.goes_on |= self._position is not None
+                self._gap.source = record.resumed_from_iteration or 0
+            case events.WindowCommitted():
+                self._captures += duration(record.stalled_seconds) or 0.0
+            case events.CheckpointSaved():
+                self._waits += duration(record.blocked_seconds) or 0.0
+            case events.PlacementInForce():
+                self._waits += duration(record.seconds) or 0.0
+
+
+def measure(records: Iterable[Record]) -> Goodput:
+    """Where the time of a run went, from all of its events and metrics, in any order."""
+    meter = GoodputMeter()
+    timed = [(at, record) for record in records if (at := instant(record.time_unix_seconds)) is not None]
+    for _, record in sorted(timed, key=lambda pair: (pair[0], not isinstance(pair[1], Metrics))):
+        meter.take(record)
+    return meter.result()
+
+
+def _figure(record: Metrics, name: str) -> float:
+    """A figure of an iteration; 0 where there is none, or none that can be."""
+    value = float(record.values.get(name, 0.0))
+    return value if math.isfinite(value) and 0.0 <= value < _MOST else 0.0
