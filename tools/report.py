@@ -2,9 +2,10 @@
 
     python -m tools.report runs/moe_tiny-001                    # writes runs/moe_tiny-001/report.html
     python -m tools.report runs/moe_tiny-001 --out page.html
+    python -m tools.report runs/moe_tiny-001 --live             # writes it again while the run goes on
 
-The page is one file that fetches nothing. It is made from events.jsonl, metrics.jsonl and decisions.jsonl; the run may
-still be going on.
+The page is one file that fetches nothing. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and placements/;
+the run may still be going on.
 """
 
 import argparse
@@ -18,6 +19,7 @@ if __package__ in (None, ""):
 
 from megatron_ft.errors import EXIT_OK, ConfigError, MegatronFtError
 from megatron_ft.telemetry.report.files import read_run
+from megatron_ft.telemetry.report.live import follow
 from megatron_ft.telemetry.report.model import build
 from megatron_ft.telemetry.report.page import render
 
@@ -32,10 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help=f"page to write; {FILE} in the run's folder if not given"
     )
+    parser.add_argument("--live", action="store_true", help="write it again while the run goes on, until it has ended")
+    parser.add_argument(
+        "--every", type=_whole_seconds, default=5, metavar="SECONDS", help="how often, at most; 5 if not given"
+    )
+    parser.add_argument(
+        "--patience",
+        type=_whole_seconds,
+        default=600,
+        metavar="SECONDS",
+        help="how long the run may report nothing before --live gives up; 600 if not given",
+    )
     options = parser.parse_args(arguments)
     out = options.out or options.run_dir / FILE
     try:
-        write(out, page_of(options.run_dir))
+        if options.live:
+            return _live(options.run_dir, out, every_seconds=options.every, patience_seconds=options.patience)
+        write(out, render(build(read_run(options.run_dir))))
     except MegatronFtError as error:
         print(f"report: {error}", file=sys.stderr)
         return error.exit_code
@@ -43,13 +58,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def page_of(run_dir: Path) -> str:
-    """The page of a run's folder.
+def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int) -> int:
+    """Write the page until the run has ended, and once more, so that the last one is not read again and again."""
 
-    Raises:
-        DataError: it is no run, or its files are damaged.
-    """
-    return render(build(read_run(run_dir)))
+    def write_page() -> bool:
+        report = build(read_run(run_dir))
+        has_ended = report.outcome.level != "open"
+        write(out, render(report, refresh_seconds=None if has_ended else every_seconds))
+        return has_ended
+
+    print(f"{out}: written again as the run reports; end with Ctrl-C", flush=True)
+    try:
+        if follow(run_dir, write_page, every_seconds=every_seconds, patience_seconds=patience_seconds):
+            return EXIT_OK
+        print(f"report: {run_dir} has reported nothing for {patience_seconds} s", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("report: no longer written", file=sys.stderr)
+    write(out, render(build(read_run(run_dir))))
+    return EXIT_OK
+
+
+def _whole_seconds(text: str) -> int:
+    seconds = int(text)
+    if not 1 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 to 86400 seconds")
+    return seconds
 
 
 def write(path: Path, page: str) -> None:

@@ -18,6 +18,15 @@ def max_over_even_share(tokens: Sequence[int]) -> float:
     return max(relative_load(tokens), default=0.0)
 
 
+def herfindahl(tokens: Sequence[int]) -> float:
+    """Herfindahl-Hirschman index (HHI), the sum of squared shares: 1 / experts is even, 1 is all tokens on one expert.
+
+    0 where there are no tokens.
+    """
+    total = sum(tokens)
+    return sum((count / total) ** 2 for count in tokens) if total else 0.0
+
+
 def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
     """At most ``num_bins`` figures: so many neighbours as needed are merged, the largest stands for all."""
     bin_size = max(1, -(-len(loads) // num_bins))

@@ -7,8 +7,10 @@ from typing import TypeVar
 
 from megatron_ft.errors import DataError
 from megatron_ft.events import Metrics, Record
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.strict_json import JsonValue, decode
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to_metrics
+from megatron_ft.telemetry.report.placements import newest_plans
 
 DECISIONS_FILE = "decisions.jsonl"
 _LARGEST = 2**63 - 1
@@ -85,6 +87,8 @@ class RunFiles:
     metrics: tuple[Metrics, ...] = ()
     """Of all attempts: iterations that were run again are there again."""
     decisions: tuple[Decision, ...] = ()
+    plans: tuple[PlacementPlan, ...] = ()
+    """Of each pipeline stage, the placement that was in force last."""
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -98,8 +102,13 @@ def read_run(run_dir: Path) -> RunFiles:
         metrics = read_lines(run_dir / METRICS_FILE, bounded(to_metrics))
         path = run_dir / DECISIONS_FILE
         decisions = read_lines(path, bounded(Decision.of)) if path.exists() else ()
+        said = tuple(events)
         return RunFiles(
-            folder=run_dir.resolve().name, events=tuple(events), metrics=tuple(metrics), decisions=tuple(decisions)
+            folder=run_dir.resolve().name,
+            events=said,
+            metrics=tuple(metrics),
+            decisions=tuple(decisions),
+            plans=newest_plans(run_dir, said),
         )
     except (OSError, ValueError) as error:
         raise DataError(f"run_dir={run_dir}: must be a run with metrics.jsonl and events.jsonl: {error}") from None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_ft.telemetry.goodput import Goodput
 from megatron_ft.telemetry.report.markup import Element, element
 from megatron_ft.telemetry.report.model import RunReport
-from megatron_ft.telemetry.report.svg import drawing, figure
+from megatron_ft.telemetry.report.svg import drawing, figure, swatch
 from megatron_ft.telemetry.report.tables import table
 from megatron_ft.telemetry.wording import seconds
 
@@ -33,7 +33,7 @@ def goodput(report: RunReport) -> Iterator[Element]:
     yield element("dl", *tiles, class_="tiles")
     yield _bar(found)
     present = [(class_, words) for name, class_, words in _SHARES if getattr(found, name) > 0]
-    yield element("ul", *(element("li", _mark(class_), words) for class_, words in present), class_="legend")
+    yield element("ul", *(element("li", swatch(class_), words) for class_, words in present), class_="legend")
     rows = [
         (words, seconds(getattr(found, name)), percent(getattr(found, name) / found.wall_seconds))
         for name, _, words in _SHARES
@@ -89,8 +89,3 @@ def _bar(found: Goodput) -> Element:
         title="Shares of the wall time",
         description="; ".join(told),
     )
-
-
-def _mark(class_: str) -> Element:
-    shape = element("rect", x=0, y=1, width=22, height=10, class_=class_)
-    return element("svg", shape, viewBox="0 0 22 12", aria_hidden="true")

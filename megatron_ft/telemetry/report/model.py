@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from megatron_ft import events
 from megatron_ft.errors import EXIT_CODES
 from megatron_ft.events import Metrics, Record, RunStarted
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.telemetry.goodput import Goodput, measure
 from megatron_ft.telemetry.read import newest_of_each
 from megatron_ft.telemetry.report.episodes import episodes, num_jobs
 from megatron_ft.telemetry.report.files import RunFiles
+from megatron_ft.telemetry.report.loads import ExpertLoads, expert_loads
 from megatron_ft.telemetry.report.recoveries import Recovery, recoveries
 from megatron_ft.telemetry.times import instant
 
@@ -60,6 +62,12 @@ class RunReport:
     recoveries: tuple[Recovery, ...]
     goodput: Goodput
     """Where the time of all its jobs went."""
+    loads: ExpertLoads | None
+    """Tokens over the experts of each layer; None where they were not reported."""
+    placements: tuple[events.PlacementInForce, ...]
+    """Each placement of expert replicas that took over."""
+    plans: tuple[PlacementPlan, ...]
+    """Of each pipeline stage, the newest of them; empty where the folder does not hold it."""
     num_jobs: int
     """How often the command was started."""
     num_events: int
@@ -86,6 +94,9 @@ def build(files: RunFiles) -> RunReport:
         marks=tuple(_marks(files.events, found)),
         recoveries=found,
         goodput=measure((*files.metrics, *files.events)),
+        loads=expert_loads(files.events),
+        placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
+        plans=files.plans,
         num_jobs=num_jobs(files.events),
         num_events=len(files.events),
         num_metrics=len(files.metrics),

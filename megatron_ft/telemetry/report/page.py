@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 
 from megatron_ft.telemetry.report.goodput import goodput
+from megatron_ft.telemetry.report.load_maps import load_maps
 from megatron_ft.telemetry.report.loss import legend_mark, loss_plot, sampled
 from megatron_ft.telemetry.report.markup import Element, element
 from megatron_ft.telemetry.report.model import RunReport
+from megatron_ft.telemetry.report.placement_maps import placement_maps
 from megatron_ft.telemetry.report.recoveries import Recovery
 from megatron_ft.telemetry.report.stories import stories
 from megatron_ft.telemetry.report.style import STYLE
@@ -18,18 +20,24 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 _ROWS_OF_LOSS = 24
 
 
-def render(report: RunReport) -> str:
-    """The page as HTML that needs nothing else; it is well-formed XML, too."""
+def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
+    """The page as HTML that needs nothing else; it is well-formed XML, too.
+
+    Args:
+        refresh_seconds: how often a browser reads it again; None where it stays as it is.
+    """
+    again = None if refresh_seconds is None else str(refresh_seconds)
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        None if again is None else element("meta", http_equiv="refresh", content=again),
         element("title", f"{report.name}: report of a run"),
         element("style", STYLE),
     )
     sections = [section for make in SECTIONS for section in make(report)]
-    body = element("body", element("main", *sections), _footer(report))
+    body = element("body", element("main", *sections), _footer(report, again))
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en').render()}\n"
 
 
@@ -117,7 +125,7 @@ def _row(recovery: Recovery) -> tuple[Element | str, ...]:
     )
 
 
-SECTIONS = (heading, loss, goodput, summary_of_recoveries, stories)
+SECTIONS = (heading, loss, goodput, summary_of_recoveries, load_maps, placement_maps, stories)
 """What a page has, from the top down: each takes the report and gives elements."""
 
 
@@ -138,10 +146,12 @@ def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "iterations again", f"{sum(recovery.num_again or 0 for recovery in failures):,}"
 
 
-def _footer(report: RunReport) -> Element:
+def _footer(report: RunReport, again: str | None) -> Element:
     newest = "" if report.newest_unix_seconds is None else f"; the newest is of {_utc(report.newest_unix_seconds)}"
     jobs = f", {report.num_jobs} jobs" if report.num_jobs > 1 else ""
-    return element("footer", f"From {report.num_events:,} events and {report.num_metrics:,} metrics{jobs}{newest}.")
+    live = "" if again is None else f" The run goes on: this page is read again every {again} s."
+    told = f"From {report.num_events:,} events and {report.num_metrics:,} metrics{jobs}{newest}."
+    return element("footer", told + live)
 
 
 def _utc(at: float) -> str:

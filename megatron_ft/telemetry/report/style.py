@@ -8,6 +8,8 @@ STYLE = """
   --trains: #a9bdd3; --unfinished: #ffffff; --forms: #e9e2f5; --starts: #e9e2f5; --loads: #c9b8e8;
   --useful: #3d9a6a; --stalled: #c9a227; --again: #e8833a; --skipped: #9467bd; --recovering: #c0443c;
   --between: #8c99a8; --rest: #ccd3db;
+  --load-0: #2166ac; --load-1: #67a9cf; --load-2: #c6dcec; --load-3: #f1f1ef; --load-4: #fbceb1; --load-5: #ea8560;
+  --load-6: #b2182b; --held-1: #4a7fb0; --held-2: #173f66;
   --replays: #e8833a; --serves: #4aa3d6; --waits: #ffffff; --other: #d9d9d9; --bar: #10151c;
 }
 @media (prefers-color-scheme: dark) {
@@ -17,6 +19,8 @@ STYLE = """
     --trains: #44607f; --unfinished: #11161d; --forms: #2d2740; --starts: #2d2740; --loads: #5b4a86;
     --useful: #3a8f63; --stalled: #a8851a; --again: #c06a25; --skipped: #8259a8; --recovering: #c24d45;
     --between: #6b7888; --rest: #3f4a58;
+    --load-0: #4c9be8; --load-1: #33689c; --load-2: #243f58; --load-3: #2b313a; --load-4: #5d3b2a; --load-5: #a9573a;
+    --load-6: #ee7262; --held-1: #4a7fb0; --held-2: #a9d2f7;
     --replays: #a84f10; --serves: #1f77ad; --waits: #11161d; --other: #4a4a4a; --bar: #f2f5f9;
   }
 }
@@ -60,6 +64,9 @@ svg .inbar { font-size: 11px; fill: var(--bar); }
 .waits, .unfinished { fill: var(--waits); stroke: var(--soft); stroke-dasharray: 3 2; }
 .useful { fill: var(--useful); } .stalled { fill: var(--stalled); } .again { fill: var(--again); }
 .skipped { fill: var(--skipped); } .recovering { fill: var(--recovering); } .between { fill: var(--between); }
+.load-0 { fill: var(--load-0); } .load-1 { fill: var(--load-1); } .load-2 { fill: var(--load-2); }
+.load-3 { fill: var(--load-3); } .load-4 { fill: var(--load-4); } .load-5 { fill: var(--load-5); }
+.load-6 { fill: var(--load-6); } .held-1 { fill: var(--held-1); } .held-2 { fill: var(--held-2); }
 .rest { fill: var(--rest); }
 .log { fill: var(--serves); }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: .5rem 0; padding: 0; list-style: none; }

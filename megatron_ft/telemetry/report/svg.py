@@ -91,6 +91,12 @@ def cross(x: float, y: float, words: str, size: float = 4.5) -> Element:
     return element("path", element("title", words), d=path, class_="failure")
 
 
+def swatch(class_: str) -> Element:
+    """A colour of a legend."""
+    shape = element("rect", x=0, y=1, width=22, height=10, class_=class_)
+    return element("svg", shape, viewBox="0 0 22 12", aria_hidden="true")
+
+
 def x_axis(
     scale: Scale,
     y: float,

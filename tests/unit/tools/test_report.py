@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,45 @@ def test_it_runs_as_a_file_from_anywhere_and_needs_no_torch(run: MadeUpRun) -> N
     command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "tools" / "report.py"), str(run.path)]
     subprocess.run(command, check=True, cwd=run.path)
     assert (run.path / "report.html").exists()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether ``condition`` holds in time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_living_run_is_followed_to_its_end(run: MadeUpRun) -> None:
+    events = run.path / "events.jsonl"
+    *living, last = events.read_text().splitlines(keepends=True)
+    events.write_text("".join(living))
+    page = run.path / "report.html"
+    command = [sys.executable, "-m", "tools.report", str(run.path), "--live", "--every", "1", "--patience", "60"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        try:
+            assert eventually(lambda: page.exists() and 'http-equiv="refresh" content="1"' in page.read_text())
+            with events.open("a") as lines:
+                lines.write(last)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+    assert page.read_text() == run.page(), "the last one is no longer read again"
+
+
+def test_a_run_that_reports_nothing_is_given_up(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
+    events = run.path / "events.jsonl"
+    events.write_text("".join(events.read_text().splitlines(keepends=True)[:-1]))
+    assert report.main([str(run.path), "--live", "--every", "1", "--patience", "1"]) == 0
+    assert "has reported nothing for 1 s" in capsys.readouterr().err
+    assert (run.path / "report.html").read_text() == run.page()
+
+
+@pytest.mark.parametrize("wrong", ["0", "86401", "soon"])
+def test_times_that_cannot_be_are_refused(run: MadeUpRun, wrong: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        report.main([str(run.path), "--live", "--every", wrong])
+    assert refused.value.code == 2

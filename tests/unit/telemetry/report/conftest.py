@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.telemetry.report.files import RunFiles, read_run
 from megatron_ft.telemetry.report.model import RunReport, build
 from megatron_ft.telemetry.report.page import render
@@ -18,6 +19,15 @@ ZERO = 1_700_000_000.0
 """When made-up runs begin."""
 ITERATION_SECONDS = 0.5
 NO_TIMELINE = "No timeline"
+PLAN = PlacementPlan(
+    num_experts=4,
+    num_slots_per_rank=3,
+    ranks=(0, 1),
+    domains=("node0", "node1"),
+    layer_numbers=(2,),
+    slots=(((0, 1, 1), (1, 2, 3)),),
+    algorithm="overlap_search",
+)
 
 
 class MadeUpRun:
@@ -125,9 +135,23 @@ def localized(run: MadeUpRun, *, ends: bool = True) -> None:
         run.say(end, events.RunFinished(exit_code=0, reason="all ranks have finished", iteration=16))
 
 
+def placed(run: MadeUpRun, iteration: int, at: float = 0.5, reason: str = "first") -> Path:
+    """Have ``PLAN`` take over, and keep it as a file."""
+    about = {"moved_bytes": 3_000_000, "imbalance_before": 2.5, "imbalance_after": 1.25, "gain": 0.5, "seconds": 0.04}
+    changed = about if reason != "first" else {}
+    run.say(at, events.PlacementInForce(iteration=iteration, reason=reason, stages=(PLAN.summary(),), **changed))
+    path = run.path / "placements" / f"iter_{iteration:07d}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"stages": [PLAN.to_json()], "loads": None}))
+    return path
+
+
 def elastic(run: MadeUpRun) -> None:
-    """Node 1 of three is lost in iteration 5, and joins again before iteration 9."""
+    """Node 1 of three is lost in iteration 5, and joins again before iteration 9; experts have replicas."""
     run.say(0.0, started(3), events.RanksReady(seconds=0.1, world_size=3))
+    placed(run, 1, at=0.05)
+    for iteration in range(1, 5):
+        run.say(0.1 + iteration, events.ExpertLoad(iteration=iteration, layers=((1, 2, 3, 2), (8, 0, 0, 1))))
     run.train(1, 4, 0.1)
     run.say(2.3, events.RankFailed(rank=1, node=1, signal="SIGKILL", first=True, iteration=5))
     run.decide(2.4, 0, "rank 1 was killed", next=next_membership(1, (0, 2), (0, 2)), lost_nodes=[1])

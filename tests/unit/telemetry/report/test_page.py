@@ -20,6 +20,12 @@ def test_pages_are_well_formed(told: MadeUpRun) -> None:
     assert titles(page)[:2] == ["Loss over iterations", "Shares of the wall time"]
 
 
+def test_every_part_can_be_led_to(run: MadeUpRun) -> None:
+    elastic(run)
+    parts = {value for name, value in Parts(run.page()).attributes if name == "id"}
+    assert {"loss", "goodput", "recoveries", "stories", "expert-load", "placement"} <= parts
+
+
 def test_nothing_is_fetched(told: MadeUpRun) -> None:
     page = told.page()
     assert "http://" not in page and "https://" not in page and "@import" not in page and "url(" not in page
