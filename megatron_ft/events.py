@@ -173,6 +173,9 @@ class PlacementInForce(Record):
     """The same after it."""
     seconds: float | None = None
     """Seconds training stood still for it."""
+    single_loss_survival: float | None = None
+    """Probability that every expert has a copy left when one failure domain is lost, each being as likely; absent where
+    there is only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +268,34 @@ class FailpointUnfired(Record):
     """Its spec."""
     rank: int | None = None
     """Rank it was armed in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertRaised(Record):
+    """A figure went beyond its limit: somebody should look. Training goes on."""
+
+    alert: str
+    """Which: the key is ``telemetry.alert_<alert>``."""
+    value: float
+    """The figure."""
+    limit: float
+    """What the key says."""
+    iteration: int
+    """Newest iteration of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertCleared(Record):
+    """A figure that was beyond its limit is back."""
+
+    alert: str
+    """Which: the key is ``telemetry.alert_<alert>``."""
+    value: float
+    """The figure."""
+    limit: float
+    """What the key says."""
+    iteration: int
+    """Newest iteration of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,3 +19,13 @@ class TelemetryConfig:
     """Project name in wandb."""
     wandb_entity: str | None = None
     """Team in wandb; null for the default."""
+    alert_single_loss_survival: float | None = 1.0
+    """Alert when the probability that every expert has a copy left after the loss of one failure domain is below this;
+    null never. Only jobs with expert replicas know it."""
+    alert_stall_share: float | None = 0.05
+    """Alert when training waits for captures for more than this share of its iterations, over five windows; null
+    never."""
+    alert_windows_behind: float | None = 3.0
+    """Alert when more windows than this are due and none was committed: peers or storage are behind; null never."""
+    alert_free_disk_share: float | None = 0.05
+    """Alert when less than this share of the file system of the run's folder is free; null never."""

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.events import Record
+from megatron_ft.telemetry.alerts import AlertSink, free_share, limits_of
 from megatron_ft.telemetry.jsonl import JsonlSink
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, first_metrics
 from megatron_ft.telemetry.sink import Sink
@@ -45,7 +47,8 @@ def build_sinks(
 
     summary = SummarySink(run_dir, world_size=world_size, state=state())
     terminal = TerminalSink(config.telemetry.progress, title=run_dir.name, state=state(), clock=clock, stream=stream)
-    return [*_wandb(config, run_dir), metrics, summary, events, terminal], healed
+    alerts = AlertSink(limits_of(config.telemetry), free_disk_share=partial(free_share, run_dir))
+    return [*_wandb(config, run_dir), alerts, metrics, summary, events, terminal], healed
 
 
 def _wandb(config: JobConfig, run_dir: Path) -> list[Sink]:

@@ -16,6 +16,7 @@ from megatron_ft.events import (
     SinkFailed,
     SinkRecovered,
 )
+from megatron_ft.telemetry.alerts import AlertSink
 from megatron_ft.telemetry.metrics import check_metrics
 from megatron_ft.telemetry.sink import Outcome, Sink
 
@@ -48,6 +49,8 @@ class SinkSet:
         """Report ``record``, in its JSON form or as the dataclass. Raises nothing."""
         with self._lock:
             self._deliver(self._checked(record))
+            for alert in self._alerts():
+                self._deliver(self._checked(alert))
 
     def close(self, exit_code: int, reason: str) -> None:
         """Report the run's end, unless that was done, and close every sink. Raises nothing."""
@@ -72,6 +75,9 @@ class SinkSet:
             self._iteration = record.iteration
         self._ended |= isinstance(record, (RunFinished, RunStopped))
         return record
+
+    def _alerts(self) -> list[Record]:
+        return [alert for sink in self._sinks if isinstance(sink, AlertSink) for alert in sink.take_found()]
 
     def _deliver(self, record: Record) -> None:
         for sink in self._sinks:

@@ -76,6 +76,10 @@ def note(record: Record) -> Note | None:
             return Note(level="bad", text=_rank_failed(record))
         case events.RanksRestarted():
             return Note(level="warning", text=_ranks_restarted(record))
+        case events.AlertRaised():
+            return Note(level="bad", text=f"alert: {_alert(record)}")
+        case events.AlertCleared():
+            return Note(level="good", text=f"no longer an alert: {_alert(record)}")
         case events.StopRequested():
             return Note(level="warning", text=f"stop requested ({record.source}): finishing the iteration")
         case events.RunFinished():
@@ -178,3 +182,14 @@ def _ranks_restarted(record: events.RanksRestarted) -> str:
     where = f" in iteration {record.iteration}" if record.iteration else ""
     left = f"{record.num_restarts_left} more without progress"
     return f"starting all ranks again (generation {record.generation}; {left}): {record.reason}{where}"
+
+
+def _alert(record: events.AlertRaised | events.AlertCleared) -> str:
+    value, limit = record.value, record.limit
+    told = {
+        "single_loss_survival": f"all experts outlive the loss of one failure domain with probability {value:.3f}",
+        "stall_share": f"training waits for captures for {100 * value:.1f} % of its iterations",
+        "windows_behind": f"{value:.1f} windows are due and none was committed: peers or storage are behind",
+        "free_disk_share": f"{100 * value:.1f} % of the run's file system are free",
+    }
+    return f"{told.get(record.alert, record.alert)} (telemetry.alert_{record.alert}={limit:g})"

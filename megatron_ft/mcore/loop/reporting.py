@@ -16,6 +16,7 @@ from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.placement.survival import single_loss_survival
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.report import dense_plan
@@ -96,12 +97,14 @@ def placement_record(
 ) -> PlacementInForce:
     """The placement that holds from ``iteration`` on."""
     summaries = tuple(plan.summary() for plan in placement.plans)
+    survives = single_loss_survival(placement.plans)
     if change is None:
-        return PlacementInForce(iteration=iteration, reason=reason, stages=summaries)
+        return PlacementInForce(iteration=iteration, reason=reason, stages=summaries, single_loss_survival=survives)
     return PlacementInForce(
         iteration=iteration,
         reason=reason,
         stages=summaries,
+        single_loss_survival=survives,
         moved_bytes=change.moved_bytes,
         gain=change.gain,
         imbalance_before=change.imbalance_before,

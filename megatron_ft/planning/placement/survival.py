@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.frontier import TooManyStates, minimal_masks, surviving_weights
+from megatron_ft.planning.placement.plan import PlacementPlan
 
 MAX_ENUMERATED_DOMAINS = 16
 """Up to here every set of lost domains is tried; above, only those that matter are counted."""
@@ -83,6 +84,16 @@ def survival(
     if 0 in masks:
         raise ConfigError.of("holders", "{}", "must name at least one failure domain for every piece of state")
     return tuple(_survival(masks, len(index), count, odds, num_samples, seed) for count in wanted)
+
+
+def single_loss_survival(plans: Sequence[PlacementPlan]) -> float | None:
+    """Probability that every expert of all stages has a copy left when one failure domain is lost, each as likely.
+
+    None where there is only one domain.
+    """
+    domains = sorted({domain for plan in plans for domain in plan.domains})
+    alone = {next(iter(held)) for plan in plans for held in plan.all_expert_domains() if len(held) == 1}
+    return 1.0 - len(alone) / len(domains) if len(domains) > 1 else None
 
 
 def _survival(

@@ -60,6 +60,7 @@ class RunReport:
     """(iteration, validation loss in nats per token)."""
     marks: tuple[Mark, ...]
     recoveries: tuple[Recovery, ...]
+    alerts: tuple[events.AlertRaised | events.AlertCleared, ...]
     goodput: Goodput
     """Where the time of all its jobs went."""
     loads: ExpertLoads | None
@@ -93,6 +94,7 @@ def build(files: RunFiles) -> RunReport:
         evaluations=tuple(_evaluations(files.events)),
         marks=tuple(_marks(files.events, found)),
         recoveries=found,
+        alerts=tuple(record for record in files.events if isinstance(record, events.AlertRaised | events.AlertCleared)),
         goodput=measure((*files.metrics, *files.events)),
         loads=expert_loads(files.events),
         placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),

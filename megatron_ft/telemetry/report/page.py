@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from datetime import datetime, timezone
 
+from megatron_ft.telemetry.report.alerts import alerts
 from megatron_ft.telemetry.report.goodput import goodput
 from megatron_ft.telemetry.report.load_maps import load_maps
 from megatron_ft.telemetry.report.loss import legend_mark, loss_plot, sampled
@@ -125,7 +126,7 @@ def _row(recovery: Recovery) -> tuple[Element | str, ...]:
     )
 
 
-SECTIONS = (heading, loss, goodput, summary_of_recoveries, load_maps, placement_maps, stories)
+SECTIONS = (heading, alerts, loss, goodput, summary_of_recoveries, load_maps, placement_maps, stories)
 """What a page has, from the top down: each takes the report and gives elements."""
 
 

@@ -113,6 +113,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"data.tokenizer": "gpt2"}, "data.vocab_file"),
     ({"data.vocab_file": "x"}, "data.vocab_file"),
     ({"telemetry.wandb": "maybe"}, "telemetry.wandb"),
+    ({"telemetry.alert_single_loss_survival": 1.1}, "telemetry.alert_single_loss_survival"),
+    ({"telemetry.alert_free_disk_share": 0.0}, "telemetry.alert_free_disk_share"),
+    ({"telemetry.alert_stall_share": 0.0}, "telemetry.alert_stall_share"),
+    ({"telemetry.alert_windows_behind": 1.0}, "telemetry.alert_windows_behind"),
     ({"checkpoint.keep_last": -1}, "checkpoint.keep_last"),
     ({"dry_run_format": "xml"}, "dry_run_format"),
 ]

@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from megatron_ft import events
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.events import Record
+from megatron_ft.planning.alerts import AlertLimits
+from megatron_ft.telemetry.alerts import AlertSink, free_share
 from megatron_ft.telemetry.jsonl import JsonlSink
 from megatron_ft.telemetry.sink import Outcome, Sink
 from megatron_ft.telemetry.state import RunState
@@ -26,9 +29,11 @@ def terminal(progress: str) -> Callable[[Path], Sink]:
     return lambda folder: TerminalSink(progress, title="trial", state=state(), stream=io.StringIO())
 
 
+LIMITS = AlertLimits(single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.05)
 FACTORIES: dict[str, Callable[[Path], Sink]] = {
     "metrics.jsonl": lambda folder: JsonlSink(folder / "metrics.jsonl", metrics=True),
     "events.jsonl": lambda folder: JsonlSink(folder / "events.jsonl", metrics=False),
+    "alerts": lambda folder: AlertSink(LIMITS, free_disk_share=partial(free_share, folder)),
     "summary.json": lambda folder: SummarySink(folder, world_size=2, state=state()),
     "terminal-plain": terminal("plain"),
     "terminal-live": terminal("live"),
@@ -44,6 +49,8 @@ EXAMPLES: list[Record] = [
     events.Evaluation(iteration=2, loss=float("inf")),
     events.StateDigest(iteration=2, digests=("0f1e", "2d3c")),
     events.IterationSkipped(iteration=3, reason="non_finite", values={"loss": float("nan")}),
+    events.AlertRaised(alert="stall_share", value=0.2, limit=0.05, iteration=3),
+    events.AlertCleared(alert="stall_share", value=0.01, limit=0.05, iteration=4),
     events.PlacementInForce(iteration=3, reason="first", stages=("spread",)),
     events.RecoveryDecided(generation=1, rung="checkpoint", iteration=4, declined=("window of iteration 8",)),
     events.MembershipChanged(

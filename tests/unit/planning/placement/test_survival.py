@@ -10,7 +10,8 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement import frontier
 from megatron_ft.planning.placement.frontier import minimal_masks, surviving_weights
 from megatron_ft.planning.placement.objective import SurvivalObjective
-from megatron_ft.planning.placement.survival import survival
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.survival import single_loss_survival, survival
 
 families = st.lists(st.integers(1, 2**7 - 1), max_size=12)
 
@@ -130,3 +131,31 @@ def test_objective_follows_unequal_rates() -> None:
 def test_objective_refuses(objective: SurvivalObjective) -> None:
     with pytest.raises(ConfigError):
         objective.validate(2)
+
+
+def stage_on(domains: tuple[str, ...], *layers: tuple[tuple[int, ...], ...]) -> PlacementPlan:
+    numbers = tuple(range(1, len(layers) + 1))
+    ranks = tuple(range(len(domains)))
+    figures = {"num_experts": 2, "num_slots_per_rank": 2, "ranks": ranks, "layer_numbers": numbers}
+    return PlacementPlan(**figures, domains=domains, slots=layers, algorithm="scripted")
+
+
+def test_survival_of_one_loss_is_joint_over_layers_and_stages() -> None:
+    names = ("a", "b", "c", "d")
+    whole = ((0, 1), (0, 1), (), ())
+    assert single_loss_survival([stage_on(names, whole)]) == 1.0
+    lonely = ((0,), (0, 1), (), ())  # expert 1 is on b alone
+    assert single_loss_survival([stage_on(names, whole, lonely)]) == 0.75
+    other = ((), (), (0,), (1,))  # c and d hold an expert each alone
+    assert single_loss_survival([stage_on(names, lonely), stage_on(names, whole, other)]) == 0.25
+    assert single_loss_survival([stage_on(("a", "a"), ((0,), (1,)))]) is None, "there is one domain"
+
+
+@settings(deadline=None)
+@given(slots=st.lists(st.lists(st.integers(0, 1), max_size=2, unique=True), min_size=2, max_size=6))
+def test_survival_of_one_loss_is_what_counting_gives(slots: list[list[int]]) -> None:
+    names = tuple(f"domain {place}" for place in range(len(slots)))
+    everyone = [[0, 1], *slots[1:]]
+    plan = stage_on(names, tuple(map(tuple, everyone)))
+    (counted,) = survival(plan.all_expert_domains(), names, [1])
+    assert single_loss_survival([plan]) == pytest.approx(counted.probability)

@@ -150,6 +150,7 @@ def elastic(run: MadeUpRun) -> None:
     """Node 1 of three is lost in iteration 5, and joins again before iteration 9; experts have replicas."""
     run.say(0.0, started(3), events.RanksReady(seconds=0.1, world_size=3))
     placed(run, 1, at=0.05)
+    run.say(0.06, events.AlertRaised(alert="single_loss_survival", value=0.5, limit=1.0, iteration=1))
     for iteration in range(1, 5):
         run.say(0.1 + iteration, events.ExpertLoad(iteration=iteration, layers=((1, 2, 3, 2), (8, 0, 0, 1))))
     run.train(1, 4, 0.1)

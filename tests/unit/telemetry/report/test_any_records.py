@@ -53,6 +53,8 @@ TOLD = [
     events.CheckpointLoaded,
     events.PlacementInForce,
     events.ExpertLoad,
+    events.AlertRaised,
+    events.AlertCleared,
     events.IterationSkipped,
     events.WindowCommitted,
     events.CheckpointSaved,

@@ -20,6 +20,18 @@ def test_pages_are_well_formed(told: MadeUpRun) -> None:
     assert titles(page)[:2] == ["Loss over iterations", "Shares of the wall time"]
 
 
+def test_alerts_that_stand_are_on_top(run: MadeUpRun) -> None:
+    run.say(0.0, started())
+    run.say(1.0, events.AlertRaised(alert="stall_share", value=0.2, limit=0.05, iteration=1))
+    run.say(2.0, events.AlertCleared(alert="stall_share", value=0.01, limit=0.05, iteration=7))
+    assert "None stands any longer." in run.page() and "no longer an alert" in run.page()
+    run.say(3.0, events.AlertRaised(alert="free_disk_share", value=0.01, limit=0.05, iteration=9))
+    page = run.page()
+    assert "None stands any longer." not in page
+    assert '<li class="words bad">alert: 1.0 % of the run\'s file system are free' in page.replace("&#x27;", "'")
+    assert page.index('id="alerts"') < page.index('id="loss"')
+
+
 def test_every_part_can_be_led_to(run: MadeUpRun) -> None:
     elastic(run)
     parts = {value for name, value in Parts(run.page()).attributes if name == "id"}

@@ -1,0 +1,131 @@
+"""Alerts: figures of a run that are beyond their limits, told once when they get there and once when they are back."""
+
+import shutil
+import statistics
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_ft import events
+from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
+from megatron_ft.planning.alerts import NAMES, AlertFigures, AlertLimits, judge, windows_behind
+from megatron_ft.telemetry.sink import Outcome
+
+NUM_WINDOWS = 5
+"""Windows that the share of waiting is taken over."""
+NUM_ITERATIONS = 20
+"""Iterations that their time is taken from."""
+DISK_SECONDS = 30.0
+"""From one look at the disk to the next."""
+
+
+def limits_of(config: TelemetryConfig) -> AlertLimits:
+    """The limits of a configuration."""
+    return AlertLimits(**{name: getattr(config, f"alert_{name}") for name in NAMES})
+
+
+def free_share(folder: Path) -> float:
+    """Free share of the file system that holds ``folder``, of what its users may have.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    usage = shutil.disk_usage(folder)
+    return usage.free / max(1, usage.used + usage.free)
+
+
+class AlertSink:
+    """Folds records into the figures that are watched; ``SinkSet`` reports what it finds."""
+
+    name = "alerts"
+    retries = True
+    num_lost_records = 0
+
+    def __init__(self, limits: AlertLimits, *, free_disk_share: Callable[[], float]) -> None:
+        """``free_disk_share``: looks at the disk; may raise OSError."""
+        self._limits = limits
+        self._look_at_disk = free_disk_share
+        self._raised: set[str] = set()
+        self._found: list[Record] = []
+        self._iteration = 0
+        self._looked: float | None = None
+        self._free: float | None = None
+        self._survival: float | None = None
+        self._seconds: deque[float] = deque(maxlen=NUM_ITERATIONS)
+        self._interval: int | None = None
+        self._since = 0
+        self._windows: deque[tuple[float, int]] = deque(maxlen=NUM_WINDOWS)
+
+    def write(self, record: Record) -> None:
+        """Fold ``record`` in and judge.
+
+        Raises:
+            OSError: the disk cannot be looked at.
+        """
+        match record:
+            case Metrics():
+                self._train(record)
+            case events.RunStarted():
+                self._forget_windows()
+                self._iteration = record.resumed_from_iteration or 0
+            case events.MembershipChanged() | events.RecoveryDecided():
+                self._iteration = record.iteration
+            case events.PlacementInForce():
+                self._survival = record.single_loss_survival
+            case events.SnapshotPlanned():
+                self._interval, self._since = max(1, record.interval_iterations), record.iteration
+            case events.WindowCommitted():
+                self._since = record.iteration
+                self._windows.append((record.stalled_seconds, record.num_iterations))
+            case _:
+                return
+        self._judge()
+
+    def close(self, outcome: Outcome) -> None:
+        """Nothing is kept."""
+
+    def take_found(self) -> list[Record]:
+        """Alerts that were raised or cleared since the last call."""
+        found, self._found = self._found, []
+        return found
+
+    def _forget_windows(self) -> None:
+        self._interval = None
+        self._windows.clear()
+
+    def _train(self, record: Metrics) -> None:
+        self._iteration = record.iteration
+        if (seconds := record.values.get("iteration_seconds")) is not None and 0.0 < float(seconds) < float("inf"):
+            self._seconds.append(float(seconds))
+        now = record.time_unix_seconds
+        if now is not None and (self._looked is None or abs(now - self._looked) >= DISK_SECONDS):
+            self._looked = now
+            if self._limits.free_disk_share is not None:
+                self._free = self._look_at_disk()
+
+    def _judge(self) -> None:
+        figures = AlertFigures(
+            single_loss_survival=self._survival,
+            stall_share=self._stall_share(),
+            windows_behind=self._windows_behind(),
+            free_disk_share=self._free,
+        )
+        for alert in judge(self._limits, figures):
+            if alert.is_beyond != (alert.name in self._raised):
+                self._raised ^= {alert.name}
+                kind = AlertRaised if alert.is_beyond else AlertCleared
+                told = kind(alert=alert.name, value=alert.value, limit=alert.limit, iteration=self._iteration)
+                self._found.append(told)
+
+    def _stall_share(self) -> float | None:
+        """Over the newest windows, once there are enough of them: the first one may wait for memory."""
+        num_iterations = sum(count for _, count in self._windows)
+        if len(self._windows) < NUM_WINDOWS or not self._seconds or num_iterations <= 0:
+            return None
+        return sum(stalled for stalled, _ in self._windows) / (num_iterations * statistics.median(self._seconds))
+
+    def _windows_behind(self) -> float | None:
+        if self._interval is None:
+            return None
+        return windows_behind(self._iteration, since_iteration=self._since, interval_iterations=self._interval)

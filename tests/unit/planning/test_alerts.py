@@ -1,0 +1,39 @@
+"""Figures against limits."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from megatron_ft.planning.alerts import NAMES, AlertFigures, AlertLimits, judge, windows_behind
+
+LIMITS = AlertLimits(single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_order", "beyond"),
+    [
+        ("single_loss_survival", 1.0, 0.999),
+        ("stall_share", 0.05, 0.051),
+        ("windows_behind", 3.0, 3.1),
+        ("free_disk_share", 0.1, 0.09),
+    ],
+)
+def test_each_figure_has_its_side(name: str, in_order: float, beyond: float) -> None:
+    (calm,) = judge(LIMITS, AlertFigures(**{name: in_order}))
+    (alert,) = judge(LIMITS, AlertFigures(**{name: beyond}))
+    assert not calm.is_beyond and alert.is_beyond
+    assert (alert.name, alert.value, alert.limit) == (name, beyond, getattr(LIMITS, name))
+
+
+@given(some.builds(AlertFigures, **{name: some.none() | some.floats(0.0, 9.0) for name in NAMES}))
+def test_what_is_not_known_or_not_watched_is_not_judged(figures: AlertFigures) -> None:
+    known = {name for name in NAMES if getattr(figures, name) is not None}
+    assert {alert.name for alert in judge(LIMITS, figures)} == known
+    assert list(judge(AlertLimits(), figures)) == []
+
+
+def test_windows_that_are_due() -> None:
+    # a window every 5 iterations, one committed in iteration 12: in iteration 17 the next is due, in 32 four are
+    assert windows_behind(17, since_iteration=12, interval_iterations=5) == 1.0
+    assert windows_behind(32, since_iteration=12, interval_iterations=5) == 4.0
+    assert windows_behind(8, since_iteration=12, interval_iterations=5) == 0.0, "after a recovery"
