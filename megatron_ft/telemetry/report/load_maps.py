@@ -27,16 +27,18 @@ def load_maps(report: RunReport) -> Iterator[Element]:
     if loads is None:
         return
     yield element("h2", "Expert load", id="expert-load")
-    yield element("ul", *(element("li", swatch(class_), words) for _, class_, words in _LEVELS), class_="legend")
     maps = [_panel(loads, layer) for layer in loads.layers]
     first, last = loads.stretches[0][0], loads.stretches[-1][1]
-    per_row = "" if loads.experts_per_row == 1 else f", the busiest of {loads.experts_per_row} neighbours in a row"
+    per_row = "" if loads.experts_per_row == 1 else f" (the busiest of {loads.experts_per_row} neighbours in a row)"
+    down = f"experts 0 to {loads.num_experts - 1} from top to bottom{per_row}"
+    words = f"A map for each layer: {down}, iterations {first:,} to {last:,} from left to right."
+    yield element("p", f"{words} Colours are tokens over the even share.")
+    yield element("ul", *(element("li", swatch(class_), words) for _, class_, words in _LEVELS), class_="legend")
     yield from panels(
         "expert-load",
         maps,
         title="Load of experts",
-        description=f"Iterations {first} to {last} from left to right, experts from top to bottom{per_row}; "
-        "the table below says how uneven the newest are.",
+        description=f"{words} The table below says how uneven the newest are.",
         more="The other layers",
     )
     rows = [

@@ -12,6 +12,7 @@ LEFT, GUTTER = 40, 16
 TOP, BOTTOM = 26, 26
 MAX_HEIGHT, MAX_CELL = 176, 15
 """Pixels of a map, and of one of its rows."""
+_LEAST_WITH_GAP = 4.0
 NUM_OPEN = 8
 """Maps that a page shows at once; the others are folded."""
 
@@ -29,6 +30,8 @@ class Panel:
     """Words at the first and the last row."""
     columns: tuple[str, str]
     """Words under the first and the last column."""
+    has_gaps: bool = False
+    """Whether a cell stands apart from its neighbours, as far as cells are large enough."""
 
 
 def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
@@ -74,13 +77,14 @@ def _height(panel: Panel) -> float:
 def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
     width, height = WIDTH / NUM_BESIDE - LEFT - GUTTER, _height(panel)
     across, down = width / panel.num_columns, height / panel.num_rows
+    gap = 1.0 if panel.has_gaps and min(across, down) >= _LEAST_WITH_GAP else 0.0
     yield text(panel.title, left, top - 8, "strong")
     yield element("rect", x=left, y=top, width=width, height=height, class_="lane")
     paths: dict[str, list[str]] = {}
     for class_, row, column, count in panel.runs:
-        box = short(count * across)
+        box = short(count * across - gap)
         start = f"M{short(left + column * across)} {short(top + row * down)}"
-        paths.setdefault(class_, []).append(f"{start}h{box}v{short(down)}h-{box}z")
+        paths.setdefault(class_, []).append(f"{start}h{box}v{short(down - gap)}h-{box}z")
     for class_, parts in sorted(paths.items()):
         yield element("path", d="".join(parts), class_=class_)
     first, last = panel.rows

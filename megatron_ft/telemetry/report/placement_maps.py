@@ -7,7 +7,7 @@ from megatron_ft.events import PlacementInForce
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.telemetry.report.markup import Element, element
 from megatron_ft.telemetry.report.model import RunReport
-from megatron_ft.telemetry.report.panels import Panel, panels, runs_of
+from megatron_ft.telemetry.report.panels import Panel, panels
 from megatron_ft.telemetry.report.svg import swatch
 from megatron_ft.telemetry.report.tables import table
 from megatron_ft.telemetry.wording import seconds, size
@@ -15,6 +15,7 @@ from megatron_ft.telemetry.wording import seconds, size
 MAX_CELLS = 200_000
 """Experts times ranks of all layers; larger placements are told in words only."""
 MAX_CHANGES = 40
+_WORDS = "A map for each layer: experts from top to bottom, ranks from left to right."
 _LEGEND = (("held-1", "a replica"), ("held-2", "two slots or more: one set of weights, more tokens"))
 
 
@@ -33,13 +34,13 @@ def placement_maps(report: RunReport) -> Iterator[Element]:
     elif num_cells > MAX_CELLS:
         yield element("p", "Its slots are not drawn: there are too many.", class_="soft")
     else:
+        yield element("p", _WORDS)
         yield element("ul", *(element("li", swatch(class_), words) for class_, words in _LEGEND), class_="legend")
         yield from panels(
             "placement-map",
             maps,
             title="Placement",
-            description="Ranks from left to right, experts from top to bottom; a cell is filled where the rank holds "
-            "the expert. The lines above say the same in short.",
+            description=f"{_WORDS} A cell is filled where the rank holds the expert; the lines above say it in short.",
             more="The other layers",
         )
         yield element("details", element("summary", "Ranks and failure domains"), _ranks(report.plans))
@@ -48,16 +49,19 @@ def placement_maps(report: RunReport) -> Iterator[Element]:
 
 def _panel(plan: PlacementPlan, layer: int) -> Panel:
     held = [Counter(experts) for experts in plan.slots[layer]]
-    rows = (
-        [(None, "held-1", "held-2")[min(2, of_rank[expert])] for of_rank in held] for expert in range(plan.num_experts)
+    cells = (
+        ("held-1" if of_rank[expert] == 1 else "held-2", expert, column, 1)
+        for column, of_rank in enumerate(held)
+        for expert in sorted(of_rank)
     )
     return Panel(
         title=f"layer {plan.layer_numbers[layer]}",
         num_rows=plan.num_experts,
         num_columns=max(1, len(plan.ranks)),
-        runs=tuple(runs_of(rows)),
+        runs=tuple(cells),
         rows=("0", str(plan.num_experts - 1)),
         columns=(f"rank {plan.ranks[0]}", f"{plan.ranks[-1]}") if plan.ranks else ("no ranks", ""),
+        has_gaps=True,
     )
 
 
