@@ -12,12 +12,13 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
 CONSTRAIN := -c requirements/constraints.txt -c $(VENV)/torch-constraint.txt
 STRICT := $(wildcard $(addprefix megatron_ft/,errors.py topology.py operators.py events.py records.py strict_json.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning))
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*.hpp *.cuh *.cpp *.cu))
 
 export PIP_NO_WARN_SCRIPT_LOCATION := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast checks format bench prove tables docs-deps clean distclean
+.PHONY: help train test test-fast test-slurm slurm-packages checks format bench prove tables docs-deps clean distclean
 
 help:  ## list the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -61,6 +62,17 @@ test: $(VENV)/installed-dev  ## all tests (ARGS="-k name")
 
 test-fast: $(VENV)/installed-dev  ## unit tests that start no training
 	$(PY) -m pytest tests/unit -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
+
+test-slurm: $(VENV)/installed-dev slurm-packages  ## tests on a real Slurm cluster that they start on this machine (root)
+	$(PY) -m pytest tests/slurm $(ARGS)
+
+# Debian's packages start nothing by themselves where services are not run; elsewhere, stop them after this.
+slurm-packages:  ## install Debian's Slurm for test-slurm, where this user may
+	@(for program in slurmctld slurmd munged sbatch; do PATH=$$PATH:/usr/sbin command -v $$program >/dev/null || exit 1; done) \
+	  || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing $(SLURM_PACKAGES)"; apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null; \
+	  else echo "no Slurm here, and nothing that could install it (root, apt-get): tests/slurm skip themselves"; fi
 
 checks: $(VENV)/installed-dev  ## format, lint, types, import rules, house rules, tables
 	$(VENV)/bin/ruff format --check .

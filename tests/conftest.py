@@ -20,10 +20,10 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in a folder of processes or GPUs carry its marker; GPU tests skip themselves without one."""
+    """Tests in a folder of processes, of GPUs or of Slurm carry its marker; GPU tests skip themselves without one."""
     for item in items:
         folders = item.path.parts
-        for folder in ("distributed", "gpu"):
+        for folder in ("distributed", "gpu", "slurm"):
             if folder in folders:
                 item.add_marker(folder)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
