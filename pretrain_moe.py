@@ -234,7 +234,7 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """In local mode all nodes share this machine: its memory; some features need Transformer Engine."""
+    """Memory of this machine, which all nodes share unless srun starts them; some features need Transformer Engine."""
     if plan.device == "cpu" and config.training.device == "auto":
         validate_for_cpu(config)
     _check_transformer_engine(config)
@@ -242,12 +242,13 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
         return
     import psutil
 
-    total, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * plan.num_nodes
+    nodes_here = 1 if config.launch.node_launcher == "srun" else plan.num_nodes
+    total, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * nodes_here
     if needed > total:
         raise ConfigError.of(
             "launch.host_memory_bytes",
             "null",
-            f"must allow {needed} bytes, what {plan.num_nodes} local nodes need (estimated); this machine has "
+            f"must allow {needed} bytes, what {nodes_here} local nodes need (estimated); this machine has "
             f"{total}; choose a smaller model or fewer ranks",
         )
 

@@ -11,12 +11,16 @@ class LaunchConfig:
     """``local``: this command starts node processes, they start ranks. ``torchrun`` or ``srun``: this
     process already is a rank (the groups of the same name; chosen by itself where their variables
     are set, and said so)."""
+    node_launcher: str = "local"
+    """Where this command starts the nodes of a job of mode ``local``. ``local``: on this machine. ``srun``: one on each
+    node of the Slurm allocation that it runs in."""
     num_nodes: int = 1
     """Nodes the job starts with."""
     ranks_per_node: int = 1
     """Ranks (processes) per node; one per GPU on CUDA."""
     interface: str = "127.0.0.1"
-    """Address the job's control channel binds to. Never all interfaces. Mode ``local``."""
+    """Address the job's control channel binds to. Never all interfaces. With ``launch.node_launcher=srun`` it may be
+    the name of a network interface of the batch host. Mode ``local``."""
     tls_dir: str | None = None
     """Folder with ``ca.pem``, ``cert.pem`` and ``key.pem``: the control channel is encrypted, and both sides show a
     certificate of that authority. Null sends in clear. Mode ``local``."""

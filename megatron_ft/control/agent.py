@@ -56,6 +56,10 @@ class AgentSpec:
 
     tls_dir: str | None = None
     """As ``launch.tls_dir``."""
+    process_id: int | None = None
+    """Of the process on the console's machine that this node is known by there; null: the agent's own."""
+    store: Message | None = None
+    """JSON of ``StorePlace``; null where the controller finds ports itself, on the same machine."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -119,7 +123,9 @@ class Agent:
             self._signal(self._ranks.check_life(now), signal.SIGKILL)
 
     def _join(self) -> None:
-        identity = {"node": self._spec.node, "process_id": os.getpid(), "services": self._services.for_controller()}
+        process_id, store = self._spec.process_id or os.getpid(), self._spec.store
+        identity: Message = {"node": self._spec.node, "process_id": process_id}
+        identity |= {"services": self._services.for_controller()} | ({} if store is None else {"store": store})
         joined = self._client.insist("join", identity, timeout_seconds=_JOIN_SECONDS)
         who = {"node": self._spec.node, "session": joined["session"]}
         orders = threading.Thread(target=self._ask_for_orders, name="orders", args=(who, joined["after"]), daemon=True)
@@ -320,10 +326,9 @@ def _read_spec() -> AgentSpec:
     return AgentSpec(**json.loads(line))
 
 
-def main() -> int:
-    """Entry of the node process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    agent = Agent(_read_spec())
+def serve(spec: AgentSpec) -> int:
+    """Be a node's agent until the job has ended; the process's exit code."""
+    agent = Agent(spec)
     try:
         return agent.run()
     except (ControlError, ConnectionError) as error:
@@ -331,6 +336,12 @@ def main() -> int:
         return ControlError.exit_code
     finally:
         agent.close()
+
+
+def main() -> int:
+    """Entry of the node process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return serve(_read_spec())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ that takes over does the same again: this class depends on nothing else.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_ft.control import facts, membership
 from megatron_ft.control.certificates import Certificates
@@ -34,6 +34,7 @@ from megatron_ft.control.membership_state import (
     Step,
 )
 from megatron_ft.control.operator_calls import OperatorCalls
+from megatron_ft.control.store_place import StorePlace
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 from megatron_ft.planning.recovery.membership import NextMembership
@@ -44,8 +45,8 @@ RecordSink = Callable[[Message, Origin], None]
 
 StepSink = Callable[[Step], None]
 
-StartOrder = Callable[[int, Sequence[int]], Message]
-"""Generation and its nodes to those fields of the order ``start`` that the controller does not know."""
+StartOrder = Callable[[int, Sequence[int], Mapping[int, StorePlace]], Message]
+"""Generation, its nodes and where each can serve a store to fields of ``start`` that the controller lacks."""
 
 RecordDecision = Callable[[Message], None]
 """Returns when the decision is on disk."""
@@ -109,6 +110,7 @@ class Controller:
         self._found: deque[Fact] = deque()
         self._details: dict[int, Message] = {}
         self._services: dict[int, dict[str, str]] = {}
+        self._stores: dict[int, StorePlace] = {}
         operators = OperatorCalls(
             policy,
             read_state=lambda: self._state,
@@ -272,6 +274,7 @@ class Controller:
                 if not self._desk.admit(item["node"], item["process_id"]):
                     return Tick()  # it has asked again
                 self._services[item["node"]] = item["services"]
+                self._stores |= {item["node"]: StorePlace.from_json(item["store"])} if "store" in item else {}
                 return NodeJoined(item["node"])
             case _ if item["start"] != self._starts.get(self._policy.node_of(item["rank"])):
                 return Tick()  # of a process that ended before the present ones were started
@@ -341,7 +344,7 @@ class Controller:
     def _reform(self, before: State, step: Step) -> None:
         """Begin the next membership, once the decision and all that it rests on are on disk."""
         assert step.reform is not None, "a decision to reform"
-        order = self._start_order(step.state.generation, step.state.members)
+        order = self._start_order(step.state.generation, step.state.members, self._stores)
         following = NextMembership(
             generation=step.state.generation,
             previous_ranks=step.reform.previous_ranks,
@@ -382,7 +385,7 @@ class Controller:
             "services": services,
         }
         self._num_starts += 1
-        self._order({**self._start_order(state.generation, state.members), **order})
+        self._order({**self._start_order(state.generation, state.members, self._stores), **order})
 
     def _order(self, order: Message) -> None:
         self._desk.give(self._settled(order))

@@ -13,6 +13,7 @@ from megatron_ft.control.items import Members, check_item
 from megatron_ft.control.membership_state import MembershipPolicy
 from megatron_ft.control.rpc import Method, RpcServer
 from megatron_ft.control.sessions import Session, Sessions
+from megatron_ft.control.store_place import StorePlace
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 
@@ -179,8 +180,10 @@ class FrontDesk:
         replaced = self._sessions.replaced(node, process_id)
         if replaced is not None:
             self.post(NodeLost(node, time.time(), "another process has taken its place", replaced))
-        item = Item(None, {"op": "joined", "node": node, "process_id": process_id, "services": services})
-        if not self._hand_in([item]):
+        joined: Message = {"op": "joined", "node": node, "process_id": process_id, "services": services}
+        if request.get("store") is not None:
+            joined["store"] = StorePlace.from_json(dict(request["store"])).to_json()
+        if not self._hand_in([Item(None, joined)]):
             raise TimeoutError(f"node {node}: the controller is busy")
         session = self._sessions.of_process(node, process_id)
         return {"session": session.number, "after": session.first_order}

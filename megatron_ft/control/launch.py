@@ -1,27 +1,25 @@
 """``launch.mode=local``: the command a user typed becomes the job's console.
 
 It claims the run folder, starts a fork server and one process per node, runs the controller, feeds the sinks, and
-cleans up whatever happens.
+cleans up whatever happens. With ``launch.node_launcher=srun`` nodes are other machines, each with a fork server of its
+own.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import megatron_ft
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
@@ -34,13 +32,16 @@ from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.membership import describe_returncode
 from megatron_ft.control.membership_state import Outcome
+from megatron_ft.control.node_main import NodeSpec
 from megatron_ft.control.operating import CONTROLLER_FILE
 from megatron_ft.control.policies import detector_policy, membership_policy
 from megatron_ft.control.ports import free_port
+from megatron_ft.control.processes import Processes, kill, make_runtime_dir, tell
 from megatron_ft.control.ranks import tail_of
 from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_state
 from megatron_ft.control.services import STOP_SECONDS
+from megatron_ft.control.slurm import TERM_SECONDS, Allocation, address_of, read_allocation
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerReplaced, StopRequested
 from megatron_ft.framing import Message
@@ -67,61 +68,6 @@ class OpenSinks(Protocol):
         """Open them."""
 
 
-@dataclass
-class _Processes:
-    """What the console started."""
-
-    runtime_dir: Path
-    log_dir: Path
-    nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    watchers: dict[int, threading.Thread] = field(default_factory=dict)
-    forkserver: subprocess.Popen[bytes] | None = None
-
-    @property
-    def forkserver_socket(self) -> Path:
-        """Where the job's own fork server listens."""
-        return self.runtime_dir / "forkserver.sock"
-
-    def start(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        log: str,
-        environment: Mapping[str, str],
-        descriptors: Sequence[int] = (),
-    ) -> Any:
-        """Start ``python -m module`` in a session of its own; its standard input is its lifeline.
-
-        Args:
-            descriptors: those that it has, too.
-        """
-        with (self.log_dir / log).open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=_environment(environment),
-                start_new_session=True,
-                pass_fds=descriptors,
-            )
-
-
-def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
-    """Write a spec to the standard input of a process that was just started."""
-    assert process.stdin is not None, "started with a lifeline"
-    with contextlib.suppress(BrokenPipeError):  # it has died; its watcher says so
-        process.stdin.write(line)
-        process.stdin.flush()
-
-
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with this project importable."""
-    root = str(Path(megatron_ft.__file__).resolve().parent.parent)
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    return {**os.environ, **extra, "PYTHONPATH": path}
-
-
 def launch(
     config: JobConfig,
     config_yaml: str,
@@ -142,20 +88,27 @@ def launch(
         services: name to module of processes that every node has beside its ranks, see ``control/services.py``.
 
     Raises:
-        ConfigError: the run folder or the interface cannot be used. Nothing was started.
+        ConfigError: the run folder, the interface or the allocation cannot be used. Nothing was started.
     """
+    allocation = None
+    if config.launch.node_launcher == "srun":
+        allocation = read_allocation(os.environ, most_nodes=config.launch.most_nodes)
+        here = dataclasses.replace(config.launch, interface=address_of(config.launch.interface))
+        config = dataclasses.replace(config, launch=here)
     _check_places(config.launch)
     run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
         sinks = open_sinks(config, run_dir.path, world_size=world_size)
-        job = _Job(config, run_dir, sinks, preload, entry, dict(services or {}))
+        job = _Job(config, run_dir, sinks, preload, entry, dict(services or {}), allocation)
         exit_code, reason = ControlError.exit_code, "the launcher failed"
         try:
             end = job.run()
             exit_code, reason = job.exit_code(end), end.reason
         finally:
             sinks.close(exit_code, reason)
+        if allocation is not None:
+            allocation.leave_marker(run_dir.path, exit_code=exit_code, reason=reason)
         job.tell(end, exit_code, [sys.executable, *sys.argv] if command is None else command)
         return exit_code
     finally:
@@ -181,6 +134,7 @@ class _Job:
         preload: Sequence[str],
         entry: str,
         services: dict[str, str],
+        allocation: Allocation | None,
     ) -> None:
         self._config = config.launch
         self._run_dir = run_dir
@@ -196,11 +150,13 @@ class _Job:
         self._token = new_token()
         self._port = free_port(config.launch.interface)
         self._job = config
+        self._allocation = allocation
+        self._term_seconds = 0.0 if allocation is None else TERM_SECONDS
 
     def run(self) -> JobEnd:
         """Start everything, serve until the job ends, leave nothing behind."""
-        with _runtime_dir() as runtime_dir:
-            processes = _Processes(runtime_dir, self._run_dir.path / "logs")
+        with make_runtime_dir() as runtime_dir:
+            processes = Processes(runtime_dir, self._run_dir.path / "logs")
             self._controller = self._link(processes)
             with self._signals():
                 try:
@@ -208,7 +164,7 @@ class _Job:
                 finally:
                     self._clean_up(processes)
 
-    def _serve(self, processes: _Processes) -> JobEnd:
+    def _serve(self, processes: Processes) -> JobEnd:
         self._controller.begin()
         self._start_forkserver(processes)
         for node in range(self._policy.num_nodes + self._policy.num_spare_nodes):
@@ -217,7 +173,7 @@ class _Job:
         self._has_ended = True
         return end
 
-    def _link(self, processes: _Processes) -> ControllerLink:
+    def _link(self, processes: Processes) -> ControllerLink:
         """The way to the controller of this job, which begins with an empty journal."""
         run_dir, resume_from = self._run_dir.path, self._run_dir.resume_from
         (run_dir / FOLDER / JOURNAL).unlink(missing_ok=True)
@@ -245,21 +201,20 @@ class _Job:
             silence_seconds=self._detection.heartbeat_timeout_seconds,
         )
 
-    def _start_forkserver(self, processes: _Processes) -> None:
-        if self._config.forkserver_socket is None:
+    def _start_forkserver(self, processes: Processes) -> None:
+        if self._config.forkserver_socket is None and self._allocation is None:
             arguments = ["--socket", str(processes.forkserver_socket), "--preload", *self._preload]
             environment = SINGLE_THREAD_ENVIRONMENT
             processes.forkserver = processes.start(
                 "megatron_ft.control.forkserver", arguments, "forkserver.log", environment
             )
 
-    def _start_agent(self, processes: _Processes, node: int) -> None:
+    def _start_agent(self, processes: Processes, node: int) -> None:
         """Start a node's process; one that it had before ends first, and its ranks with it."""
         if node in processes.nodes:
-            _kill(processes.nodes[node])
+            kill(processes.nodes[node], term_seconds=self._term_seconds)
             processes.watchers[node].join()  # its end is told before the new process can register
-        process = processes.start("megatron_ft.control.agent", [], f"node-{node:03d}.log", {})
-        processes.nodes[node] = process
+        log = f"node-{node:03d}.log"
         spec = AgentSpec(
             controller_address=join_address(self._config.interface, self._port),
             token=self._token,
@@ -273,7 +228,15 @@ class _Job:
             heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
             heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
         )
-        tell(process, spec.to_line())
+        if self._allocation is None:
+            process = processes.start("megatron_ft.control.agent", [], log, {})
+            tell(process, spec.to_line())
+        else:
+            through = self._allocation.srun(node)
+            process = processes.start("megatron_ft.control.node_main", [], log, {}, through=through)
+            spec = dataclasses.replace(spec, process_id=process.pid)
+            tell(process, NodeSpec(agent=spec, preload=list(self._preload)).to_line())
+        processes.nodes[node] = process
         processes.watchers[node] = threading.Thread(target=self._watch, args=(node, process), daemon=True)
         processes.watchers[node].start()
 
@@ -287,7 +250,7 @@ class _Job:
         self._run_finished = self._run_finished or record.get("kind") == "run_finished"
         self._sinks.write(record)
 
-    def _on_event(self, processes: _Processes, event: Message) -> None:
+    def _on_event(self, processes: Processes, event: Message) -> None:
         """What follows from a decision."""
         match event["event"]:
             case "stopping":
@@ -316,22 +279,22 @@ class _Job:
         self._interrupted_by = signal.Signals(number).name
         self._controller.post(facts.StopRequested() if self._num_interrupts == 1 else facts.KillRequested())
 
-    def _clean_up(self, processes: _Processes) -> None:
+    def _clean_up(self, processes: Processes) -> None:
         """End every process: nodes first (they have been told), then the fork server and ranks with it."""
-        self._wait_or_kill(list(processes.nodes.values()))
+        self._wait_orkill(list(processes.nodes.values()))
         self._controller.close()
         if processes.forkserver is not None:
             processes.forkserver.stdin.close()  # type: ignore[union-attr]
-            self._wait_or_kill([processes.forkserver])
+            self._wait_orkill([processes.forkserver])
 
-    def _wait_or_kill(self, started: Sequence["subprocess.Popen[bytes]"]) -> None:
+    def _wait_orkill(self, started: Sequence["subprocess.Popen[bytes]"]) -> None:
         ended_normally = self._has_ended
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._services else 0.0)
         deadline = time.monotonic() + (patience_seconds if ended_normally else 0.5)
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            _kill(process)
+            kill(process, term_seconds=self._term_seconds)
 
     def exit_code(self, end: JobEnd) -> int:
         """The job's exit code; records of failed ranks go to the sinks."""
@@ -362,17 +325,6 @@ class _Job:
         return "\n".join(f"{name}:\n{tail_of(logs / name)}" for name in names if (logs / name).exists())
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and what it started, unless it has ended, and let go of it."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-
-
 def exit_code_of(end: JobEnd, *, run_finished: bool) -> int:
     """Exit code for the end of a job.
 
@@ -388,13 +340,3 @@ def exit_code_of(end: JobEnd, *, run_finished: bool) -> int:
         return ControlError.exit_code
     own_code = end.details.get(first.rank, {}).get("exit_code")
     return RankFailed.exit_code if own_code is None else int(own_code)
-
-
-@contextlib.contextmanager
-def _runtime_dir() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, short enough for their 108 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="megatron-ft-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

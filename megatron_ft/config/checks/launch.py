@@ -3,7 +3,7 @@
 import ipaddress
 import re
 
-from megatron_ft.config.checks.primitives import above, at_least, one_of, require
+from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.detector import DetectorConfig
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
@@ -17,6 +17,13 @@ LONGEST_SOCKET_PATH = 107
 def check_launch(launch: LaunchConfig) -> None:
     """Counts, the control channel's address, timeouts and limits."""
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
+    one_of(("local", "srun"), "launch.node_launcher", launch.node_launcher)
+    for key, value, wanted in (
+        ("launch.mode", launch.mode, "local"),
+        ("launch.forkserver_socket", launch.forkserver_socket, None),
+    ):
+        constraint = f"must be {show(wanted)} with launch.node_launcher=srun: this command starts nodes elsewhere"
+        require(launch.node_launcher == "local" or value == wanted, key, value, constraint)
     at_least(1, "launch.num_nodes", launch.num_nodes)
     at_least(1, "launch.ranks_per_node", launch.ranks_per_node)
     require(0 <= launch.master_port <= 65535, "launch.master_port", launch.master_port, "must be in 0..65535")

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron_ft.control.facts import DrainRequested, KillRequested, NodeLost
 from megatron_ft.control.job_end import FINAL_ERRORS, JobEnd
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
+from megatron_ft.control.store_place import StorePlace
 from megatron_ft.errors import MegatronFtError
 from tests.helpers.votes import vote_of
 
@@ -32,8 +33,15 @@ PATIENT = DetectorPolicy(heartbeat_timeout_seconds=600.0, hang_seconds=None)
 QUICK = DetectorPolicy(heartbeat_interval_seconds=0.05, heartbeat_timeout_seconds=0.4, hang_seconds=None)
 
 
-def start_order(generation: int, members: Sequence[int]) -> dict[str, Any]:
-    return {"config": 1, "members": list(members), "master_addr": "127.0.0.1", "master_port": 20000 + generation}
+def start_order(generation: int, members: Sequence[int], stores: Mapping[int, StorePlace]) -> dict[str, Any]:
+    said = {"stores": {str(node): store.to_json() for node, store in stores.items()}} if stores else {}
+    return {
+        "config": 1,
+        "members": list(members),
+        "master_addr": "127.0.0.1",
+        "master_port": 20000 + generation,
+        **said,
+    }
 
 
 class Running:
@@ -109,6 +117,13 @@ def job(request: pytest.FixtureRequest) -> Iterator[Running]:
     assert not running.thread.is_alive()
     running.client.close()
     running.controller.close()
+
+
+def test_an_order_knows_where_nodes_can_serve_a_store(job: Running) -> None:
+    places = {node: {"address": f"10.0.0.{node}", "ports": [20000 + node]} for node in (0, 1)}
+    for node, place in places.items():
+        job.join(node, store=place)
+    assert job.order(0)["stores"] == {str(node): place for node, place in places.items()}
 
 
 def record(rank: int, number: int) -> dict[str, Any]:
@@ -199,6 +214,8 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ("join", {"node": "x", "process_id": 7}, "malformed"),
         ("join", {"node": 1, "process_id": 7, "services": {"keeper": {"socket": "s"}}}, "malformed"),
         ("join", {"node": 1, "process_id": 7, "services": 7}, "malformed"),
+        ("join", {"node": 1, "process_id": 7, "store": 7}, "malformed"),
+        ("join", {"node": 1, "process_id": 7, "store": {"address": "10.0.0.1", "ports": [0]}}, "must be an address"),
         ("poll", {"node": 1, "after": 0, "wait_seconds": 0}, "session 0 is over"),
         ("deliver", {"node": 1, "first": 0, "items": []}, "session 0 is over"),
         ("deliver", {"node": 0, "session": 1, "first": 0, "items": []}, "session 1 is over"),

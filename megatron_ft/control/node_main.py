@@ -1,0 +1,101 @@
+"""A node that somebody else's machine is: ``python -m megatron_ft.control.node_main``, started there by ``srun``.
+
+It reads one line of JSON from standard input (``NodeSpec``), which ``srun`` passes on and closes with its own: that is
+the node's lifeline. It finds out what only this machine knows (its address towards the controller, free ports, a folder
+for sockets), starts a fork server, and becomes the node's agent.
+"""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_ft.control import agent
+from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
+from megatron_ft.control.processes import Processes, kill, make_runtime_dir
+from megatron_ft.control.slurm import own_address
+from megatron_ft.control.store_place import find_store_place
+from megatron_ft.errors import ControlError, MegatronFtError
+from megatron_ft.framing import read_line
+
+_FORKSERVER_SECONDS = 60.0
+"""Longest wait for a fork server to listen: a cold file system has Python's files first."""
+_EXIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpec:
+    """What the node is told through its standard input."""
+
+    agent: agent.AgentSpec
+    """Without what only its machine knows."""
+    preload: Sequence[str]
+    """Modules that the fork server imports."""
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def from_line(line: bytes) -> "NodeSpec":
+        """The inverse."""
+        content = json.loads(line)
+        return NodeSpec(agent=agent.AgentSpec(**content["agent"]), preload=content["preload"])
+
+
+def run(spec: NodeSpec) -> int:
+    """Be the node; the process's exit code."""
+    address = own_address(spec.agent.controller_address)
+    with make_runtime_dir() as runtime_dir:
+        processes = Processes(runtime_dir, Path(spec.agent.log_dir))
+        path = processes.forkserver_socket
+        log, arguments = f"forkserver-{spec.agent.node:03d}.log", ["--socket", str(path), "--preload", *spec.preload]
+        forkserver = processes.start("megatron_ft.control.forkserver", arguments, log, SINGLE_THREAD_ENVIRONMENT)
+        try:
+            _await_socket(forkserver, path, processes.log_dir / log)
+            here = {"runtime_dir": str(runtime_dir), "forkserver_socket": str(path), "interface": address}
+            store = find_store_place(address).to_json()
+            return agent.serve(dataclasses.replace(spec.agent, **here, store=store))
+        finally:
+            forkserver.stdin.close()
+            _wait_or_kill(forkserver)
+
+
+def _await_socket(forkserver: "subprocess.Popen[bytes]", path: Path, log: Path) -> None:
+    deadline = time.monotonic() + _FORKSERVER_SECONDS
+    while not path.is_socket():
+        if forkserver.poll() is not None or time.monotonic() > deadline:
+            raise ControlError(f"the fork server does not listen; its log: {log}")
+        threading.Event().wait(0.02)
+
+
+def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        process.wait(timeout=_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"the fork server did not end within {_EXIT_SECONDS:g} s: killed", file=sys.stderr, flush=True)
+        kill(process)
+
+
+def main() -> int:
+    """Entry of the node's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = read_line(sys.stdin.fileno())
+    if not line.endswith(b"\n"):
+        print("node: standard input closed before the node's spec came", file=sys.stderr)
+        return ControlError.exit_code
+    try:
+        return run(NodeSpec.from_line(line))
+    except (MegatronFtError, OSError) as error:
+        print(f"node: {error}", file=sys.stderr, flush=True)
+        return ControlError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Nodes of a Slurm allocation: where each is, how its process is started, how the job's end is told.
+
+Source: the manual page srun(1). Measured with Slurm 22.05: a step whose node dies can end with exit code 0, so nothing
+here goes by exit codes of ``srun``; SIGTERM for ``srun`` ends its task, SIGKILL leaves it running.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.errors import ConfigError
+
+_KEY = "launch.node_launcher"
+TERM_SECONDS = 10.0
+"""Time that ``srun`` has to end its task before it is killed itself."""
+FOLDER = "slurm"
+"""Of the run's folder, with a marker for each job that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The nodes of a Slurm job; node ``k`` of ours is the ``k``-th of its list."""
+
+    job_id: str
+    hosts: tuple[str, ...]
+
+    def srun(self, node: int) -> list[str]:
+        """The command that runs another one on a node, as a step of its own beside any other.
+
+        Options stand here where the environment or the site's configuration could say otherwise.
+        """
+        return [
+            "srun",
+            f"--jobid={self.job_id}",
+            f"--nodelist={self.hosts[node]}",
+            "--nodes=1",
+            "--ntasks=1",
+            "--ntasks-per-node=1",
+            "--no-kill",
+            "--kill-on-bad-exit=0",
+            "--overlap",
+            "--cpu-bind=none",
+            "--mem=0",
+            "--mpi=none",
+            "--export=ALL",
+            f"--job-name=node-{node:03d}",
+        ]
+
+    def leave_marker(self, run_dir: Path, *, exit_code: int, reason: str) -> None:
+        """Say, in ``slurm/JOB.json`` of the run's folder, that the job has ended and how; there all at once or not."""
+        folder = run_dir / FOLDER
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{self.job_id}.json"
+        content = {"job_id": self.job_id, "exit_code": exit_code, "reason": reason}
+        with path.with_suffix(".new").open("w") as file:
+            file.write(json.dumps(content) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path.with_suffix(".new"), path)
+
+
+def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
+    """The allocation that this process runs in.
+
+    Args:
+        most_nodes: nodes that the job can have, spares included.
+
+    Raises:
+        ConfigError: it runs in none, or the allocation is too small.
+    """
+    job, nodes = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_JOB_NODELIST", "")
+    if not job or not nodes:
+        raise ConfigError.of(_KEY, "srun", "needs a Slurm allocation: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
+    hosts = tuple(expand_nodelist(nodes))
+    if len(hosts) < most_nodes:
+        constraint = f"needs {most_nodes} nodes, spares included; job {job} has {len(hosts)}: {nodes}"
+        raise ConfigError.of(_KEY, "srun", constraint)
+    return Allocation(job, hosts)
+
+
+def address_of(interface: str) -> str:
+    """The address that ``launch.interface`` means on this machine: of the network interface of that name, or itself.
+
+    Raises:
+        ConfigError: the interface has no address, or one that other machines do not reach.
+    """
+    import psutil
+
+    found = psutil.net_if_addrs().get(interface)
+    address = interface
+    if found is not None:
+        ours = [entry for family in (socket.AF_INET, socket.AF_INET6) for entry in found if entry.family == family]
+        if not ours:
+            raise ConfigError.of("launch.interface", interface, "must have an address of IPv4 or IPv6; it has none")
+        address = ours[0].address.partition("%")[0]
+    if address == "localhost" or address.startswith("127.") or address.strip("[]") == "::1":
+        constraint = "must be an address that other nodes reach, or a network interface with one, with "
+        raise ConfigError.of("launch.interface", interface, f"{constraint}{_KEY}=srun")
+    return address
+
+
+def own_address(controller_address: str) -> str:
+    """The address of this machine from which the controller is reached.
+
+    Args:
+        controller_address: ``host:port``, brackets around IPv6.
+    """
+    host, _, port = controller_address.rpartition(":")
+    family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(where)  # of a datagram socket: chooses the route, sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,111 @@
+"""What is read from a Slurm allocation, and what is told to it. ``tests/slurm`` has jobs on a real cluster."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from megatron_ft.control.agent import AgentSpec
+from megatron_ft.control.node_main import NodeSpec
+from megatron_ft.control.slurm import Allocation, address_of, own_address, read_allocation
+from megatron_ft.errors import ConfigError, ControlError
+
+JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "gpu[03-05],big1"}
+
+
+class Entry(NamedTuple):
+    """An address, as psutil shows it."""
+
+    family: int
+    address: str
+
+
+def test_nodes_are_numbered_in_the_order_of_the_allocation() -> None:
+    allocation = read_allocation(JOB, most_nodes=4)
+    assert allocation == Allocation("17", ("gpu03", "gpu04", "gpu05", "big1"))
+
+
+@pytest.mark.parametrize("missing", list(JOB))
+def test_outside_of_an_allocation_nothing_is_started(missing: str) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.node_launcher=srun: needs a Slurm allocation"):
+        read_allocation({**JOB, missing: ""}, most_nodes=1)
+
+
+def test_an_allocation_has_room_for_spares() -> None:
+    with pytest.raises(ConfigError, match="needs 5 nodes, spares included; job 17 has 4"):
+        read_allocation(JOB, most_nodes=5)
+
+
+def test_a_step_is_of_one_node_and_outlives_the_others() -> None:
+    words = read_allocation(JOB, most_nodes=4).srun(2)
+    assert words[0] == "srun"
+    assert {"--jobid=17", "--nodelist=gpu05", "--nodes=1", "--ntasks=1"} < set(words)
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--overlap"} < set(words)
+
+
+def test_the_marker_is_there_at_once_and_each_job_has_its_own(tmp_path: Path) -> None:
+    for job, code in (("17", 8), ("18", 0)):
+        Allocation(job, ("a",)).leave_marker(tmp_path, exit_code=code, reason="because")
+    found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "slurm").iterdir()}
+    assert found == {
+        "17.json": {"job_id": "17", "exit_code": 8, "reason": "because"},
+        "18.json": {"job_id": "18", "exit_code": 0, "reason": "because"},
+    }
+
+
+@pytest.mark.parametrize("interface", ["lo", "localhost", "127.0.0.1", "::1", "[::1]"])
+def test_other_machines_do_not_reach_a_loopback(interface: str) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.interface=.*other nodes reach"):
+        address_of(interface)
+
+
+def test_an_interface_stands_for_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Entry(psutil.AF_LINK, "02:00:00:00:00:01")
+    both = [link, Entry(10, "fe80::1%ib0"), Entry(2, "10.0.0.7")]
+    interfaces = {"ib0": both, "ib1": both[:2], "ib2": [link]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    assert [address_of(name) for name in ("ib0", "ib1", "10.9.9.9", "head")] == [
+        "10.0.0.7",
+        "fe80::1",
+        "10.9.9.9",
+        "head",
+    ]
+    with pytest.raises(ConfigError, match="ib2: must have an address"):
+        address_of("ib2")
+
+
+def test_the_address_towards_the_controller() -> None:
+    assert own_address("127.0.0.1:20000") == "127.0.0.1"
+
+
+def test_a_node_is_told_all_in_one_line() -> None:
+    spec = NodeSpec(agent=_agent(), preload=["a", "b:c"])
+    line = spec.to_line()
+    assert line.count(b"\n") == 1
+    assert NodeSpec.from_line(line) == spec
+
+
+def test_a_node_that_is_told_nothing_ends() -> None:
+    command = [sys.executable, "-m", "megatron_ft.control.node_main"]
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (
+        ControlError.exit_code,
+        "node: standard input closed before the node's spec came\n",
+    )
+
+
+def test_a_node_whose_fork_server_fails_ends(tmp_path: Path) -> None:
+    spec = NodeSpec(agent=_agent(log_dir=str(tmp_path)), preload=["no_such_module"])
+    command = [sys.executable, "-m", "megatron_ft.control.node_main"]
+    done = subprocess.run(command, input=spec.to_line(), capture_output=True, timeout=60, check=False)
+    assert done.returncode == ControlError.exit_code
+    assert "no_such_module" in (tmp_path / "forkserver-003.log").read_text()
+
+
+def _agent(log_dir: str = "logs") -> AgentSpec:
+    about = {"controller_address": "127.0.0.1:20000", "token": "t", "runtime_dir": "", "forkserver_socket": ""}
+    return AgentSpec(**about, node=3, process_id=12, log_dir=log_dir)
