@@ -98,6 +98,8 @@ def launch(
     _check_places(config.launch)
     run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
+        if allocation is not None:
+            allocation.keep_script(run_dir.path, os.environ.get("MFT_SCRIPT"))
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
         sinks = open_sinks(config, run_dir.path, world_size=world_size)
         job = _Job(config, run_dir, sinks, preload, entry, dict(services or {}), allocation)

@@ -6,6 +6,7 @@ here goes by exit codes of ``srun``; SIGTERM for ``srun`` ends its task, SIGKILL
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _KEY = "launch.node_launcher"
 TERM_SECONDS = 10.0
 """Time that ``srun`` has to end its task before it is killed itself."""
 FOLDER = "slurm"
-"""Of the run's folder, with a marker for each job that has ended."""
+"""Of the run's folder, with the script of each job, and a marker once it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,17 @@ class Allocation:
             "--export=ALL",
             f"--job-name=node-{node:03d}",
         ]
+
+    def keep_script(self, run_dir: Path, script: str | None) -> None:
+        """Keep the batch script that runs, as ``slurm/JOB.sbatch`` of the run's folder.
+
+        Args:
+            script: its path; None where it does not say, and nothing is kept.
+        """
+        if script is not None:
+            folder = run_dir / FOLDER
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(script, folder / f"{self.job_id}.sbatch")
 
     def leave_marker(self, run_dir: Path, *, exit_code: int, reason: str) -> None:
         """Say, in ``slurm/JOB.json`` of the run's folder, that the job has ended and how; there all at once or not."""

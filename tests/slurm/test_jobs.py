@@ -60,7 +60,16 @@ def submit(
     cluster: SlurmCluster, folder: Path, entry: str, overrides: Sequence[str], *, spares: int, num_nodes: int = 4
 ) -> Job:
     """Submit a job through the script that users submit."""
-    site = {
+    log = folder / "job.log"
+    options = ["--parsable", f"-N{num_nodes}", f"--output={log}"]
+    words = [*options, "slurm/pretrain.sbatch", "run.name=dummy", *SOON, *overrides]
+    number = cluster.run("sbatch", *words, extra=site_of(folder, entry, spares=spares), cwd=REPOSITORY).strip()
+    return Job(cluster, number, folder / "runs" / "dummy", log)
+
+
+def site_of(folder: Path, entry: str, *, spares: int) -> dict[str, str]:
+    """What ``slurm/site.env`` leaves to a site, and the ranks of the job."""
+    return {
         "MFT_INTERFACE": "eth0",
         "MFT_PYTHON": sys.executable,
         "MFT_RUNS": str(folder / "runs"),
@@ -69,11 +78,22 @@ def submit(
         "MFT_COMMAND": "-m tests.helpers.dummy_door",
         "MFT_DUMMY_ENTRY": entry,
     }
-    log = folder / "job.log"
-    options = ["--parsable", f"-N{num_nodes}", f"--output={log}"]
-    words = [*options, "slurm/pretrain.sbatch", "run.name=dummy", *SOON, *overrides]
-    number = cluster.run("sbatch", *words, extra=site, cwd=REPOSITORY).strip()
-    return Job(cluster, number, folder / "runs" / "dummy", log)
+
+
+def test_submit_checks_and_says_where_to_look(cluster: SlurmCluster, tmp_path: Path) -> None:
+    words = ["run.name=dummy", "training.train_iterations=3"]
+    site = {**site_of(tmp_path, "run", spares=0), "MFT_SBATCH": "--time=5 --comment='a b'"}
+    command = [sys.executable, "slurm/submit.py", "--nodes=4"]
+    with pytest.raises(AssertionError, match="nothing was submitted"):
+        cluster.run(*command, *words, "training.train_iterations=-1", extra=site, cwd=REPOSITORY)
+    assert cluster.run("squeue", "-h") == ""
+    said = cluster.run(*command, *words, extra=site, cwd=REPOSITORY).splitlines()[-4:]
+    number, log, run_dir, marker = (line.split()[-1] for line in said)
+    job = Job(cluster, number, Path(run_dir), Path(log))
+    assert job.end()["exit_code"] == 0, job.words()
+    assert Path(marker).exists()
+    assert job.log.exists()
+    assert "set -- run.name=dummy" in (job.run_dir / "slurm" / f"{number}.sbatch").read_text()
 
 
 def test_a_job_over_four_nodes_ends_well(cluster: SlurmCluster, tmp_path: Path) -> None:

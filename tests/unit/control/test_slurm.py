@@ -57,6 +57,14 @@ def test_the_marker_is_there_at_once_and_each_job_has_its_own(tmp_path: Path) ->
     }
 
 
+def test_the_script_that_ran_is_kept(tmp_path: Path) -> None:
+    Allocation("17", ("a",)).keep_script(tmp_path, None)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "script").write_text("sbatch")
+    Allocation("17", ("a",)).keep_script(tmp_path, str(tmp_path / "script"))
+    assert (tmp_path / "slurm" / "17.sbatch").read_text() == "sbatch"
+
+
 @pytest.mark.parametrize("interface", ["lo", "localhost", "127.0.0.1", "::1", "[::1]"])
 def test_other_machines_do_not_reach_a_loopback(interface: str) -> None:
     with pytest.raises(ConfigError, match=r"launch\.interface=.*other nodes reach"):
