@@ -21,6 +21,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "restart_lost_nodes": ({"restart_lost_nodes": True}, "launch.restart_lost_nodes"),
     "keep_layout": ({"keep_layout": True, "num_spare_nodes": 1}, "launch.mode"),
     "membership_schedule": ({"membership_schedule": [LOSE]}, "launch.mode"),
+    "node_launcher": ({"node_launcher": "srun", "interface": "ib0"}, "launch.mode"),
     "interface": ({"interface": "10.0.0.5"}, "launch.interface"),
     "tls_dir": ({"tls_dir": "certificates"}, "launch.tls_dir"),
     "forkserver_socket": ({"forkserver_socket": "warm.sock"}, "launch.forkserver_socket"),
