@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,17 @@ _FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",
     "--remote-debugging-pipe",
 )
+
+_WITH_PIPES = """
+import os, sys
+read, write, *command = sys.argv[1:]
+read, write = os.dup(int(read)), os.dup(int(write))  # so that neither is overwritten before it is moved
+for number, wanted in ((read, 3), (write, 4)):
+    os.dup2(number, wanted)
+    os.set_inheritable(wanted, True)
+os.execv(command[0], command)
+"""
+"""Becomes a command that reads its pipe as descriptor 3 and writes it as 4; a shell takes digits only."""
 
 
 def chromium() -> str | None:
@@ -115,7 +127,7 @@ def browse(folder: Path) -> Iterator[Tab]:
     assert path is not None, "there is a browser"
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
-    command = ["sh", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', path, *_FLAGS]
+    command = [sys.executable, "-c", _WITH_PIPES, str(theirs_in), str(theirs_out), path, *_FLAGS]
     log = (folder / "chromium.log").open("wb")
     process = subprocess.Popen(
         [*command, f"--user-data-dir={folder / 'profile'}", "about:blank"],
