@@ -120,7 +120,7 @@ def x_axis(
 
 
 def y_axis(scale: Scale, left: float, right: float, *, label: str, most: int = 6) -> Element:
-    """Words at the left of ``left`` and lines across to ``right``; ``label`` stands on top."""
+    """Words at the left of ``left`` and lines across to ``right``; ``label`` stands on top, above marks of 30."""
     parts = [
         part
         for tick in scale.ticks(most)
@@ -129,4 +129,4 @@ def y_axis(scale: Scale, left: float, right: float, *, label: str, most: int = 6
             text(figure(tick), left - 8, scale(tick) + 4, "tick", "end"),
         )
     ]
-    return element("g", *parts, text(label, left - 8, scale.end - 12, "label", "start"))
+    return element("g", *parts, text(label, left - 8, scale.end - 36, "label", "start"))
