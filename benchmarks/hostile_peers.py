@@ -81,8 +81,8 @@ JOBS: Mapping[str, Sequence[str]] = {
     "snapshots": (*_BASE, "snapshot=dense", "snapshot.policy.interval_iterations=5", "snapshot.num_peer_copies=1"),
 }
 _OF_TIME = ("time_unix_seconds", "seconds", "stalled_seconds", "run_name", "config_digest", "reason")
-_UNSTEADY = ("window_committed", "window_delayed", "snapshot_planned")
-"""Kinds whose number depends on how fast peers answer."""
+_UNSTEADY = ("window_committed", "window_delayed", "snapshot_planned", "alert_raised", "alert_cleared")
+"""Kinds whose number depends on how fast peers answer, or on what else the machine does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
