@@ -116,7 +116,7 @@ LAYOUTS = (
     Layout(pp=4, tp=2, dtype="bf16"),
     Layout(pp=1, dp=4, ep=2),
 )
-NODE_LAYOUTS = (LAYOUTS[2], LAYOUTS[5], LAYOUTS[3], LAYOUTS[9])
+NODE_LAYOUTS = (LAYOUTS[2], LAYOUTS[5], LAYOUTS[3])
 """Of the jobs whose nodes die whole."""
 _NODES_KILLED = 9
 
