@@ -141,11 +141,10 @@ def _refuse_flags(arguments: list[str]) -> None:
 
 
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
-    from megatron_ft.config.checks.placement import derive_placement
-    from megatron_ft.control.environment import check_restarts
-
     environment = None if config.dry_run else _environment(config, overrides)
     if environment is not None:
+        from megatron_ft.control.environment import check_restarts
+
         config = _adopt(config, environment, overrides)
         check_restarts(environment, config.run)
     plan = resolve_plan(config)
@@ -156,6 +155,8 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     if not _said_by_another_rank():
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
+    from megatron_ft.config.checks.placement import derive_placement
+
     config = derive_placement(config)
     if environment is not None:
         from megatron_ft.mcore.loop import standalone
@@ -208,13 +209,14 @@ def resolve_plan(config: JobConfig) -> "JobPlan":
     Raises:
         ConfigError: it cannot run; DataError where a file is missing or damaged.
     """
+    from megatron_ft.config.validate import validate
+
+    validate(config)  # before the rest is imported: a refusal is quick
     from megatron_ft.config.checks.placement import derive_placement
     from megatron_ft.config.inputs import read_inputs
-    from megatron_ft.config.validate import validate
     from megatron_ft.corpus.check import check_data
     from megatron_ft.planning.job import plan_job
 
-    validate(config)
     config = derive_placement(config)
     inputs, device = read_inputs(config), _planned_device(config)
     return plan_job(config, check_data(config), inputs, device=device, with_losses=config.dry_run)
