@@ -1,7 +1,4 @@
-"""``python -m tests.helpers.standalone_rank RUNS ITERATIONS FAILPOINTS``: a dummy rank under torchrun or srun.
-
-``RUN_NAME`` in the environment names the run, which it then goes on with.
-"""
+"""``python -m tests.helpers.standalone_rank RUNS ITERATIONS FAILPOINTS``: a dummy rank under torchrun or srun."""
 
 import os
 import sys
@@ -16,8 +13,7 @@ from tests.helpers import dummy_rank
 def main() -> int:
     """Join the job and be its rank."""
     config = JobConfig()
-    name = os.environ.get("RUN_NAME")
-    config.run = replace(config.run, dir=sys.argv[1], name=name, resume="never" if name is None else "auto")
+    config.run = replace(config.run, dir=sys.argv[1])
     config.telemetry = replace(config.telemetry, wandb="disabled")
     config.training = replace(config.training, train_iterations=int(sys.argv[2]))
     config.launch = replace(config.launch, failpoints=sys.argv[3:])

@@ -39,7 +39,7 @@ a { color: var(--loss); }
 .about, .soft, footer { color: var(--soft); }
 .outcome { display: inline-block; margin: .7rem 0 0; padding: .25rem .75rem; border-radius: .4rem; border: 1px solid; }
 .good { color: var(--good); } .bad { color: var(--bad); } .open { color: var(--open); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: .7rem; margin: 1.2rem 0 .8rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: .7rem; margin: 1rem 0; }
 .tiles div { padding: .6rem .8rem; border-radius: .5rem; background: var(--panel); }
 .tiles dt { color: var(--soft); font-size: .85rem; }
 .tiles dd { margin: 0; font-size: 1.1rem; font-weight: 600; font-variant-numeric: tabular-nums; }
