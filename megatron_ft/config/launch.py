@@ -87,6 +87,11 @@ class LaunchConfig:
         return self.most_nodes - self.num_spare_nodes
 
     @property
+    def member_domains(self) -> list[str]:
+        """Failure domain of each node the job starts with; ``failure_domains`` goes on with those of spares."""
+        return self.failure_domains[: self.num_nodes] or [f"node{node}" for node in range(self.num_nodes)]
+
+    @property
     def may_lose_nodes(self) -> bool:
         """Whether nodes are lost, leave and join while the processes of the others live."""
         return self.keep_layout or self.fewest_nodes < self.most_nodes

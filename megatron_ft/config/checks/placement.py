@@ -88,9 +88,8 @@ def _stage(config: JobConfig) -> tuple[int, int]:
     """(ranks, failure domains) of the stage that has the fewest domains."""
     launch = config.launch
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
-    domains = launch.failure_domains or [f"node{node}" for node in range(launch.num_nodes)]
     stages = [
-        {domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
+        {launch.member_domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
         for stage in range(topology.pipeline_model_parallel_size)
     ]
     return topology.stage_size, min(len(names) for names in stages)

@@ -20,12 +20,12 @@ def check_snapshot(config: JobConfig) -> None:
     at_least(0, "snapshot.replan_interval_windows", snapshot.replan_interval_windows)
     if snapshot.policy is None:
         return
-    domains = set(launch.failure_domains) if launch.failure_domains else set(map(str, range(launch.num_nodes)))
+    num_domains = len(set(launch.member_domains))
     require(
-        snapshot.num_peer_copies < len(domains),
+        snapshot.num_peer_copies < num_domains,
         "snapshot.num_peer_copies",
         snapshot.num_peer_copies,
-        f"must be below the number of failure domains, {len(domains)}: copies lie in other domains than their node; "
+        f"must be below the number of failure domains, {num_domains}: copies lie in other domains than their node; "
         "0 keeps windows on their own node only",
     )
     require(

@@ -21,9 +21,7 @@ def peer_assignment(config: JobConfig) -> PeerAssignment:
     What a rank captures nobody else does: state that several ranks hold is cut over them, so no domain has a copy
     already.
     """
-    launch = config.launch
-    domains = launch.failure_domains or [f"node{node}" for node in range(launch.num_nodes)]
-    return assign_peers(domains, config.snapshot.num_peer_copies)
+    return assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies)
 
 
 def connect_keeper(

@@ -63,7 +63,7 @@ def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
     """What every stage's plans must fit: its ranks, its mixture layers, its slots."""
     topology = Topology.of(config.parallel, world_size)
     launch, model = config.launch, config.model
-    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, launch.failure_domains)
+    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, launch.member_domains)
     return [
         StageRequest(
             cluster=cluster,

@@ -102,8 +102,7 @@ def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> Sna
             iteration_seconds=snapshot.iteration_seconds,
         )
         plan, is_known = policy.plan(demand, context), True
-    domains = launch.failure_domains or [f"node{node}" for node in range(launch.num_nodes)]
-    assignment = assign_peers(domains, snapshot.num_peer_copies)
+    assignment = assign_peers(launch.member_domains, snapshot.num_peer_copies)
     plans_again = snapshot.replan_interval_windows > 0
     report = SnapshotReport(
         policy=type(policy).__name__,

@@ -190,3 +190,16 @@ def test_an_upstream_log_whose_windows_are_measured_is_rendered() -> None:
 def test_an_upstream_log_over_its_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"upstream_log\.memory_limit_bytes=1000: must be at least \d+"):
         plan(**kept_layout(upstream_log={"memory_limit_bytes": 1000}))
+
+
+def test_domains_of_spares_wait_with_them() -> None:
+    """Names are of all nodes there can be; placement and copies are of those the job starts with."""
+    layout = kept_layout()
+    layout["launch"] |= {"failure_domains": ["rack0", "rack1", "rack2"]}
+    kept = plan(**layout).snapshot
+    assert kept is not None and kept.peers == ((1,), (0,))
+    spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
+    launch = {"num_nodes": 2, "ranks_per_node": 1, "num_spare_nodes": 1, "failure_domains": ["rack0", "rack1", "rack2"]}
+    placement = {"algorithm": spread, "num_slots_per_rank": 8, "min_replicas": 2}
+    placed = plan(launch=launch, placement=placement, parallel={"expert_model_parallel_size": 2}).placement
+    assert placed is not None and placed.stages[0].domains == ("rack0", "rack1")
