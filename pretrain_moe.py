@@ -147,6 +147,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
         config = _adopt(config, environment, overrides)
         check_restarts(environment, config.run)
+    config, config_yaml = read_failure_domains(config, config_yaml)
     plan = resolve_plan(config)
     if config.dry_run:
         _show(plan, config)
@@ -167,6 +168,28 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
     services = {} if config.snapshot.policy is None else {"keeper": "megatron_ft.runtime.keeper"}
     return launch(config, config_yaml, open_sinks=open_sinks, services=services)
+
+
+def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
+    """Both with the failure domains that Slurm is to name; a dry run, which may have no nodes yet, asks nobody.
+
+    Raises:
+        ConfigError: Slurm does not name them, or the configuration cannot run whatever they are.
+    """
+    if config.launch.failure_domain_source == "listed" or config.dry_run:
+        return config, config_yaml
+    from omegaconf import OmegaConf
+
+    from megatron_ft.config.validate import validate
+    from megatron_ft.control.slurm_topology import summary, with_failure_domains
+
+    validate(config)
+    config = with_failure_domains(config, os.environ)
+    print(f"note: {summary(config)}", file=sys.stderr)
+    tree = OmegaConf.create(config_yaml)
+    for name in ("failure_domain_source", "failure_domains"):
+        OmegaConf.update(tree, f"launch.{name}", getattr(config.launch, name))
+    return config, OmegaConf.to_yaml(tree)
 
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":

@@ -64,6 +64,10 @@ class LaunchConfig:
     with what the others give them. The reference that runs with lost and joining nodes are compared with."""
     failure_domains: list[str] = field(default_factory=list)
     """Name of each node's failure domain (rack, switch); empty makes every node its own."""
+    failure_domain_source: str = "listed"
+    """Where the names of ``launch.failure_domains`` come from. ``listed``: from that key. ``slurm_topology``: at start,
+    from the topology of the Slurm cluster, a node's domain being the leaf switch it hangs on. Needs
+    ``launch.node_launcher=srun``."""
     failpoints: list[str] = field(default_factory=list)
     """Faults to inject, e.g. ``kill(rank=1,at_iteration=7,phase="backward")``."""
     gpu_memory_bytes: int | None = None

@@ -210,7 +210,12 @@ def plan_job(
         upstream_log=upstream_log,
         routing=None if trace is None else trace.summary(),
         losses=losses,
-        notes=(*(() if placement is None else placement.notes), *(() if wrap is None else (wrap,)), *warnings),
+        notes=(
+            *(() if placement is None else placement.notes),
+            *(() if wrap is None else (wrap,)),
+            *_unknown_domains(config),
+            *warnings,
+        ),
     )
     plan.validate()
     return plan
@@ -228,6 +233,18 @@ def _losses(
     """(the cost of each node's loss, warnings)."""
     means = means_of(config, () if placement is None else placement.stages, snapshot)
     return costs_of_nodes(config, means, inputs), means.warnings
+
+
+def _unknown_domains(config: JobConfig) -> tuple[str, ...]:
+    """What a plan rests on whose nodes are not given yet."""
+    source = config.launch.failure_domain_source
+    if source == "listed":
+        return ()
+    return (
+        f"launch.failure_domain_source={source}: which nodes share a failure domain is read when the job starts, of "
+        "the nodes it has got; this plan takes each node as a domain of its own, so survival and peers may be worse "
+        "than shown, and a start with too few domains is refused",
+    )
 
 
 def _trace(config: JobConfig, inputs: JobInputs) -> RoutingTrace | None:

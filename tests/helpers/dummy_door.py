@@ -18,6 +18,7 @@ def main() -> int:
     """Run the job."""
     try:
         config, config_yaml = pretrain_moe.compose(sys.argv[1:])
+        config, config_yaml = pretrain_moe.read_failure_domains(config, config_yaml)
         validate(config)
         return launch(
             derive_placement(config),

@@ -14,6 +14,7 @@ from megatron_ft.errors import TrainingStopped
 from megatron_ft.framing import FrameReader, send
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.snapshot.peers import assign_peers
 
 ITERATION_SECONDS = 0.02
 LAST_COMPLETED = 4
@@ -88,6 +89,15 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
             failpoints.hit("replay", iteration)
             following = context.worker.survive(_position(context), error)
         context = _begin(context, following)
+
+
+def run_in_domains(config: JobConfig, context: RankContext) -> None:
+    """As ``run_surviving``, and each rank reports the failure domains it was told and its node's peers."""
+    peers = assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies).peers
+    own = peers[context.node] if context.node < len(peers) else ()
+    domains = config.launch.failure_domains
+    context.worker.report({"kind": "domains", "node": context.node, "domains": domains, "peers": list(own)})
+    run_surviving(config, context)
 
 
 def _position(context: RankContext) -> Position:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,6 +114,8 @@ class SlurmCluster:
 
     num_nodes: int
     slurmd_timeout_seconds: int = 6
+    topology: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Leaf switches and the nodes on them, below one more switch; without it the cluster has no topology."""
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="mft-slurm-")))
     _nodes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _inits: dict[int, psutil.Process] = field(default_factory=dict)
@@ -253,7 +255,14 @@ class SlurmCluster:
         assert 0 <= last < 200, "addresses end below 255"
         about = {"dir": self.folder, "host": host, "net": self.network, "last": last, "last_address": 10 + last}
         ports = {"port": self._port, "slurmd_port": self._port + 1, "slurmd_timeout": self.slurmd_timeout_seconds}
-        (self.folder / "etc" / "slurm.conf").write_text(_CONF.format(**about, **ports))
+        tree = "TopologyPlugin=topology/tree\n" if self.topology else ""
+        (self.folder / "etc" / "slurm.conf").write_text(_CONF.format(**about, **ports) + tree)
+        leaves = [
+            f"SwitchName={switch} Nodes={','.join(f'node{node}' for node in nodes)}\n"
+            for switch, nodes in self.topology.items()
+        ]
+        top = f"SwitchName=top Switches={','.join(self.topology)}\n" if self.topology else ""
+        (self.folder / "etc" / "topology.conf").write_text("".join([*leaves, top]))
         names = [f"{self.network}.{10 + node} node{node}" for node in range(self.num_nodes)]
         lines = ["127.0.0.1 localhost", f"{self.address} {host}", *names]
         (self.folder / "etc" / "hosts").write_text("\n".join(lines) + "\n")
@@ -309,9 +318,9 @@ def _environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def slurm_cluster(num_nodes: int) -> Iterator[SlurmCluster]:
+def slurm_cluster(num_nodes: int, topology: Mapping[str, Sequence[int]] | None = None) -> Iterator[SlurmCluster]:
     """A running cluster; it is taken down whatever happens."""
-    cluster = SlurmCluster(num_nodes)
+    cluster = SlurmCluster(num_nodes, topology=topology or {})
     try:
         cluster.start()
         yield cluster

@@ -1,5 +1,6 @@
 """The door as people use it: help, version, dry runs, rank environments; never a heavy import or a stray folder."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -209,3 +210,21 @@ def test_fields_of_a_policy_are_set_like_any_key(overrides: list[str], expected:
 def test_only_fields_of_a_policy_are_open(override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[0].replace(".", r"\.")):
         pretrain_moe.compose([override])
+
+
+def test_domains_that_slurm_names_are_in_the_configuration_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node[0-1]\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    given = pretrain_moe.compose(["launch=slurm", "launch.num_nodes=2", "launch.failure_domain_source=slurm_topology"])
+    for name, value in (("SLURM_JOB_ID", "17"), ("SLURM_JOB_NODELIST", "node[0-1]")):
+        monkeypatch.setenv(name, value)
+    config, config_yaml = pretrain_moe.read_failure_domains(*given)
+    assert config.launch.failure_domains == ["s1", "s1"]
+    assert yaml.safe_load(config_yaml) == to_dict(config)
+    assert "s1 (nodes 0, 1)" in capsys.readouterr().err
+    asked = dataclasses.replace(given[0], dry_run=True)
+    assert pretrain_moe.read_failure_domains(asked, given[1]) == (asked, given[1]), "there may be no nodes yet"

@@ -49,6 +49,22 @@ def check_launch(launch: LaunchConfig) -> None:
         launch.failure_domains,
         f"must name one domain for each of {nodes}={most}, or none; it names {domains}",
     )
+    _check_domain_source(launch)
+
+
+def _check_domain_source(launch: LaunchConfig) -> None:
+    key, source = "launch.failure_domain_source", launch.failure_domain_source
+    one_of(("listed", "slurm_topology"), key, source)
+    if source == "listed":
+        return
+    other = f"launch.node_launcher={launch.node_launcher}"
+    require(launch.node_launcher == "srun", key, source, f"must be listed with {other}: Slurm is not asked for nodes")
+    require(
+        not launch.failure_domains,
+        "launch.failure_domains",
+        launch.failure_domains,
+        f"must be empty with {key}={source}, which names them",
+    )
 
 
 def _check_most_nodes(launch: LaunchConfig) -> None:

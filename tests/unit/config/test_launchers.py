@@ -22,6 +22,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keep_layout": ({"keep_layout": True, "num_spare_nodes": 1}, "launch.mode"),
     "membership_schedule": ({"membership_schedule": [LOSE]}, "launch.mode"),
     "node_launcher": ({"node_launcher": "srun", "interface": "ib0"}, "launch.mode"),
+    "failure_domain_source": ({"failure_domain_source": "slurm_topology"}, "launch.failure_domain_source"),
     "interface": ({"interface": "10.0.0.5"}, "launch.interface"),
     "tls_dir": ({"tls_dir": "certificates"}, "launch.tls_dir"),
     "forkserver_socket": ({"forkserver_socket": "warm.sock"}, "launch.forkserver_socket"),

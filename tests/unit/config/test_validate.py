@@ -108,6 +108,16 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"launch.node_launcher": "srun", "launch.mode": "srun"}, "launch.mode"),
     ({"launch.node_launcher": "srun", "launch.forkserver_socket": "warm.sock"}, "launch.forkserver_socket"),
     ({"launch.failure_domains": ["a", "b"]}, "launch.failure_domains"),
+    ({"launch.failure_domain_source": "slurm"}, "launch.failure_domain_source"),
+    ({"launch.failure_domain_source": "slurm_topology"}, "launch.failure_domain_source"),
+    (
+        {
+            "launch.failure_domain_source": "slurm_topology",
+            "launch.node_launcher": "srun",
+            "launch.failure_domains": ["a"],
+        },
+        "launch.failure_domains",
+    ),
     ({"run.name": "../up"}, "run.name"),
     ({"run.resume": "must"}, "run.name"),
     ({"data.train": []}, "data.train"),

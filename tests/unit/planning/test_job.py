@@ -192,6 +192,15 @@ def test_an_upstream_log_over_its_limit_is_refused() -> None:
         plan(**kept_layout(upstream_log={"memory_limit_bytes": 1000}))
 
 
+def test_a_plan_says_that_slurm_has_not_named_the_domains() -> None:
+    known = {"num_nodes": 4, "ranks_per_node": 1, "node_launcher": "srun"}
+    (note,) = plan(launch={**known, "failure_domain_source": "slurm_topology"}).notes
+    assert (
+        note.startswith("launch.failure_domain_source=slurm_topology: ") and "each node as a domain of its own" in note
+    )
+    assert not plan(launch={**known, "failure_domains": ["a", "a", "b", "b"]}).notes
+
+
 def test_domains_of_spares_wait_with_them() -> None:
     """Names are of all nodes there can be; placement and copies are of those the job starts with."""
     layout = kept_layout()

@@ -1,0 +1,104 @@
+"""Failure domains as Slurm's topology has them: a node's domain is the leaf switch it hangs on.
+
+Sources: the manual pages scontrol(1) (``show topology``, variable ``SLURM_TOPO_LEN``) and topology.conf(5); what the
+tests read was printed by Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` would be of one node only.
+"""
+
+import dataclasses
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.slurm import read_allocation
+from megatron_ft.errors import ConfigError
+
+KEY = "launch.failure_domain_source"
+SOURCE = "slurm_topology"
+_COMMAND = ("scontrol", "show", "topology")
+_ANSWER_SECONDS = 60.0
+_SWITCH = re.compile(r"SwitchName=(?P<name>\S+) Level=(?P<level>\d+)(?: LinkSpeed=\S+)?(?: Nodes=(?P<nodes>\S+))?")
+
+
+def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> JobConfig:
+    """``config`` with the domains that it has Slurm name, as if they had been listed.
+
+    Args:
+        variables: the environment of this process, which runs in the job's allocation.
+
+    Raises:
+        ConfigError: there is no allocation, no topology, or a node has no leaf switch.
+    """
+    launch = config.launch
+    if launch.failure_domain_source != SOURCE:
+        return config
+    allocation = read_allocation(variables, most_nodes=launch.most_nodes)
+    domains = domains_of(allocation.hosts[: launch.most_nodes], read_topology(variables))
+    listed = dataclasses.replace(launch, failure_domain_source="listed", failure_domains=domains)
+    return dataclasses.replace(config, launch=listed)
+
+
+def read_topology(variables: Mapping[str, str]) -> str:
+    """What ``scontrol show topology`` prints.
+
+    Raises:
+        ConfigError: it cannot be run, fails, does not answer, or has nothing to say: there is no topology plugin.
+    """
+    whole_lines = {name: value for name, value in variables.items() if name != "SLURM_TOPO_LEN"}
+    try:
+        done = subprocess.run(
+            _COMMAND,
+            env=whole_lines,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _refused(f"needs an answer of `{' '.join(_COMMAND)}`: {error}") from None
+    if done.returncode != 0 or not done.stdout.strip():  # without a plugin it ends with 0 and prints nothing
+        said = done.stderr.strip() or f"nothing, and ended with {done.returncode}"
+        raise _refused(
+            "needs a Slurm cluster with TopologyPlugin=topology/tree; "
+            f"`{' '.join(_COMMAND)}` says: {said}. List launch.failure_domains by hand, or leave both keys out"
+        )
+    return done.stdout
+
+
+def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
+    """The leaf switch of each host.
+
+    Args:
+        topology: what ``scontrol show topology`` prints.
+
+    Raises:
+        ConfigError: a line is of something else than a switch, or a host is on no leaf switch, or on two.
+    """
+    found: dict[str, list[str]] = {host: [] for host in hosts}
+    for line in filter(None, map(str.strip, topology.splitlines())):
+        switch = _SWITCH.match(line)
+        if switch is None:
+            raise _refused(f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm says: {line}")
+        if switch["level"] == "0" and switch["nodes"]:
+            for host in expand_nodelist(switch["nodes"]):
+                found.get(host, []).append(switch["name"])
+    for host, switches in found.items():
+        if len(switches) != 1:
+            shown = ", ".join(switches) or "none"
+            raise _refused(f"needs one leaf switch for each node of the job; of {host} Slurm's topology has {shown}")
+    return [switches[0] for switches in found.values()]
+
+
+def summary(config: JobConfig) -> str:
+    """One line: which nodes of the job, by number, are in which domain."""
+    nodes_of: dict[str, list[int]] = {}
+    for node, name in enumerate(config.launch.failure_domains):
+        nodes_of.setdefault(name, []).append(node)
+    parts = [f"{name} (nodes {', '.join(map(str, nodes))})" for name, nodes in nodes_of.items()]
+    return f"failure domains by Slurm's topology: {', '.join(parts)}"
+
+
+def _refused(constraint: str) -> ConfigError:
+    return ConfigError.of(KEY, SOURCE, constraint)

@@ -1,0 +1,47 @@
+"""Failure domains that Slurm names, on a cluster of two racks and on one that knows of none. Ranks have no model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
+from tests.slurm.test_jobs import KEEPS_LAYOUT, submit
+
+ASKS_SLURM = "launch.failure_domain_source=slurm_topology"
+
+
+@pytest.fixture
+def racks(_possible: None) -> Iterator[SlurmCluster]:
+    """Three nodes and a spare, two on each leaf switch."""
+    with slurm_cluster(4, topology={"rack0": [0, 2], "rack1": [1, 3]}) as running:
+        yield running
+
+
+def test_domains_are_read_where_the_job_starts(racks: SlurmCluster, tmp_path: Path) -> None:
+    overrides = [*KEEPS_LAYOUT, ASKS_SLURM, "snapshot.num_peer_copies=1", "training.train_iterations=7"]
+    job = submit(racks, tmp_path, "run_in_domains", overrides, spares=1)
+    assert job.end()["exit_code"] == 0, job.words()
+    told = {record["node"]: record for record in job.records("domains")}
+    domains = ["rack0", "rack1", "rack0", "rack1"]
+    assert all(record["domains"] == domains for record in told.values())
+    assert [told[node]["peers"] for node in (0, 2)] == [[1], [1]], "not each other: they hang on one switch"
+    kept = yaml.safe_load((job.run_dir / "config.yaml").read_text())["launch"]
+    assert (kept["failure_domains"], kept["failure_domain_source"]) == (domains, "listed")
+    assert "rack0 (nodes 0, 2), rack1 (nodes 1, 3)" in job.log.read_text()
+
+
+def test_two_racks_are_too_few_for_copies_in_two_others(racks: SlurmCluster, tmp_path: Path) -> None:
+    overrides = [*KEEPS_LAYOUT, ASKS_SLURM, "snapshot.num_peer_copies=2", "training.train_iterations=7"]
+    job = submit(racks, tmp_path, "run_in_domains", overrides, spares=1)
+    wait_until("the job has ended", lambda: racks.state_of(job.number) == "FAILED")
+    assert "snapshot.num_peer_copies=2: must be below the number of failure domains, 2" in job.log.read_text()
+    assert not job.run_dir.exists()
+
+
+def test_a_cluster_without_topology_is_refused(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, "run_in_domains", [ASKS_SLURM, "training.train_iterations=7"], spares=0)
+    wait_until("the job has ended", lambda: cluster.state_of(job.number) == "FAILED")
+    assert "slurm_topology: needs a Slurm cluster with TopologyPlugin=topology/tree" in job.log.read_text()
+    assert not job.run_dir.exists()

@@ -1,0 +1,94 @@
+"""Domains are leaf switches. ``TREE`` is what Slurm 22.05 printed of a cluster of four nodes with topology/tree."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.control.slurm_topology import domains_of, read_topology, summary, with_failure_domains
+from megatron_ft.errors import ConfigError
+
+TREE = """\
+SwitchName=a Level=0 LinkSpeed=1 Nodes=node[0-1]
+SwitchName=b Level=0 LinkSpeed=1 Nodes=node2
+SwitchName=c Level=0 LinkSpeed=1 Nodes=node3
+SwitchName=m1 Level=1 LinkSpeed=1 Nodes=node[0-2] Switches=a,b
+SwitchName=m2 Level=1 LinkSpeed=1 Nodes=node3 Switches=c
+SwitchName=top Level=2 LinkSpeed=1 Nodes=node[0-3] Switches=m[1-2]
+"""
+NO_PLUGIN = "echo 'scontrol: error: No topology information available' >&2"
+"""What it says without a topology plugin, with exit code 0."""
+
+
+def site(folder: Path, script: str) -> dict[str, str]:
+    """The environment of a batch job whose ``scontrol`` is a script."""
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f"#!/bin/bash\n{script}\n")
+    scontrol.chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return {"PATH": path, "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[0-3]"}
+
+
+def printing(text: str) -> str:
+    return f"cat <<'END'\n{text}END"
+
+
+def job(num_nodes: int, **launch: object) -> JobConfig:
+    about = {"node_launcher": "srun", "failure_domain_source": "slurm_topology"}
+    return from_dict({"launch": {"num_nodes": num_nodes, **about, **launch}})
+
+
+def test_a_nodes_domain_is_its_leaf_switch() -> None:
+    assert domains_of(["node3", "node0", "node2", "node1"], TREE) == ["c", "a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "said"),
+    [
+        (TREE.replace("b Level=0 LinkSpeed=1 Nodes=node2", "b Level=0 LinkSpeed=1"), "of node2 Slurm's .* has none"),
+        (TREE.replace("Nodes=node2", "Nodes=node[2-3]"), "of node3 Slurm's topology has b, c"),
+        ("BlockName=b1 BlockIndex=0 Nodes=node[0-3] BlockSize=4\n", "topology/tree, .*: BlockName=b1"),
+    ],
+)
+def test_a_node_without_one_leaf_switch_is_refused(topology: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^launch\.failure_domain_source=slurm_topology: needs .*{said}"):
+        domains_of(["node0", "node1", "node2", "node3"], topology)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (NO_PLUGIN, "TopologyPlugin=topology/tree; .* says: .*No topology information available. List"),
+        ("exit 3", "says: nothing, and ended with 3"),
+        (f"{printing(TREE)}\nexit 1", "says: nothing, and ended with 1"),
+    ],
+)
+def test_without_a_topology_nothing_is_assumed(tmp_path: Path, script: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_topology(site(tmp_path, script))
+
+
+def test_without_scontrol_nothing_is_assumed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs an answer of `scontrol show topology`: .*No such file"):
+        read_topology({"PATH": str(tmp_path)})
+
+
+def test_lines_are_read_whole(tmp_path: Path) -> None:
+    variables = {**site(tmp_path, f"[ -z ${{SLURM_TOPO_LEN+x}} ] && {printing(TREE)}"), "SLURM_TOPO_LEN": "20"}
+    assert read_topology(variables) == TREE
+
+
+def test_domains_are_of_the_nodes_of_the_job_and_its_spares(tmp_path: Path) -> None:
+    config = with_failure_domains(job(2, num_spare_nodes=1), site(tmp_path, printing(TREE)))
+    assert config.launch == job(2, num_spare_nodes=1, failure_domain_source="listed", failure_domains=[*"aab"]).launch
+    assert config.launch.member_domains == ["a", "a"]
+    assert summary(config) == "failure domains by Slurm's topology: a (nodes 0, 1), b (nodes 2)"
+
+
+def test_who_does_not_ask_is_not_answered() -> None:
+    config = job(2, failure_domain_source="listed")
+    assert with_failure_domains(config, {}) is config
+    with pytest.raises(ConfigError, match="needs a Slurm allocation"):
+        with_failure_domains(job(2), {})
