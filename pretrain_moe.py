@@ -7,7 +7,9 @@ configuration errors take about a second.
 import dataclasses
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_ft.planning.job import JobPlan
 
 CONF = Path(__file__).resolve().parent / "conf"
+_WORD_SECONDS = 30.0
+"""The other ranks' refusals may be so far apart."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,8 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(arguments)
     except MegatronFtError as error:
-        if not (isinstance(error, ConfigError) and _said_by_another_rank()):
-            print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, ConfigError) and _said_by_another_rank():
+            _wait_to_be_ended()
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted before ranks were started", file=sys.stderr)
@@ -42,6 +47,15 @@ def _said_by_another_rank() -> bool:
 
     local_rank = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(detect(os.environ))
     return local_rank is not None and os.environ.get(local_rank, "0") != "0"
+
+
+def _wait_to_be_ended() -> None:
+    """A launcher ends all ranks once one has ended: a silent one that were first would take the speaker's word away.
+
+    Who is not ended has nobody who speaks for it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it as quietly as SIGTERM
+    threading.Event().wait(_WORD_SECONDS)
 
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:
