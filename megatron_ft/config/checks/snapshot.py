@@ -20,6 +20,13 @@ def check_snapshot(config: JobConfig) -> None:
     at_least(0, "snapshot.replan_interval_windows", snapshot.replan_interval_windows)
     if snapshot.policy is None:
         return
+    require(
+        launch.mode == "local" or config.dry_run,
+        "snapshot.policy",
+        snapshot.policy.get("_target_"),
+        f"needs node processes, which own the memory of snapshots: launch.mode={launch.mode} has none; use "
+        "launch.mode=local or snapshot=none",
+    )
     num_domains = len(set(launch.member_domains))
     require(
         snapshot.num_peer_copies < num_domains,
@@ -27,11 +34,4 @@ def check_snapshot(config: JobConfig) -> None:
         snapshot.num_peer_copies,
         f"must be below the number of failure domains, {num_domains}: copies lie in other domains than their node; "
         "0 keeps windows on their own node only",
-    )
-    require(
-        launch.mode == "local" or config.dry_run,
-        "snapshot.policy",
-        snapshot.policy.get("_target_"),
-        f"needs node processes, which own the memory of snapshots: launch.mode={launch.mode} has none; use "
-        "launch.mode=local or snapshot=none",
     )

@@ -79,8 +79,9 @@ def test_snapshots_are_refused() -> None:
     policy = {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"}
     snapshot = {"policy": policy, "num_peer_copies": 1}
     validate(job("local", snapshot=snapshot))
-    with pytest.raises(ConfigError, match=r"^snapshot\.policy=.*needs node processes"):
-        validate(job("torchrun", snapshot=snapshot))
+    for num_nodes in (1, 2):  # also where there are too few nodes for copies: another number of them would not help
+        with pytest.raises(ConfigError, match=r"^snapshot\.policy=.*needs node processes"):
+            validate(job("torchrun", snapshot=snapshot, launch={"num_nodes": num_nodes}))
 
 
 def test_only_srun_serves_its_store_where_it_is_told_to() -> None:
