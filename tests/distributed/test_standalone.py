@@ -6,9 +6,13 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
+import pytest
+
 from megatron_ft.control.ports import free_port
 from megatron_ft.errors import EXIT_INTERRUPTED
 from tests.helpers.jobs import start, wait
+from tests.helpers.slurm_cluster import wait_until
 
 LIMIT_SECONDS = 90
 RANK = ["-m", "tests.helpers.standalone_rank"]
@@ -46,15 +50,20 @@ def test_a_restart_by_torchrun_continues_in_the_same_folder(tmp_path: Path) -> N
     assert len(hits) == 2, "the fault hit both attempts, in one folder"
 
 
-def test_a_restart_without_a_store_that_lasts_needs_the_runs_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [None, "first"])
+def test_a_restart_without_a_store_that_lasts_needs_the_runs_name(tmp_path: Path, name: str | None) -> None:
     """ft_launcher keeps no store over its restarts, and torchrun none that is told not to."""
     failpoint = 'raise(rank=1, at_iteration=3, phase="forward")'
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | ({} if name is None else {"RUN_NAME": name})
     job = start([*torchrun("--max-restarts=1"), str(tmp_path), "5", failpoint], environment=variables)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode != 0
-    assert "run.name=null: must be given, with run.resume=auto" in output
-    assert list(tmp_path.iterdir()) == [], "no attempt has begun"
+    if name is None:
+        assert "run.name=null: must be given, with run.resume=auto" in output
+        assert list(tmp_path.iterdir()) == [], "no attempt has begun"
+    else:
+        hits = (tmp_path / name / "failpoints.jsonl").read_text().splitlines()
+        assert len(hits) == 2, "the fault hit both attempts, in one folder"
 
 
 def srun_environment(rank: int, port: int) -> dict[str, str]:
@@ -67,6 +76,30 @@ def srun_environment(rank: int, port: int) -> dict[str, str]:
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_STEP_TASKS_PER_NODE": "2",
     }
+
+
+def test_a_rank_that_comes_late_finds_the_store_of_one_that_is_done(tmp_path: Path) -> None:
+    port = 20000 + free_port("127.0.0.1") % 20000
+    command = [sys.executable, *RANK, str(tmp_path), "2"]
+    first = start(command, environment=srun_environment(0, port))
+    wait_until("rank 0 is done", lambda: any(tmp_path.glob("*/summary.json")), seconds=LIMIT_SECONDS)
+    late = start(command, environment=srun_environment(1, port))
+    outputs = [wait(rank, LIMIT_SECONDS) for rank in (late, first)]
+    assert [late.returncode, first.returncode] == [0, 0], outputs
+    assert (only_run(tmp_path) / "logs" / "started-1").exists()
+
+
+def test_a_rank_that_comes_late_hears_why_rank_0_was_refused(tmp_path: Path) -> None:
+    port = 20000 + free_port("127.0.0.1") % 20000
+    (tmp_path / "runs").touch()
+    command = [sys.executable, *RANK, str(tmp_path / "runs"), "2"]
+    first = start(command, environment=srun_environment(0, port))
+    rank_0 = psutil.Process(first.pid)
+    wait_until("rank 0 serves the store", lambda: any(entry.laddr.port == port for entry in rank_0.net_connections()))
+    late = start(command, environment=srun_environment(1, port))
+    outputs = [wait(rank, LIMIT_SECONDS) for rank in (late, first)]
+    assert all(rank.returncode for rank in (late, first))
+    assert "rank 0 could not start: run.dir=" in outputs[0]
 
 
 def test_srun_and_a_forwarded_signal(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""``python -m tests.helpers.standalone_rank RUNS ITERATIONS FAILPOINTS``: a dummy rank under torchrun or srun."""
+"""``python -m tests.helpers.standalone_rank RUNS ITERATIONS FAILPOINTS``: a dummy rank under torchrun or srun.
+
+``RUN_NAME`` in the environment names the run, which it then goes on with.
+"""
 
 import os
 import sys
@@ -13,7 +16,8 @@ from tests.helpers import dummy_rank
 def main() -> int:
     """Join the job and be its rank."""
     config = JobConfig()
-    config.run = replace(config.run, dir=sys.argv[1])
+    name = os.environ.get("RUN_NAME")
+    config.run = replace(config.run, dir=sys.argv[1], name=name, resume="never" if name is None else "auto")
     config.telemetry = replace(config.telemetry, wandb="disabled")
     config.training = replace(config.training, train_iterations=int(sys.argv[2]))
     config.launch = replace(config.launch, failpoints=sys.argv[3:])

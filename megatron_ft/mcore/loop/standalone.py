@@ -4,10 +4,14 @@ Ranks agree on the run folder and on a port through a small store: torchrun's ow
 live in rank 0; what other ranks report is kept in ``logs/rank-00003.records.jsonl``.
 """
 
+import contextlib
 import faulthandler
 import json
 import signal
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +31,7 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ControlError, Megatron
 from megatron_ft.telemetry import SinkSet, open_sinks
 
 RunRank = Callable[[JobConfig, RankContext], None]
+_READERS_POLL_SECONDS = 0.05
 
 
 def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | None = None) -> int:
@@ -45,18 +50,18 @@ def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | No
     faulthandler.enable()
     stop = StopFlag()
     stop.install(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    store = _open_store(config, environment)
-    claimed = _claim(config, environment, store) if environment.rank == 0 else None
-    agreed = _agreed(config, environment, store)
-    sinks = None
-    if claimed is not None:
-        sinks = open_sinks(config, claimed.path, world_size=environment.world_size)
-    run = _Rank(config, environment, agreed, stop, sinks, run_rank)
-    try:
-        return record_error(run)() if environment.launcher == "torchrun" else run()
-    finally:
+    with _open_store(config, environment, stop) as store:
+        claimed = _claim(config, environment, store) if environment.rank == 0 else None
+        agreed = _agreed(config, environment, store)
+        sinks = None
         if claimed is not None:
-            claimed.release()
+            sinks = open_sinks(config, claimed.path, world_size=environment.world_size)
+        run = _Rank(config, environment, agreed, stop, sinks, run_rank)
+        try:
+            return record_error(run)() if environment.launcher == "torchrun" else run()
+        finally:
+            if claimed is not None:
+                claimed.release()
 
 
 @dataclass
@@ -115,15 +120,16 @@ class _Rank:
             file.write(json.dumps(record) + "\n")
 
 
-def _open_store(config: JobConfig, environment: RankEnvironment) -> TCPStore:
-    """The store that ranks agree through.
+@contextlib.contextmanager
+def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag) -> Iterator[TCPStore]:
+    """The store that ranks agree through. Where rank 0 serves it, it is there until the others have read from it.
 
     Raises:
         ControlError: it does not answer within ``launch.start_timeout_seconds``.
     """
     serve = environment.rank == 0 and not environment.store_is_served
     try:
-        return TCPStore(
+        store = TCPStore(
             environment.master_addr,
             environment.master_port,
             is_master=serve,
@@ -133,6 +139,25 @@ def _open_store(config: JobConfig, environment: RankEnvironment) -> TCPStore:
     except RuntimeError as error:
         where = f"{environment.master_addr}:{environment.master_port}"
         raise ControlError(f"rank {environment.rank} cannot reach the store at {where}: {error}") from error
+    try:
+        yield store
+    finally:
+        if serve:
+            _outlive_readers(config, environment, store, stop)
+
+
+def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCPStore, stop: StopFlag) -> None:
+    """Wait for the others: whom rank 0 leaves before it has read connects in vain for as long as it may.
+
+    It can be so early where the run is refused, or where nothing that ranks do together holds it up.
+    """
+    deadline = time.monotonic() + config.launch.start_timeout_seconds
+    num_others = environment.world_size - 1
+    while (num_readers := store.add(_readers(environment), 0)) < num_others and not stop:
+        if time.monotonic() > deadline:
+            print(f"rank 0: {num_others - num_readers} of {num_others} other ranks never came", file=sys.stderr)
+            return
+        threading.Event().wait(_READERS_POLL_SECONDS)
 
 
 def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> RunDir:
@@ -167,6 +192,8 @@ def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) ->
     except RuntimeError as error:
         raise ControlError(f"rank {environment.rank} had no word of rank 0: {error}") from error
     agreed: dict[str, Any] = json.loads(store.get(_key(environment)))
+    if environment.rank != 0:
+        store.add(_readers(environment), 1)
     if "error" in agreed:
         raise ControlError(f"rank 0 could not start: {agreed['error']}")
     return agreed
@@ -174,3 +201,7 @@ def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) ->
 
 def _key(environment: RankEnvironment) -> str:
     return f"megatron_ft/attempt-{environment.attempt}"
+
+
+def _readers(environment: RankEnvironment) -> str:
+    return f"{_key(environment)}/readers"
