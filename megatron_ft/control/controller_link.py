@@ -6,7 +6,6 @@ often a controller had to take over.
 
 import contextlib
 import json
-import os
 import selectors
 import signal
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 from megatron_ft.control.facts import Fact, to_json
 from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.membership import describe_returncode
+from megatron_ft.control.private_file import write_private
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
@@ -165,12 +165,7 @@ class ControllerLink:
     def _grant_access(self, message: Message) -> None:
         """Say in a file of this user's own how the controller is called."""
         about = {name: message[name] for name in ("address", "epoch", "process_id")}
-        path = self._access_path.with_suffix(".new")
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(json.dumps({**about, **self._access}) + "\n")
-        os.replace(path, self._access_path)
+        write_private(self._access_path, json.dumps({**about, **self._access}).encode() + b"\n")
 
     # --- the next one ----------------------------------------------------------------------------------------------
 

@@ -4,13 +4,12 @@ A job that runs keeps ``controller.json`` in its folder, of mode 0600: address a
 """
 
 import json
-import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.private_file import read_private
 from megatron_ft.control.rpc import RpcClient, RpcError
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
@@ -18,7 +17,6 @@ from megatron_ft.framing import Message
 CONTROLLER_FILE = "controller.json"
 CALL_SECONDS = 10.0
 """Longest wait for an answer; a controller on a busy machine may take a connection late."""
-_MAX_FILE_BYTES = 64 * 1024
 
 
 class JobNotRunning(ControlError):
@@ -46,19 +44,11 @@ def read_address(run_dir: Path) -> ControllerAddress:
     """
     path = run_dir / CONTROLLER_FILE
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        content = read_private(path)
     except FileNotFoundError:
         missing = "there is no such folder" if not run_dir.is_dir() else f"it has no {CONTROLLER_FILE}"
         raise JobNotRunning(f"run_dir={run_dir}: no job runs there: {missing}") from None
-    except OSError as error:
-        raise ControlError(f"{path}: cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
-            raise ControlError(f"{path}: must be a file of the user who started the job")
-        if mode := stat.S_IMODE(about.st_mode) & 0o077:
-            raise ControlError(f"{path}: has mode {stat.S_IMODE(about.st_mode):04o}, open to others ({mode:03o}): 0600")
-        return _parse(path, file.read(_MAX_FILE_BYTES))
+    return _parse(path, content)
 
 
 def _parse(path: Path, content: bytes) -> ControllerAddress:

@@ -1,0 +1,51 @@
+"""Files with a job's token: of one user, mode 0600, there whole or not at all."""
+
+import os
+import stat
+from pathlib import Path
+
+from megatron_ft.errors import ControlError
+
+MAX_BYTES = 64 * 1024
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Put a file in the place of an earlier one; it is on the disk when this returns."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+    os.replace(new, path)
+
+
+def read_private(path: Path) -> bytes:
+    """What a file holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ControlError: others than its owner can read or write it, it belongs to somebody else, or is too large.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ControlError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        _check(path, os.fstat(descriptor))
+        content = os.read(descriptor, MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MAX_BYTES:
+        raise ControlError(f"{path}: must have at most {MAX_BYTES} bytes")
+    return content
+
+
+def _check(path: Path, about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+        raise ControlError(f"{path}: must be a file of the user who started the job")
+    if mode := stat.S_IMODE(about.st_mode) & 0o077:
+        raise ControlError(f"{path}: has mode {stat.S_IMODE(about.st_mode):04o}, open to others ({mode:03o}): 0600")

@@ -1,0 +1,68 @@
+"""Files with a token: nobody else reads them, and nobody finds half of one."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.control import private_file
+from megatron_ft.control.private_file import MAX_BYTES, read_private, write_private
+from megatron_ft.errors import ControlError
+
+
+def test_it_is_the_users_alone_whatever_the_mask(tmp_path: Path) -> None:
+    path, mask = tmp_path / "token.json", os.umask(0)
+    try:
+        write_private(path, b"secret")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_private(path) == b"secret"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_reader_has_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token.json"
+    write_private(path, b"old")
+    with path.open("rb") as opened:
+        write_private(path, b"new and longer")
+        assert opened.read() == b"old"
+    seen: list[bytes] = []
+
+    def fail(_descriptor: int) -> None:
+        seen.append(path.read_bytes())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(private_file.os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_private(path, b"newest")
+    assert seen == [b"new and longer"], "it is on the disk before it has the name"
+    monkeypatch.undo()
+    write_private(path, b"newest")
+    assert read_private(path) == b"newest", "what a writer left that died is in nobody's way"
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o602])
+def test_one_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "token.json"
+    write_private(path, b"secret")
+    path.chmod(mode)
+    with pytest.raises(ControlError, match=f"token.json: has mode {mode:04o}, open to others"):
+        read_private(path)
+
+
+def test_no_link_no_folder_and_nothing_large_is_read(tmp_path: Path) -> None:
+    path, link = tmp_path / "token.json", tmp_path / "link.json"
+    with pytest.raises(FileNotFoundError):
+        read_private(path)
+    write_private(path, b"x" * MAX_BYTES)
+    assert len(read_private(path)) == MAX_BYTES
+    link.symlink_to(path)
+    with pytest.raises(ControlError, match="link.json: cannot be read"):
+        read_private(link)
+    write_private(path, b"x" * (MAX_BYTES + 1))
+    with pytest.raises(ControlError, match=f"must have at most {MAX_BYTES} bytes"):
+        read_private(path)
+    with pytest.raises(ControlError, match="must be a file of the user"):
+        read_private(tmp_path)
