@@ -273,7 +273,7 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """Memory of this machine, which all nodes share unless srun starts them; some features need Transformer Engine."""
+    """Memory of this machine, which all nodes that this command starts share; some features need Transformer Engine."""
     if plan.device == "cpu" and config.training.device == "auto":
         validate_for_cpu(config)
     _check_transformer_engine(config)
@@ -281,7 +281,7 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
         return
     import psutil
 
-    nodes_here = 1 if config.launch.node_launcher == "srun" else plan.num_nodes
+    nodes_here = plan.num_nodes if config.launch.node_launcher == "local" else 1
     total, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * nodes_here
     if needed > total:
         raise ConfigError.of(

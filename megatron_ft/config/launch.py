@@ -13,14 +13,15 @@ class LaunchConfig:
     are set, and said so)."""
     node_launcher: str = "local"
     """Where this command starts the nodes of a job of mode ``local``. ``local``: on this machine. ``srun``: one on each
-    node of the Slurm allocation that it runs in."""
+    node of the Slurm allocation that it runs in. ``none``: nowhere; nodes come by themselves, the tasks of the Slurm
+    array that it runs in, and come back by themselves or not at all."""
     num_nodes: int = 1
     """Nodes the job starts with."""
     ranks_per_node: int = 1
     """Ranks (processes) per node; one per GPU on CUDA."""
     interface: str = "127.0.0.1"
-    """Address the job's control channel binds to. Never all interfaces. With ``launch.node_launcher=srun`` it may be
-    the name of a network interface of the batch host. Mode ``local``."""
+    """Address the job's control channel binds to. Never all interfaces. With ``launch.node_launcher=srun`` and ``none``
+    it may be the name of a network interface of the batch host. Mode ``local``."""
     tls_dir: str | None = None
     """Folder with ``ca.pem``, ``cert.pem`` and ``key.pem``: the control channel is encrypted, and both sides show a
     certificate of that authority. Null sends in clear. Mode ``local``."""
@@ -49,7 +50,8 @@ class LaunchConfig:
     max_node_restarts: int = 3
     """Times in a row that a lost node is started again, and joins, without having trained for ten iterations."""
     restart_lost_nodes: bool = False
-    """Whether a lost node is started again, to join the others."""
+    """Whether a lost node is started again, to join the others. With ``launch.node_launcher=none`` its process is not
+    started but awaited."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost: other processes take their places, a spare that
     is ready or the node's own ranks started again, and only the pipeline stages that lost a rank go back."""

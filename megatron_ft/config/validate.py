@@ -3,7 +3,14 @@
 import dataclasses
 
 from megatron_ft.config.checks.data import check_data_knobs
-from megatron_ft.config.checks.launch import check_detector, check_launch, check_names, check_run, check_telemetry
+from megatron_ft.config.checks.launch import (
+    check_coming_nodes,
+    check_detector,
+    check_launch,
+    check_names,
+    check_run,
+    check_telemetry,
+)
 from megatron_ft.config.checks.launchers import check_launchers
 from megatron_ft.config.checks.model import check_model
 from megatron_ft.config.checks.moe import check_moe
@@ -34,6 +41,7 @@ def validate(config: JobConfig) -> None:
     check_detector(config.detector)
     check_launchers(config)
     check_run(config.run)
+    check_coming_nodes(config)
     check_telemetry(config.telemetry)
     check_data_knobs(config.data)
     check_model(config.model)

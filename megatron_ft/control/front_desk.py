@@ -20,6 +20,7 @@ from megatron_ft.framing import Message
 MAX_WAITING_ITEMS = 4096
 _MAX_POLL_SECONDS = 30.0
 _ACCEPT_SECONDS = 20.0
+_FAREWELL_SECONDS = 5.0
 
 
 class Origin(NamedTuple):
@@ -162,10 +163,19 @@ class FrontDesk:
             self._changed.notify_all()
 
     def let_go(self) -> None:
-        """What is still handed in at the job's end says nothing that matters."""
+        """What is still handed in at the job's end says nothing that matters.
+
+        Nodes that nobody started have fetched their last order when this returns, or have had the time: nobody else
+        sees them end.
+        """
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
+            if not self._policy.starts_nodes:
+                self._changed.wait_for(self._all_are_told, timeout=_FAREWELL_SECONDS)
+
+    def _all_are_told(self) -> bool:
+        return all(session.num_told >= len(self._orders) for session in self._sessions.living())
 
     # --- calls, in gRPC's threads ----------------------------------------------------------------------------------
 
@@ -190,10 +200,13 @@ class FrontDesk:
 
     def _poll(self, request: Message) -> Message:
         node, after = self._known(request), int(request["after"])
-        self._session(node, request)
+        session = self._session(node, request)
         wait_seconds = min(float(request["wait_seconds"]), _MAX_POLL_SECONDS)
         with self._changed:
             self._changed.wait_for(lambda: len(self._orders) > after, timeout=wait_seconds)
+            session.num_told = len(self._orders)
+            if self._has_ended:
+                self._changed.notify_all()
             return {"node": node, "orders": self._orders[after:]}
 
     def _deliver(self, request: Message) -> Message:

@@ -2,7 +2,7 @@
 
 It claims the run folder, starts a fork server and one process per node, runs the controller, feeds the sinks, and
 cleans up whatever happens. With ``launch.node_launcher=srun`` nodes are other machines, each with a fork server of its
-own.
+own; with ``none`` they come by themselves, by what is published for them (``join_file``).
 """
 
 import contextlib
@@ -23,13 +23,14 @@ from typing import Any, Protocol
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control import facts, report
+from megatron_ft.control import facts, join_file, report
 from megatron_ft.control.agent import AgentSpec
 from megatron_ft.control.certificates import read_certificates
 from megatron_ft.control.controller_link import ControllerLink
 from megatron_ft.control.controller_main import FOLDER, JOURNAL, ControllerSpec
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.job_end import JobEnd
+from megatron_ft.control.join_file import JoinFile
 from megatron_ft.control.membership import describe_returncode
 from megatron_ft.control.membership_state import Outcome
 from megatron_ft.control.node_main import NodeSpec
@@ -42,6 +43,7 @@ from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_state
 from megatron_ft.control.services import STOP_SECONDS
 from megatron_ft.control.slurm import TERM_SECONDS, Allocation, address_of, read_allocation
+from megatron_ft.control.slurm_array import read_array
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerReplaced, StopRequested
 from megatron_ft.framing import Message
@@ -91,8 +93,9 @@ def launch(
         ConfigError: the run folder, the interface or the allocation cannot be used. Nothing was started.
     """
     allocation = None
-    if config.launch.node_launcher == "srun":
-        allocation = read_allocation(os.environ, most_nodes=config.launch.most_nodes)
+    if config.launch.node_launcher != "local":
+        read = read_array if config.launch.node_launcher == "none" else read_allocation
+        allocation = read(os.environ, most_nodes=config.launch.most_nodes)
         here = dataclasses.replace(config.launch, interface=address_of(config.launch.interface))
         config = dataclasses.replace(config, launch=here)
     _check_places(config.launch)
@@ -153,6 +156,7 @@ class _Job:
         self._port = free_port(config.launch.interface)
         self._job = config
         self._allocation = allocation
+        self._starts_nodes = config.launch.node_launcher != "none"
         self._term_seconds = 0.0 if allocation is None else TERM_SECONDS
 
     def run(self) -> JobEnd:
@@ -169,8 +173,11 @@ class _Job:
     def _serve(self, processes: Processes) -> JobEnd:
         self._controller.begin()
         self._start_forkserver(processes)
-        for node in range(self._policy.num_nodes + self._policy.num_spare_nodes):
-            self._start_agent(processes, node)
+        if self._starts_nodes:
+            for node in range(self._policy.num_nodes + self._policy.num_spare_nodes):
+                self._start_agent(processes, node)
+        else:
+            self._publish(processes)
         end = self._controller.run(self._on_record, functools.partial(self._on_event, processes))
         self._has_ended = True
         return end
@@ -216,8 +223,33 @@ class _Job:
         if node in processes.nodes:
             kill(processes.nodes[node], term_seconds=self._term_seconds)
             processes.watchers[node].join()  # its end is told before the new process can register
-        log = f"node-{node:03d}.log"
-        spec = AgentSpec(
+        log, spec = f"node-{node:03d}.log", self._agent_spec(processes, node)
+        if self._allocation is None:
+            process = processes.start("megatron_ft.control.agent", [], log, {})
+            tell(process, spec.to_line())
+        else:
+            through = self._allocation.srun(node)
+            process = processes.start("megatron_ft.control.node_main", [], log, {}, through=through)
+            spec = dataclasses.replace(spec, process_id=process.pid)
+            tell(process, NodeSpec(agent=spec, preload=list(self._preload)).to_line())
+        processes.nodes[node] = process
+        processes.watchers[node] = threading.Thread(target=self._watch, args=(node, process), daemon=True)
+        processes.watchers[node].start()
+
+    def _publish(self, processes: Processes) -> None:
+        """Let nodes come that start by themselves. One that is lost comes back so, too, or does not."""
+        assert self._allocation is not None, "the array that it runs in"
+        content = JoinFile.of(
+            self._agent_spec(processes, 0),
+            preload=list(self._preload),
+            job_id=self._allocation.job_id,
+            num_nodes=self._policy.most_nodes,
+            num_returns=self._policy.max_node_restarts if self._policy.restart_lost_nodes else 0,
+        )
+        join_file.publish(self._run_dir.path, content)
+
+    def _agent_spec(self, processes: Processes, node: int) -> AgentSpec:
+        return AgentSpec(
             controller_address=join_address(self._config.interface, self._port),
             token=self._token,
             node=node,
@@ -230,17 +262,6 @@ class _Job:
             heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
             heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
         )
-        if self._allocation is None:
-            process = processes.start("megatron_ft.control.agent", [], log, {})
-            tell(process, spec.to_line())
-        else:
-            through = self._allocation.srun(node)
-            process = processes.start("megatron_ft.control.node_main", [], log, {}, through=through)
-            spec = dataclasses.replace(spec, process_id=process.pid)
-            tell(process, NodeSpec(agent=spec, preload=list(self._preload)).to_line())
-        processes.nodes[node] = process
-        processes.watchers[node] = threading.Thread(target=self._watch, args=(node, process), daemon=True)
-        processes.watchers[node].start()
 
     def _watch(self, node: int, process: "subprocess.Popen[bytes]") -> None:
         """Thread: a node's process ends."""
@@ -259,7 +280,7 @@ class _Job:
                 self._sinks.write(StopRequested(source=self._interrupted_by).to_record())
             case "record":
                 self._sinks.write(event["record"])
-            case "start_agents":
+            case "start_agents" if self._starts_nodes:
                 for node in event["nodes"]:
                     self._start_agent(processes, node)
             case "replaced":
@@ -283,6 +304,8 @@ class _Job:
 
     def _clean_up(self, processes: Processes) -> None:
         """End every process: nodes first (they have been told), then the fork server and ranks with it."""
+        if not self._starts_nodes:
+            join_file.withdraw(self._run_dir.path)
         self._wait_orkill(list(processes.nodes.values()))
         self._controller.close()
         if processes.forkserver is not None:

@@ -83,6 +83,8 @@ def _observe(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> 
             return _fail(state, Failure(at_seconds=at_seconds, detail=detail))
         case NodeLost(node, at_seconds, detail):
             state = joining.lose_agent(policy, state, node)
+            if state.phase is Phase.FORMING and not policy.starts_nodes:  # it may come back, as others may still come
+                return replace(state, joined=state.joined - {node})
             if not joining.is_member(state, node):
                 return state
             failure = Failure(node=node, at_seconds=at_seconds, sudden=True, detail=f"node {node} was lost: {detail}")

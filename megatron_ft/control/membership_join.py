@@ -145,6 +145,8 @@ def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
         return f"node {node} is a member"
     if _newcomer(state, node) is not None or node in state.wanted:
         return f"node {node} is waiting to join already"
+    if not policy.starts_nodes and node not in state.joined - state.agents_lost:
+        return f"node {node} has no process, and launch.node_launcher=none starts none: it joins when it comes"
     return None
 
 

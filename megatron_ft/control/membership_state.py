@@ -40,7 +40,7 @@ class Decision(Enum):
     START_NODES = "start_nodes"
     """Start the ranks of nodes that are no members (``Step.nodes``); they wait to be named in a membership."""
     START_AGENTS = "start_agents"
-    """Start the processes of nodes (``Step.nodes``) that have none."""
+    """Start the processes of nodes (``Step.nodes``) that have none, or await them where nobody starts any."""
     KILL_NODES = "kill_nodes"
     """Kill what is left of the ranks of nodes that will not join (``Step.nodes``)."""
     STOP = "stop"
@@ -88,6 +88,8 @@ class MembershipPolicy:
     """Whether a lost node is started again, to join."""
     keeps_layout: bool = False
     """Whether every membership has ``num_nodes`` nodes, and others take the places of lost ones."""
+    starts_nodes: bool = True
+    """Whether somebody starts the processes of nodes that are to be started; else they come by themselves or not."""
 
     @property
     def fewest_nodes(self) -> int:

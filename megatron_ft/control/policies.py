@@ -25,6 +25,7 @@ def membership_policy(config: JobConfig) -> MembershipPolicy:
         max_node_restarts=launch.max_node_restarts,
         restart_lost_nodes=launch.restart_lost_nodes,
         keeps_layout=launch.keep_layout,
+        starts_nodes=launch.node_launcher != "none",
     )
 
 

@@ -17,6 +17,8 @@ class Session:
     is_over: bool = False
     """It was lost: it may not come back."""
     next_item: int = 0
+    num_told: int = 0
+    """Orders that there were when it fetched some for the last time."""
     is_inherited: bool = False
     """It may have handed in more than this controller knows of: records that its predecessor has passed on."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
@@ -65,6 +67,10 @@ class Sessions:
     def newest(self, node: int) -> Session | None:
         """The newest session of a node."""
         return self._sessions.get(node)
+
+    def living(self) -> list[Session]:
+        """Those of processes that nobody has given up."""
+        return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
         """The process that nobody has given up whose place a process takes that registers."""

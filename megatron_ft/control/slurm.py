@@ -111,7 +111,7 @@ def address_of(interface: str) -> str:
         address = ours[0].address.partition("%")[0]
     if address == "localhost" or address.startswith("127.") or address.strip("[]") == "::1":
         constraint = "must be an address that other nodes reach, or a network interface with one, with "
-        raise ConfigError.of("launch.interface", interface, f"{constraint}{_KEY}=srun")
+        raise ConfigError.of("launch.interface", interface, f"{constraint}{_KEY}=srun or none")
     return address
 
 

@@ -17,12 +17,14 @@ LONGEST_SOCKET_PATH = 107
 def check_launch(launch: LaunchConfig) -> None:
     """Counts, the control channel's address, timeouts and limits."""
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
-    one_of(("local", "srun"), "launch.node_launcher", launch.node_launcher)
+    one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
     for key, value, wanted in (
         ("launch.mode", launch.mode, "local"),
         ("launch.forkserver_socket", launch.forkserver_socket, None),
     ):
-        constraint = f"must be {show(wanted)} with launch.node_launcher=srun: this command starts nodes elsewhere"
+        constraint = (
+            f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}: nodes are other machines"
+        )
         require(launch.node_launcher == "local" or value == wanted, key, value, constraint)
     at_least(1, "launch.num_nodes", launch.num_nodes)
     at_least(1, "launch.ranks_per_node", launch.ranks_per_node)
@@ -172,3 +174,11 @@ def check_names(config: JobConfig) -> None:
         "must be letters, digits, dots, dashes or underscores and start with a letter or digit",
     )
     one_of(("table", "json"), "dry_run_format", config.dry_run_format)
+
+
+def check_coming_nodes(config: JobConfig) -> None:
+    """Nodes that come by themselves know the run by its name, and its next console as one that continues it."""
+    if config.launch.node_launcher == "none":
+        why = "with launch.node_launcher=none: nodes find the console, and the next one, in the folder of the run"
+        require(config.run.name is not None, "run.name", config.run.name, f"must be given {why}")
+        require(config.run.resume != "never", "run.resume", config.run.resume, f"must be auto or must {why}")
