@@ -1,8 +1,8 @@
 """Check a job on the login node and submit it: ``python slurm/submit.py --nodes 9 model=mixtral_8x7b``.
 
 The configuration is checked as ``dry_run=true`` does, with the nodes that the job will have; what is refused is not
-submitted. What is submitted is ``pretrain.sbatch`` with the options and overrides written into it; the job keeps it in
-its run's folder, as ``slurm/JOBID.sbatch``.
+submitted. What is submitted is ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``) with the options and
+overrides written into it; the job keeps it in its run's folder, as ``slurm/JOBID.sbatch``.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -40,7 +41,32 @@ def read_site(path: Path) -> dict[str, str]:
     return site
 
 
-def check(site: dict[str, str], num_nodes: int, overrides: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class Shape:
+    """How nodes become a job of Slurm."""
+
+    script: str
+    launch: str
+    """The choice of the group ``launch``."""
+    overrides: tuple[str, ...] = ()
+    """What the script sets besides sizes and places."""
+    log: str = "%j"
+    """Of ``slurm-....log``, in sbatch's words."""
+
+    def options(self, num_nodes: int, num_queued: int, name: str) -> list[str]:
+        """Options of sbatch for so many nodes; those in the queue are not among the ones that run at a time."""
+        if self.launch == "slurm":
+            return [f"--nodes={num_nodes}"]
+        return [f"--array=0-{num_nodes - 1}%{num_nodes - num_queued}", f"--job-name={name}", "--dependency=singleton"]
+
+
+SHAPES = {
+    "allocation": Shape("pretrain.sbatch", "slurm"),
+    "array": Shape("pretrain_array.sbatch", "slurm_array", ("run.resume=auto",), "%A_%a"),
+}
+
+
+def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequence[str]) -> None:
     """Have the job's own dry run pass, with its plan on standard output.
 
     Raises:
@@ -49,18 +75,32 @@ def check(site: dict[str, str], num_nodes: int, overrides: Sequence[str]) -> Non
     num_spares = int(site["MFT_SPARE_NODES"])
     sizes = {"num_nodes": num_nodes - num_spares, "num_spare_nodes": num_spares}
     sizes["ranks_per_node"] = int(site["MFT_RANKS_PER_NODE"])
-    launch = ["launch=slurm", *(f"launch.{name}={value}" for name, value in sizes.items())]
+    launch = [f"launch={shape.launch}", *(f"launch.{name}={value}" for name, value in sizes.items()), *shape.overrides]
     words = [site["MFT_PYTHON"], "pretrain_moe.py", *launch, *overrides, "dry_run=true"]
     if subprocess.run(words, cwd=HERE.parent, check=False).returncode != 0:
         raise Refused("the dry run refuses this job: nothing was submitted")
 
 
-def make_script(options: Sequence[str], overrides: Sequence[str]) -> str:
-    """``pretrain.sbatch`` with these options of sbatch and overrides written into it."""
-    script = (HERE / "pretrain.sbatch").read_text(encoding="utf-8")
+def make_script(name: str, options: Sequence[str], overrides: Sequence[str]) -> str:
+    """A script of this folder with these options of sbatch and overrides written into it."""
+    script = (HERE / name).read_text(encoding="utf-8")
     assert script.count(_START) == 1, "its first command, behind the directives: of two the later one counts"
     directives = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
     return script.replace(_START, f'{directives}{_START}set -- {shlex.join(overrides)} "$@"\n')
+
+
+def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
+    """Refuse what no shape or not this one can have.
+
+    Raises:
+        Refused: so it is.
+    """
+    if chosen.shape != "array" and (chosen.queued, chosen.chain) != (0, 1):
+        raise Refused("--queued and --chain are of --shape array")
+    if not 0 <= chosen.queued <= num_spares:
+        raise Refused(f"--queued={chosen.queued}: must be in 0..{num_spares}, MFT_SPARE_NODES: only spares can be late")
+    if chosen.chain < 1:
+        raise Refused(f"--chain={chosen.chain}: must be at least 1")
 
 
 def submit(script: str) -> str:
@@ -80,7 +120,10 @@ def submit(script: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the command; its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--nodes", type=int, required=True, help="of the allocation, spares included")
+    parser.add_argument("--nodes", type=int, required=True, help="of the allocation or the array, spares included")
+    parser.add_argument("--shape", choices=SHAPES, default="allocation", help="one allocation, or a task per node")
+    parser.add_argument("--queued", type=int, default=0, help="spares of an array that wait in Slurm's queue")
+    parser.add_argument("--chain", type=int, default=1, help="arrays, one after the other until the run is done")
     parser.add_argument("--site", type=Path, default=HERE / "site.env", help="file of the site's values")
     parser.add_argument("overrides", nargs="*", help="of Hydra, e.g. model=mixtral_8x7b")
     chosen = parser.parse_args(arguments)
@@ -90,16 +133,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [f"job-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}"]
         overrides.append(f"run.name={names[0]}")
     try:
-        site = read_site(chosen.site)
-        check(site, chosen.nodes, overrides)
+        site, shape = read_site(chosen.site), SHAPES[chosen.shape]
+        refuse(chosen, int(site["MFT_SPARE_NODES"]))
+        check(site, shape, chosen.nodes, overrides)
         runs = HERE.parent / site["MFT_RUNS"]
         runs.mkdir(parents=True, exist_ok=True)
-        options = [*shlex.split(site["MFT_SBATCH"]), f"--nodes={chosen.nodes}", f"--output={runs}/slurm-%j.log"]
-        job = submit(make_script(options, overrides))
+        options = [*shlex.split(site["MFT_SBATCH"]), *shape.options(chosen.nodes, chosen.queued, names[-1])]
+        script = make_script(shape.script, [*options, f"--output={runs}/slurm-{shape.log}.log"], overrides)
+        jobs = [submit(script) for _ in range(chosen.chain)]
     except Refused as refusal:
         print(refusal, file=sys.stderr)
         return 2
-    print(f"job       {job}\nlog       {runs}/slurm-{job}.log\nrun       {runs / names[-1]}")
+    job, log = jobs[0], shape.log.replace("%a", "0").replace("%A", jobs[0]).replace("%j", jobs[0])
+    then = f", then {', '.join(jobs[1:])}" if jobs[1:] else ""
+    print(f"job       {job}{then}\nlog       {runs}/slurm-{log}.log\nrun       {runs / names[-1]}")
     print(f"its end   {runs / names[-1]}/slurm/{job}.json")
     return 0
 
