@@ -7,6 +7,7 @@ from typing import ClassVar
 from megatron_ft.membership_events import (
     ControllerReplaced,
     MembershipChanged,
+    NodeLost,
     RankFailed,
     RanksRestarted,
     RecoveryDecided,
@@ -29,6 +30,7 @@ __all__ = [
     "RECORDS",
     "ControllerReplaced",
     "MembershipChanged",
+    "NodeLost",
     "RankFailed",
     "RanksRestarted",
     "Record",

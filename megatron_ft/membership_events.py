@@ -89,6 +89,16 @@ class RankFailed(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost(Record):
+    """A node was lost whole: its process ended or fell silent."""
+
+    node: int
+    """The node, by the number it has had since it first came."""
+    reason: str
+    """How that was seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRestarted(Record):
     """Ranks failed, and all ranks are started again; they continue the run."""
 

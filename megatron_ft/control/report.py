@@ -2,13 +2,13 @@
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.membership import describe_returncode, signal_name
 from megatron_ft.control.membership_state import Failure, MembershipPolicy, Outcome, Step, first_of
-from megatron_ft.events import RankFailed, RanksRestarted, Record
+from megatron_ft.events import NodeLost, RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
 
 _WIDTH = 100
@@ -153,10 +153,10 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
         iteration=first.iteration,
         num_restarts_left=policy.max_restarts - state.num_restarts,
     )
-    return [*failed, restarted]
+    return [*_lost_nodes(state.survived[-1]), *failed, restarted]
 
 
-def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[RankFailed]:
+def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
     """The deaths that ended a membership whose other ranks go on; errors they saw because of them are none.
 
     Args:
@@ -167,7 +167,27 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
         failure.rank: {"hung": failure.detail, **_when(failure)} for failure in failures if failure.rank is not None
     }
     dead = {rank: details.get(rank, about) for rank, about in known.items()}
-    return failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
+    dying = failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
+    return [*_lost_nodes(failures), *dying]
+
+
+def end_records(end: JobEnd, policy: MembershipPolicy) -> list[Record]:
+    """What ended a job that failed."""
+    first = [] if end.first_failure is None else [end.first_failure]
+    return [*_lost_nodes(first), *failed_records(end, policy)]
+
+
+def _lost_nodes(failures: Iterable[Failure]) -> list[Record]:
+    lost = [(failure, failure.node) for failure in failures if failure.rank is None]
+    return [
+        NodeLost(
+            time_unix_seconds=failure.at_seconds,
+            node=node,
+            reason=failure.detail.removeprefix(f"node {node} was lost: "),
+        )
+        for failure, node in lost
+        if node is not None
+    ]
 
 
 def _when(failure: Failure) -> Message:

@@ -74,6 +74,8 @@ def note(record: Record) -> Note | None:
             return Note(level="warning", text=text)
         case events.RankFailed():
             return Note(level="bad", text=_rank_failed(record))
+        case events.NodeLost():
+            return Note(level="bad", text=f"node {record.node} was lost: {record.reason}")
         case events.RanksRestarted():
             return Note(level="warning", text=_ranks_restarted(record))
         case events.AlertRaised():

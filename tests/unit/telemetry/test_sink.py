@@ -107,6 +107,7 @@ EXAMPLES: list[Record] = [
         began_unix_seconds=1_700_000_000.0,
         seconds=1.5,
     ),
+    events.NodeLost(node=2, reason="no sign of its process"),
     events.RanksRestarted(generation=1, reason="rank 1 raised", failed_ranks=(1,), iteration=4, num_restarts_left=0),
     events.StopRequested(source="SIGTERM"),
     events.RanksReady(seconds=1.5),

@@ -45,6 +45,7 @@ TOLD = [
     events.RanksReady,
     events.RanksRestarted,
     events.RankFailed,
+    events.NodeLost,
     events.RecoveryDecided,
     events.RecoveryChosen,
     events.MembershipChanged,
