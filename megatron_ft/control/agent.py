@@ -66,6 +66,10 @@ class AgentSpec:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
+class ControllerSilent(ControlError):
+    """The controller does not answer any more."""
+
+
 class Agent:
     """The node's main thread."""
 
@@ -95,7 +99,11 @@ class Agent:
         self._forkserver = FrameReader(_connect(spec.forkserver_socket))
 
     def run(self) -> int:
-        """Serve until the controller says ``end`` or is lost; the process's exit code."""
+        """Serve until the controller says ``end`` or is lost; the process's exit code.
+
+        Raises:
+            ControllerSilent: it does not answer. Ranks end when this node is closed.
+        """
         for source, callback in (
             (self._listener, self._ranks.accept),
             (self._forkserver.sock, self._read_forkserver),
@@ -155,7 +163,7 @@ class Agent:
                 orders = self._client.call("poll", request, timeout_seconds=request["wait_seconds"] + 20)["orders"]
             except RpcError as error:
                 if error.refused or time.monotonic() - last_answer > self._spec.lost_controller_seconds:
-                    self._order({"op": "lost", "reason": str(error)})
+                    self._order({"op": "lost" if error.refused else "silent", "reason": str(error)})
                     return
                 self._retry_pause.wait(0.2)
                 continue
@@ -220,6 +228,8 @@ class Agent:
                 self._exit_code = 0
             case "lost":
                 self._lost(order["reason"])
+            case "silent":
+                raise ControllerSilent(f"the controller does not answer: {order['reason']}")
             case other:
                 self._lost(f"unknown order {other!r}")
 
@@ -327,10 +337,16 @@ def _read_spec() -> AgentSpec:
 
 
 def serve(spec: AgentSpec) -> int:
-    """Be a node's agent until the job has ended; the process's exit code."""
+    """Be a node's agent until the job has ended; the process's exit code.
+
+    Raises:
+        ControllerSilent: it has not been heard of for ``lost_controller_seconds``; the node's ranks are ended.
+    """
     agent = Agent(spec)
     try:
         return agent.run()
+    except ControllerSilent:
+        raise
     except (ControlError, ConnectionError) as error:
         print(f"node agent: {error}", file=sys.stderr, flush=True)
         return ControlError.exit_code
@@ -341,7 +357,11 @@ def serve(spec: AgentSpec) -> int:
 def main() -> int:
     """Entry of the node process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return serve(_read_spec())
+    try:
+        return serve(_read_spec())
+    except ControllerSilent as error:
+        print(f"node agent: {error}", file=sys.stderr, flush=True)
+        return ControlError.exit_code
 
 
 if __name__ == "__main__":

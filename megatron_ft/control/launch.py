@@ -25,6 +25,7 @@ from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import facts, join_file, report
 from megatron_ft.control.agent import AgentSpec
+from megatron_ft.control.attempts import leave_marker
 from megatron_ft.control.certificates import read_certificates
 from megatron_ft.control.controller_link import ControllerLink
 from megatron_ft.control.controller_main import FOLDER, JOURNAL, ControllerSpec
@@ -112,8 +113,9 @@ def launch(
             exit_code, reason = job.exit_code(end), end.reason
         finally:
             sinks.close(exit_code, reason)
-        if allocation is not None:
-            allocation.leave_marker(run_dir.path, exit_code=exit_code, reason=reason)
+        if config.launch.node_launcher == "none":
+            assert allocation is not None, "an array's"
+            leave_marker(run_dir.path, allocation.job_id, exit_code=exit_code, reason=reason)
         job.tell(end, exit_code, [sys.executable, *sys.argv] if command is None else command)
         return exit_code
     finally:
@@ -231,7 +233,8 @@ class _Job:
             through = self._allocation.srun(node)
             process = processes.start("megatron_ft.control.node_main", [], log, {}, through=through)
             spec = dataclasses.replace(spec, process_id=process.pid)
-            tell(process, NodeSpec(agent=spec, preload=list(self._preload)).to_line())
+            told = NodeSpec(agent=spec, preload=list(self._preload), batch_job=self._allocation.job_id)
+            tell(process, told.to_line())
         processes.nodes[node] = process
         processes.watchers[node] = threading.Thread(target=self._watch, args=(node, process), daemon=True)
         processes.watchers[node].start()
@@ -261,6 +264,7 @@ class _Job:
             tls_dir=self._config.tls_dir,
             heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
             heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
+            lost_controller_seconds=self._detection.lost_controller_seconds,
         )
 
     def _watch(self, node: int, process: "subprocess.Popen[bytes]") -> None:
@@ -324,7 +328,7 @@ class _Job:
     def exit_code(self, end: JobEnd) -> int:
         """The job's exit code; records of failed ranks go to the sinks."""
         if end.outcome is Outcome.FAILED:
-            for event in report.failed_records(end, self._policy):
+            for event in report.end_records(end, self._policy):
                 self._sinks.write(event.to_record())
         return exit_code_of(end, run_finished=self._run_finished)
 

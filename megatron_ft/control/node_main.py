@@ -7,6 +7,7 @@ for sockets), starts a fork server, and becomes the node's agent.
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ft.control import agent
+from megatron_ft.control import agent, batch_host
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.processes import Processes, kill, make_runtime_dir
 from megatron_ft.control.slurm import own_address
@@ -37,6 +38,8 @@ class NodeSpec:
     """Without what only its machine knows."""
     preload: Sequence[str]
     """Modules that the fork server imports."""
+    batch_job: str | None = None
+    """Slurm's id of the job whose batch host has the console; None where nobody has to ask for its return."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -46,7 +49,9 @@ class NodeSpec:
     def from_line(line: bytes) -> "NodeSpec":
         """The inverse."""
         content = json.loads(line)
-        return NodeSpec(agent=agent.AgentSpec(**content["agent"]), preload=content["preload"])
+        return NodeSpec(
+            agent=agent.AgentSpec(**content["agent"]), preload=content["preload"], batch_job=content["batch_job"]
+        )
 
 
 def run(spec: NodeSpec) -> int:
@@ -83,6 +88,33 @@ def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:
         kill(process)
 
 
+def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
+    """Stay until it is known whether the console's machine lives; the process's exit code.
+
+    What is said goes into the node's log: standard error ends with ``srun``, on that machine.
+    """
+    lifeline_is_cut = threading.Event()
+    threading.Thread(target=_await_end_of_input, args=(lifeline_is_cut,), daemon=True).start()
+    with (Path(spec.agent.log_dir) / f"node-{spec.agent.node:03d}.log").open("a", buffering=1) as log:
+
+        def say(text: str) -> None:
+            log.write(f"node {spec.agent.node}: {text}\n")
+
+        say(reason)
+        try:
+            batch_host.watch(job_id, lifeline_is_cut, say=say)
+        except ControlError as error:
+            say(str(error))
+    return ControlError.exit_code
+
+
+def _await_end_of_input(is_over: threading.Event) -> None:
+    """Thread: the console has ended and its machine lives."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    is_over.set()
+
+
 def main() -> int:
     """Entry of the node's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,8 +122,14 @@ def main() -> int:
     if not line.endswith(b"\n"):
         print("node: standard input closed before the node's spec came", file=sys.stderr)
         return ControlError.exit_code
+    spec = NodeSpec.from_line(line)
     try:
-        return run(NodeSpec.from_line(line))
+        return run(spec)
+    except agent.ControllerSilent as error:
+        if spec.batch_job is None:
+            print(f"node: ranks were ended: {error}", file=sys.stderr, flush=True)
+            return ControlError.exit_code
+        return _watch_batch_host(spec, spec.batch_job, f"ranks were ended: {error}")
     except (MegatronFtError, OSError) as error:
         print(f"node: {error}", file=sys.stderr, flush=True)
         return ControlError.exit_code

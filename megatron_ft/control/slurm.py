@@ -1,25 +1,22 @@
-"""Nodes of a Slurm allocation: where each is, how its process is started, how the job's end is told.
+"""Nodes of a Slurm allocation: where each is, how its process is started.
 
 Source: the manual page srun(1). Measured with Slurm 22.05: a step whose node dies can end with exit code 0, so nothing
 here goes by exit codes of ``srun``; SIGTERM for ``srun`` ends its task, SIGKILL leaves it running.
 """
 
-import json
-import os
 import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.control.attempts import FOLDER
 from megatron_ft.control.environment import expand_nodelist
 from megatron_ft.errors import ConfigError
 
 _KEY = "launch.node_launcher"
 TERM_SECONDS = 10.0
 """Time that ``srun`` has to end its task before it is killed itself."""
-FOLDER = "slurm"
-"""Of the run's folder, with the script of each job, and a marker once it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +58,6 @@ class Allocation:
             folder = run_dir / FOLDER
             folder.mkdir(exist_ok=True)
             shutil.copyfile(script, folder / f"{self.job_id}.sbatch")
-
-    def leave_marker(self, run_dir: Path, *, exit_code: int, reason: str) -> None:
-        """Say, in ``slurm/JOB.json`` of the run's folder, that the job has ended and how; there all at once or not."""
-        folder = run_dir / FOLDER
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{self.job_id}.json"
-        content = {"job_id": self.job_id, "exit_code": exit_code, "reason": reason}
-        with path.with_suffix(".new").open("w") as file:
-            file.write(json.dumps(content) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path.with_suffix(".new"), path)
 
 
 def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.control.slurm import FOLDER, Allocation
+from megatron_ft.control.attempts import marker_of
+from megatron_ft.control.slurm import Allocation
 from megatron_ft.errors import ConfigError, ControlError
 
 _KEY = "launch.node_launcher"
@@ -40,7 +41,7 @@ def read_end(run_dir: Path, job_id: str) -> int | None:
     Raises:
         ControlError: what it says is damaged.
     """
-    path = run_dir / FOLDER / f"{job_id}.json"
+    path = marker_of(run_dir, job_id)
     try:
         return int(json.loads(path.read_text())["exit_code"])
     except FileNotFoundError:

@@ -104,6 +104,13 @@ def check_detector(detector: DetectorConfig) -> None:
         timeout,
         f"must be at least twice detector.heartbeat_interval_seconds={interval:g}",
     )
+    lost_controller = detector.lost_controller_seconds
+    require(
+        lost_controller > timeout,
+        "detector.lost_controller_seconds",
+        lost_controller,
+        f"must be above detector.heartbeat_timeout_seconds={timeout:g}",
+    )
     above(0, "detector.hang_seconds", detector.hang_seconds)
 
 

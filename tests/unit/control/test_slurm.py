@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from megatron_ft.control.agent import AgentSpec
+from megatron_ft.control.attempts import leave_marker
 from megatron_ft.control.node_main import NodeSpec
 from megatron_ft.control.slurm import Allocation, address_of, own_address, read_allocation
 from megatron_ft.errors import ConfigError, ControlError
@@ -49,7 +50,7 @@ def test_a_step_is_of_one_node_and_outlives_the_others() -> None:
 
 def test_the_marker_is_there_at_once_and_each_job_has_its_own(tmp_path: Path) -> None:
     for job, code in (("17", 8), ("18", 0)):
-        Allocation(job, ("a",)).leave_marker(tmp_path, exit_code=code, reason="because")
+        leave_marker(tmp_path, job, exit_code=code, reason="because")
     found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "slurm").iterdir()}
     assert found == {
         "17.json": {"job_id": "17", "exit_code": 8, "reason": "because"},

@@ -1,0 +1,119 @@
+"""The attempts of a batch job on disk, and what one that has ended leaves to be read.
+
+``slurm/attempts.jsonl`` of the run's folder has a line for each console that has ended; ``slurm/JOB.json`` says that
+the job is over.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import ControlError
+from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
+
+FOLDER = "slurm"
+"""Of the run's folder."""
+_FILE = "attempts.jsonl"
+_EVENTS, _METRICS = "events.jsonl", "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """What is read of a run's reports about one attempt: all that was appended since it began."""
+
+    run_dir: Path
+    hosts: Sequence[str]
+    """Of the attempt, by node."""
+    first_byte: int
+    """Of its events."""
+
+    @staticmethod
+    def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
+        """An attempt is about to begin."""
+        path = run_dir / _EVENTS
+        return Witness(run_dir, hosts, path.stat().st_size if path.exists() else 0)
+
+    def iteration(self) -> int:
+        """The newest iteration the run has reported, by any attempt; 0 for none."""
+        return max((int(line["iteration"]) for line in _lines(self.run_dir / _METRICS, 0)), default=0)
+
+    def lost_hosts(self) -> tuple[str, ...]:
+        """Hosts of nodes that were lost whole, as often as they were."""
+        return self._hosts_of(line for line in self._events() if line["kind"] == "node_lost")
+
+    def failed_hosts(self) -> tuple[str, ...]:
+        """Hosts of the ranks that were the first to fail."""
+        return self._hosts_of(line for line in self._events() if line["kind"] == "rank_failed" and line.get("first"))
+
+    def _events(self) -> list[Mapping[str, Any]]:
+        return _lines(self.run_dir / _EVENTS, self.first_byte)
+
+    def _hosts_of(self, events: Any) -> tuple[str, ...]:
+        nodes = [event["node"] for event in events]
+        return tuple(self.hosts[node] for node in nodes if node is not None and node < len(self.hosts))
+
+
+def read_attempts(run_dir: Path) -> list[Attempt]:
+    """The attempts so far, oldest first; none where there is no file.
+
+    Raises:
+        ControlError: the file is damaged.
+    """
+    path = run_dir / FOLDER / _FILE
+    try:
+        return [_parse(line) for line in _lines(path, 0)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ControlError(f"{path}: damaged: {error!r}") from None
+
+
+def add_attempt(run_dir: Path, attempt: Attempt) -> None:
+    """Append one, on disk when this returns. The run's folder must be there."""
+    path = run_dir / FOLDER / _FILE
+    path.parent.mkdir(exist_ok=True)
+    content = {**asdict(attempt), "asked": None if attempt.asked is None else attempt.asked.value}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(content) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str) -> Path:
+    """Say that the job is over and how, in ``slurm/JOB.json``: there all at once or not."""
+    path = marker_of(run_dir, job_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".new").open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"job_id": job_id, "exit_code": exit_code, "reason": reason}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path.with_suffix(".new"), path)
+    return path
+
+
+def marker_of(run_dir: Path, job_id: str) -> Path:
+    """Where it is."""
+    return run_dir / FOLDER / f"{job_id}.json"
+
+
+def _parse(line: Mapping[str, Any]) -> Attempt:
+    asked = None if line["asked"] is None else Asked(line["asked"])
+    return Attempt(
+        job_id=str(line["job_id"]),
+        hosts=tuple(line["hosts"]),
+        exit_code=int(line["exit_code"]),
+        asked=asked,
+        iteration=int(line["iteration"]),
+        lost_hosts=tuple(line["lost_hosts"]),
+        failed_hosts=tuple(line["failed_hosts"]),
+    )
+
+
+def _lines(path: Path, first_byte: int) -> list[Mapping[str, Any]]:
+    """Whole lines of a log from a byte on; a last one that was torn is left out."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(first_byte)
+        return [json.loads(line) for line in file if line.endswith(b"\n")]

@@ -1,0 +1,45 @@
+"""The last thing a node of a Slurm job does when its controller is silent: the job goes back to the queue if its batch
+host is dead.
+
+With ``--no-kill`` Slurm keeps an allocation whose batch host has died, and nothing of the job is left in it that could
+end it or go on: measured with 22.05, until its time limit. The nodes that live can ask for its return.
+"""
+
+import threading
+from collections.abc import Callable
+
+from megatron_ft.control import slurm_calls
+
+POLL_SECONDS = 5.0
+"""Between two questions."""
+
+
+def watch(job_id: str, is_over: threading.Event, *, say: Callable[[str], None]) -> bool:
+    """Ask Slurm until it takes the batch host from the job, then requeue the job.
+
+    Slurm's judgement is waited for (``SlurmdTimeout``): a node that is cut off cannot tell who has died, and gets
+    no answer meanwhile.
+
+    Args:
+        say: takes what is to be read later: whom this process writes to may be dead.
+        is_over: set when somebody else goes on with the job, or ends it.
+
+    Returns:
+        Whether the job was requeued.
+
+    Raises:
+        SlurmError: Slurm refuses to requeue it.
+    """
+    while not is_over.wait(POLL_SECONDS):
+        try:
+            job = slurm_calls.view_job(job_id)
+        except slurm_calls.SlurmError as error:
+            say(f"Slurm cannot be asked for job {job_id}: {error}")
+            continue
+        if job.state != "RUNNING":
+            return False
+        if not job.has_batch_host:
+            say(f"batch host {job.batch_host} is dead: job {job_id} is requeued")
+            slurm_calls.requeue(job_id)
+            return True
+    return False

@@ -1,0 +1,255 @@
+"""What a batch script runs: one console after the other, until the run is over or goes on in another allocation.
+
+``python -m megatron_ft.control.batch_job pretrain_moe.py OVERRIDES...`` starts ``python pretrain_moe.py OVERRIDES...``
+as a child. ``SIGUSR1`` means that the nodes will be taken away (``sbatch --signal=B:USR1@300``): the console writes a
+checkpoint and ends, the job is requeued. ``SIGTERM`` means that the job is to end.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megatron_ft.control import slurm_calls
+from megatron_ft.control.attempts import Witness, add_attempt, leave_marker, marker_of, read_attempts
+from megatron_ft.control.drains import watch_drains
+from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, MegatronFtError
+from megatron_ft.planning.recovery.job_attempts import (
+    Asked,
+    Attempt,
+    AttemptPolicy,
+    Next,
+    Verdict,
+    decide,
+    in_order_of_trust,
+    to_exclude,
+)
+
+_STALE = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
+"""What Slurm said about the allocation that the job began with."""
+_DEFAULTS = {
+    "SLURM_RESTART_COUNT": "0",
+    "MFT_SPARE_NODES": "0",
+    "MFT_MAX_FRUITLESS": "3",
+    "MFT_ON_WARNING": "requeue",
+    "MFT_DRAIN_POLL_SECONDS": "60",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What the site's file and Slurm say (``slurm/site.env``)."""
+
+    job_id: str
+    hosts: tuple[str, ...]
+    """Of the allocation."""
+    num_spares: int
+    max_fruitless: int
+    on_warning: Next
+    is_chained: bool
+    """Jobs of the same name wait to go on with the run."""
+    job_name: str
+    final_exit_code: int | None
+    """Of a job that is over without having reached its end, where the site's tools ask for a certain one."""
+    num_restarts: int
+    """How often it has been requeued."""
+    drain_poll_seconds: float
+
+    @staticmethod
+    def read(variables: Mapping[str, str]) -> "Site":
+        """From environment variables.
+
+        Raises:
+            ConfigError: one is no number, or there is no allocation.
+        """
+        values = {**_DEFAULTS, **{name: text for name, text in variables.items() if text}}
+        for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
+            if name not in values:
+                raise ConfigError.of(name, "", "must be set: this command runs in a batch job of Slurm")
+        ways = {"requeue": Next.REQUEUE, "end": Next.END}
+        if values["MFT_ON_WARNING"] not in ways:
+            raise ConfigError.of("MFT_ON_WARNING", values["MFT_ON_WARNING"], "must be one of requeue, end")
+        final = values.get("MFT_FINAL_EXIT_CODE")
+        return Site(
+            job_id=values["SLURM_JOB_ID"],
+            hosts=tuple(expand_nodelist(values["SLURM_JOB_NODELIST"])),
+            num_spares=_number(values, "MFT_SPARE_NODES"),
+            max_fruitless=_number(values, "MFT_MAX_FRUITLESS", least=1),
+            on_warning=ways[values["MFT_ON_WARNING"]],
+            is_chained=values.get("MFT_CHAINED", "") == "1",
+            job_name=values.get("SLURM_JOB_NAME", ""),
+            final_exit_code=None if final is None else _number(values, "MFT_FINAL_EXIT_CODE", least=1, most=255),
+            num_restarts=_number(values, "SLURM_RESTART_COUNT"),
+            drain_poll_seconds=float(_number(values, "MFT_DRAIN_POLL_SECONDS", least=1)),
+        )
+
+
+def _number(values: Mapping[str, str], name: str, *, least: int = 0, most: int = 1_000_000) -> int:
+    text = values[name]
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise ConfigError.of(name, text, f"must be a whole number from {least} to {most}")
+    return int(text)
+
+
+class BatchJob:
+    """The batch script's life."""
+
+    def __init__(self, site: Site, command: Sequence[str]) -> None:
+        """``command``: the program and its overrides, ``run.dir`` and ``run.name`` among them."""
+        self._site = site
+        self._command = list(command)
+        run_dir, name = self._value("run.dir"), self._value("run.name")
+        if run_dir is None or name is None:
+            raise ConfigError.of(
+                "run.name", name, "must be given, and run.dir: a job that comes back finds its run by it"
+            )
+        self._run_dir = Path(run_dir) / name
+        num_nodes = self._value("launch.num_nodes")
+        self._num_nodes = len(site.hosts) - site.num_spares if num_nodes is None else int(num_nodes)
+        spares = self._value("launch.num_spare_nodes")
+        self._most_spares = site.num_spares if spares is None else int(spares)
+        self._asked: Asked | None = None
+        self._console: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Until the job is over, here; its exit code."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._ask)
+        site, hosts = self._site, list(self._site.hosts)
+        marker_of(self._run_dir, site.job_id).unlink(missing_ok=True)  # of this job before it was requeued from outside
+        attempts = self._earlier()
+        is_first = not attempts and site.num_restarts == 0 and not site.is_chained
+        while True:
+            hosts = in_order_of_trust(hosts, attempts)
+            attempt = self._attempt(hosts, is_first=is_first)
+            if self._run_dir.is_dir():
+                add_attempt(self._run_dir, attempt)
+            attempts.append(attempt)
+            is_first = False
+            view = self._view(hosts)
+            if view.num_restarts > site.num_restarts:
+                return self._was_requeued(attempt)
+            hosts = list(view.hosts)
+            verdict = decide(attempts, self._policy, hosts)
+            print(f"job {site.job_id}: {verdict.next.value}: {verdict.reason}", file=sys.stderr, flush=True)
+            if verdict.next is Next.REQUEUE:
+                verdict = self._requeue(to_exclude(attempts))
+            if verdict.next is Next.END:
+                return self._end(attempt, verdict)
+
+    @property
+    def _policy(self) -> AttemptPolicy:
+        site = self._site
+        return AttemptPolicy(num_nodes=self._num_nodes, max_fruitless=site.max_fruitless, on_warning=site.on_warning)
+
+    def _earlier(self) -> list[Attempt]:
+        """Attempts that count for this job: its own, before it was requeued, or those of its chain."""
+        return [
+            attempt
+            for attempt in read_attempts(self._run_dir)
+            if self._site.is_chained or attempt.job_id == self._site.job_id
+        ]
+
+    def _attempt(self, hosts: Sequence[str], *, is_first: bool) -> Attempt:
+        """Run a console to its end."""
+        spares = max(0, min(self._most_spares, len(hosts) - self._num_nodes))
+        words = [f"launch.num_nodes={self._num_nodes}", f"launch.num_spare_nodes={spares}"]
+        command = [sys.executable, *self._command, *words, *([] if is_first else ["run.resume=auto"])]
+        witness = Witness.begin(self._run_dir, hosts)
+        with subprocess.Popen(command, env=_environment(hosts)) as self._console:
+            if self._asked is not None:
+                self._console.terminate()
+            with watch_drains(self._run_dir, hosts, poll_seconds=self._site.drain_poll_seconds):
+                exit_code = self._console.wait()
+        self._console = None
+        return Attempt(
+            job_id=self._site.job_id,
+            hosts=tuple(hosts),
+            exit_code=exit_code,
+            asked=self._asked,
+            iteration=witness.iteration(),
+            lost_hosts=witness.lost_hosts(),
+            failed_hosts=witness.failed_hosts(),
+        )
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        """A signal: the first lets ranks finish their iteration and write a checkpoint."""
+        if self._asked is None or number == signal.SIGTERM:
+            self._asked = Asked(signal.Signals(number).name)
+        if self._console is not None:
+            self._console.terminate()
+
+    def _end(self, attempt: Attempt, verdict: Verdict) -> int:
+        """The job is over."""
+        exit_code = _as_exit_code(attempt)
+        if verdict.is_final and exit_code != EXIT_OK and self._site.final_exit_code is not None:
+            exit_code = self._site.final_exit_code
+        if self._run_dir.is_dir():
+            leave_marker(self._run_dir, self._site.job_id, exit_code=exit_code, reason=verdict.reason)
+        if verdict.is_final and self._site.is_chained:
+            slurm_calls.cancel_waiting(self._site.job_name)
+        return exit_code
+
+    def _view(self, hosts: Sequence[str]) -> slurm_calls.JobView:
+        """The job as Slurm sees it; unchanged where Slurm does not answer."""
+        try:
+            return slurm_calls.view_job(self._site.job_id)
+        except slurm_calls.SlurmError as error:
+            print(f"job {self._site.job_id}: taken to have all its nodes: {error}", file=sys.stderr, flush=True)
+            return slurm_calls.JobView("RUNNING", "", tuple(hosts), self._site.num_restarts)
+
+    def _was_requeued(self, attempt: Attempt) -> int:
+        """By somebody else, who had Slurm end this process: it is no end, so no marker is left."""
+        print(f"job {self._site.job_id}: it was requeued from outside", file=sys.stderr, flush=True)
+        return _as_exit_code(attempt)
+
+    def _requeue(self, exclude: Sequence[str]) -> Verdict:
+        """Back to the queue: Slurm ends this process. What follows where it refuses to."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # there is still something to say, to Slurm
+        try:
+            slurm_calls.requeue(self._site.job_id)
+        except slurm_calls.SlurmError as error:
+            return Verdict(Next.END, f"it was not requeued: {error}")
+        try:
+            slurm_calls.exclude(self._site.job_id, exclude)
+        except slurm_calls.SlurmError as error:
+            print(f"job {self._site.job_id}: may get {', '.join(exclude)} again: {error}", file=sys.stderr, flush=True)
+        while True:
+            signal.pause()
+
+    def _value(self, key: str) -> str | None:
+        """The last override of a key."""
+        found = [word.partition("=")[2] for word in self._command if word.partition("=")[0].lstrip("+") == key]
+        return found[-1] if found else None
+
+
+def _as_exit_code(attempt: Attempt) -> int:
+    """As shells show the signal that ended a process."""
+    return attempt.exit_code if attempt.exit_code >= 0 else 128 - attempt.exit_code
+
+
+def _environment(hosts: Sequence[str]) -> dict[str, str]:
+    """This process's, with the allocation as it is now: Slurm does not tell a batch script that nodes have gone."""
+    nodes, count = ",".join(hosts), str(len(hosts))
+    now = {"SLURM_JOB_NODELIST": nodes, "SLURM_NODELIST": nodes, "SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
+    return {**{name: text for name, text in os.environ.items() if name not in _STALE}, **now}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of the batch script's process."""
+    command = sys.argv[1:] if arguments is None else arguments
+    try:
+        return BatchJob(Site.read(os.environ), command).run()
+    except MegatronFtError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code if error.exit_code else ControlError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

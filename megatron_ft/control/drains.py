@@ -1,0 +1,65 @@
+"""Nodes that Slurm's administrators want back leave a running job well, where the job can let them go."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_ft.control import slurm_calls
+from megatron_ft.control.operating import JobNotRunning, Operator
+from megatron_ft.errors import ControlError
+
+
+@contextlib.contextmanager
+def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
+    """Within the block, a thread asks Slurm which nodes are being drained, and the job's controller to let each go.
+
+    A node is asked for once; what the controller refuses is told. When Slurm does not answer nothing follows from it.
+
+    Args:
+        hosts: of the job, by node.
+    """
+    is_over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(run_dir, hosts, poll_seconds, is_over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _watch(run_dir: Path, hosts: Sequence[str], poll_seconds: float, is_over: threading.Event) -> None:
+    asked_for: set[str] = set()
+    is_silent = False
+    while not is_over.wait(poll_seconds):
+        try:
+            drained = slurm_calls.drained_hosts(hosts)
+            is_silent = False
+        except slurm_calls.SlurmError as error:
+            if not is_silent:
+                _say(f"which nodes are drained is unknown for now: {error}")
+            is_silent = True
+            continue
+        for host in drained:
+            if host not in asked_for and _drain(run_dir, list(hosts).index(host), host):
+                asked_for.add(host)
+
+
+def _drain(run_dir: Path, node: int, host: str) -> bool:
+    """Whether there was somebody to ask."""
+    try:
+        with Operator(run_dir) as operator:
+            operator.drain(node)
+    except JobNotRunning:  # it begins, or ends
+        return False
+    except ControlError as error:
+        _say(f"{host} is drained, but node {node} does not leave: {error}")
+        return True
+    _say(f"{host} is drained: node {node} leaves at the next iteration boundary")
+    return True
+
+
+def _say(text: str) -> None:
+    print(f"slurm: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,116 @@
+"""Calls of Slurm's commands: what becomes of a job and of its nodes, as Slurm sees it.
+
+Source: the manual pages scontrol(1) and sinfo(1). Measured with Slurm 22.05: a job that ``--no-kill`` keeps loses its
+dead nodes from ``NodeList``; ``BatchHost`` goes on naming the dead one.
+"""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.errors import ControlError
+
+CALL_SECONDS = 60.0
+"""Longest wait for an answer; Slurm's own limit (``MessageTimeout``) is 10 s by default."""
+_DRAINED = re.compile(r"(drained|draining|drng|drain)[*$~#!%^@+-]*", re.IGNORECASE)
+
+
+class SlurmError(ControlError):
+    """A command of Slurm failed: what it said is the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job, as Slurm sees it."""
+
+    state: str
+    """``RUNNING`` and so on."""
+    batch_host: str
+    """Where its batch script was started; empty before it was."""
+    hosts: tuple[str, ...]
+    """Nodes it has."""
+    num_restarts: int = 0
+    """How often it was requeued: counted at once, while its processes still end."""
+
+    @property
+    def has_batch_host(self) -> bool:
+        """Whether the node of its batch script is among them."""
+        return self.batch_host in self.hosts
+
+
+def view_job(job_id: str) -> JobView:
+    """Ask for a job.
+
+    Raises:
+        SlurmError: it is unknown, or Slurm does not answer.
+    """
+    return parse_job(_call(["scontrol", "--oneliner", "show", "job", job_id]))
+
+
+def parse_job(text: str) -> JobView:
+    """What ``scontrol --oneliner show job`` says of one job.
+
+    Raises:
+        SlurmError: it says no state.
+    """
+    found = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    if "JobState" not in found:
+        raise SlurmError(f"scontrol show job: names no JobState: {text.strip()[:200]!r}")
+    nodes = found.get("NodeList", "")
+    hosts = () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(nodes))
+    return JobView(found["JobState"], found.get("BatchHost", ""), hosts, int(found.get("Restarts", "0")))
+
+
+def requeue(job_id: str) -> None:
+    """Put a running job back into the queue. Slurm ends its processes, this one too.
+
+    Raises:
+        SlurmError: Slurm refuses.
+    """
+    _call(["scontrol", "requeue", job_id])
+
+
+def exclude(job_id: str, hosts: Sequence[str]) -> None:
+    """Have a job that waits in the queue not get these hosts.
+
+    Raises:
+        SlurmError: Slurm refuses, e.g. because the job runs.
+    """
+    if hosts:
+        _call(["scontrol", "update", f"jobid={job_id}", f"ExcNodeList={','.join(hosts)}"])
+
+
+def cancel_waiting(name: str) -> None:
+    """Cancel this user's jobs of a name that have not begun: a chain's.
+
+    Raises:
+        SlurmError: Slurm refuses.
+    """
+    _call(["scancel", "--me", f"--name={name}", "--state=PENDING"])
+
+
+def drained_hosts(hosts: Sequence[str]) -> list[str]:
+    """Those of ``hosts`` that an administrator wants back.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    return parse_drained(_call(["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]))
+
+
+def parse_drained(text: str) -> list[str]:
+    """What ``sinfo --Node --format='%N %T'`` says, a node more than once where it is in several partitions."""
+    pairs = [line.split() for line in text.splitlines()]
+    return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
+
+
+def _call(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmError(f"{command[0]}: {error}") from None
+    if done.returncode != 0:
+        raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

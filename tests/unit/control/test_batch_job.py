@@ -1,0 +1,239 @@
+"""The process behind a batch script; consoles and Slurm follow a script here, ``tests/slurm`` has real ones."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.control.batch_job import Site
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.recovery.job_attempts import Next
+from tests.helpers.jobs import REPOSITORY
+from tests.helpers.slurm_cluster import wait_until
+
+ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_JOB_NAME": "lm", "SLURM_NTASKS": "4"}
+CONSOLE = """\
+import json, os, pathlib, signal, sys, time
+run_dir = pathlib.Path(sys.argv[1].partition("=")[2], sys.argv[2].partition("=")[2])
+run_dir.mkdir(parents=True, exist_ok=True)
+told = run_dir / "told.jsonl"
+number = len(told.read_text().splitlines()) if told.exists() else 0
+names = ("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS")
+with told.open("a") as file:
+    file.write(json.dumps({"words": sys.argv[3:], **{name: os.environ.get(name) for name in names}}) + "\\n")
+act = json.loads(pathlib.Path(os.environ["ACTS"]).read_text())[number]
+for file, lines in act.get("writes", {}).items():
+    with (run_dir / file).open("a") as log:
+        log.writelines(json.dumps(line) + "\\n" for line in lines)
+if act.get("waits"):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(act["exit_code"]))
+    (run_dir / "waits").touch()
+    signal.pause()
+if act["exit_code"] < 0:
+    os.kill(os.getpid(), -act["exit_code"])
+sys.exit(act["exit_code"])
+"""
+SCONTROL = """\
+#!/bin/bash
+echo "${0##*/} $*" >> "$CALLS"
+case "${0##*/} $1" in
+  "scontrol --oneliner") echo "JobId=17 JobState=RUNNING BatchHost=n0 NodeList=$NODES_NOW Restarts=$RESTARTS" ;;
+  "scontrol requeue") [ -z "$REFUSES" ] || { echo "$REFUSES" >&2; exit 1; } ;;
+  sinfo*) echo "n0 mixed" ;;
+esac
+"""
+
+
+def loss(iteration: int) -> dict[str, Any]:
+    """A line of ``metrics.jsonl``."""
+    return {"kind": "metrics", "iteration": iteration, "loss": 1.0}
+
+
+@dataclass
+class Play:
+    """A batch job whose consoles do what they are told."""
+
+    folder: Path
+
+    def start(
+        self, acts: Sequence[Mapping[str, Any]], *words: str, nodes_now: str = "n[0-3]", **variables: str
+    ) -> "subprocess.Popen[str]":
+        """Start it. The n-th console does ``acts[n]``."""
+        (self.folder / "acts.json").write_text(json.dumps(acts))
+        (self.folder / "console.py").write_text(CONSOLE)
+        programs = self.folder / "bin"
+        programs.mkdir(exist_ok=True)
+        for name in ("scontrol", "scancel", "sinfo"):
+            (programs / name).write_text(SCONTROL)
+            (programs / name).chmod(stat.S_IRWXU)
+        environment = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "MFT_"))}
+        environment |= {"PATH": f"{programs}:{os.environ['PATH']}", "ACTS": str(self.folder / "acts.json")}
+        environment |= {"CALLS": str(self.folder / "calls"), "NODES_NOW": nodes_now, "REFUSES": ""}
+        environment["RESTARTS"] = variables.get("SLURM_RESTART_COUNT", "0")
+        environment |= {**ALLOCATION, "PYTHONPATH": str(REPOSITORY), **variables}
+        command = [str(self.folder / "console.py"), f"run.dir={self.folder}", "run.name=run", *words]
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_ft.control.batch_job", *command],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, acts: Sequence[Mapping[str, Any]], *words: str, **about: str) -> tuple[int, str]:
+        """Run it to its end: exit code, standard error."""
+        process = self.start(acts, *words, **about)
+        _, errors = process.communicate(timeout=60)
+        return process.returncode, errors
+
+    @property
+    def told(self) -> list[dict[str, Any]]:
+        """What each console was started with."""
+        return [json.loads(line) for line in (self.folder / "run" / "told.jsonl").read_text().splitlines()]
+
+    @property
+    def calls(self) -> list[str]:
+        """Commands of Slurm that were given, without questions."""
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in lines if not line.startswith(("scontrol --oneliner", "sinfo"))]
+
+    @property
+    def marker(self) -> dict[str, Any] | None:
+        """How the job ended, if it says so."""
+        path = self.folder / "run" / "slurm" / "17.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    return Play(tmp_path)
+
+
+def test_a_run_that_ends_well(play: Play) -> None:
+    assert play.run([{"exit_code": 0}], "launch=slurm", MFT_SPARE_NODES="1") == (0, "job 17: end: " + PLANNED)
+    assert play.marker == {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip()}
+    (told,) = play.told
+    assert told["words"] == ["launch=slurm", "launch.num_nodes=3", "launch.num_spare_nodes=1"]
+    assert told["SLURM_NTASKS"] is None and told["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
+    assert play.calls == []
+
+
+PLANNED = "the run has ended as planned\n"
+
+
+def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has_now(play: Play) -> None:
+    lost = {"kind": "node_lost", "node": 1, "reason": "silent"}
+    acts = [{"exit_code": -9, "writes": {"events.jsonl": [lost], "metrics.jsonl": [loss(4)]}}, {"exit_code": 0}]
+    code, _ = play.run(acts, nodes_now="n[0,2-3]", MFT_SPARE_NODES="1")
+    assert code == 0
+    second = play.told[1]
+    assert second["words"] == ["launch.num_nodes=3", "launch.num_spare_nodes=0", "run.resume=auto"]
+    assert (second["SLURM_JOB_NODELIST"], second["SLURM_JOB_NUM_NODES"]) == ("n0,n2,n3", "3")
+    attempts = [json.loads(line) for line in (play.folder / "run/slurm/attempts.jsonl").read_text().splitlines()]
+    assert [attempt["lost_hosts"] for attempt in attempts] == [["n1"], []]
+    assert [attempt["iteration"] for attempt in attempts] == [4, 4]
+
+
+def test_without_progress_it_ends_with_the_code_that_the_site_asked_for(play: Play) -> None:
+    acts = [{"exit_code": 7}] * 4
+    code, errors = play.run(acts, MFT_FINAL_EXIT_CODE="93")
+    assert (code, len(play.told)) == (93, 3)
+    assert "3 attempts in a row made no progress" in errors
+    assert play.marker is not None and play.marker["exit_code"] == 93
+
+
+def test_a_warning_lets_the_console_save_and_requeues_without_an_end_marker(play: Play) -> None:
+    failed = {"kind": "rank_failed", "node": 2, "first": True}
+    acts = [
+        {"exit_code": 7, "writes": {"events.jsonl": [failed, failed], "metrics.jsonl": [loss(3)]}},
+        {"exit_code": 130, "waits": True, "writes": {"metrics.jsonl": [loss(9)]}},
+    ]
+    process = play.start(acts, MFT_SPARE_NODES="1")
+    wait_until("the console waits", (play.folder / "run" / "waits").exists)
+    process.send_signal(signal.SIGUSR1)
+    wait_until("Slurm was told", lambda: len(play.calls) == 2)
+    assert play.calls == ["scontrol requeue 17", "scontrol update jobid=17 ExcNodeList=n2"]
+    assert play.marker is None
+    process.send_signal(signal.SIGTERM)  # as Slurm does, and again by SIGKILL
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
+def test_where_slurm_refuses_to_requeue_the_job_ends_and_says_so(play: Play) -> None:
+    code, _ = play.run([{"exit_code": 7}], nodes_now="n0", REFUSES="Requeue is disabled")
+    assert code == 7
+    assert play.marker is not None and "Requeue is disabled" in play.marker["reason"]
+
+
+def test_a_request_to_end_ends_it(play: Play) -> None:
+    process = play.start([{"exit_code": 130, "waits": True}])
+    wait_until("the console waits", (play.folder / "run" / "waits").exists)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert play.marker is not None and play.marker["reason"] == "it was asked to end"
+    assert play.calls == []
+
+
+def test_a_job_that_somebody_else_requeues_leaves_no_marker(play: Play) -> None:
+    process = play.start([{"exit_code": 130, "waits": True}], RESTARTS="1")
+    wait_until("the console waits", (play.folder / "run" / "waits").exists)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, play.marker) == (130, None)
+    assert "requeued from outside" in errors
+
+
+def test_a_requeued_job_goes_on_and_takes_back_its_marker(play: Play) -> None:
+    assert play.run([{"exit_code": 130}])[0] == 130
+    assert play.marker is not None
+    acts = [{"exit_code": 130}, {"exit_code": 2}]
+    assert play.run(acts, SLURM_RESTART_COUNT="1")[0] == 2
+    assert "run.resume=auto" in play.told[1]["words"]
+    assert play.marker["exit_code"] == 2
+
+
+def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
+    chained = {"MFT_CHAINED": "1", "MFT_ON_WARNING": "end", "nodes_now": "n0"}
+    for number in range(3):
+        code, errors = play.run([{"exit_code": 7}] * 3, SLURM_JOB_ID=str(20 + number), **chained)
+        assert code == 7, errors
+    assert play.calls == ["scancel --me --name=lm --state=PENDING"], "only the last one: no progress in three jobs"
+    assert all("run.resume=auto" in told["words"] for told in play.told)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("MFT_SPARE_NODES", "-1", "a whole number"),
+        ("MFT_MAX_FRUITLESS", "0", "from 1"),
+        ("MFT_ON_WARNING", "resubmit", "requeue, end"),
+        ("MFT_FINAL_EXIT_CODE", "256", "to 255"),
+        ("SLURM_JOB_NODELIST", "n[", "nodelist"),
+    ],
+)
+def test_a_site_that_makes_no_sense_is_refused(name: str, text: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        Site.read({**ALLOCATION, name: text})
+
+
+def test_a_site_says_little() -> None:
+    site = Site.read({**ALLOCATION, "MFT_FINAL_EXIT_CODE": ""})
+    assert (site.num_spares, site.max_fruitless, site.on_warning, site.final_exit_code) == (0, 3, Next.REQUEUE, None)
+
+
+def test_a_job_that_could_not_find_its_run_again_is_refused(play: Play) -> None:
+    command = [sys.executable, "-m", "megatron_ft.control.batch_job", "console.py", "run.dir=runs"]
+    environment = {**os.environ, **ALLOCATION}
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == ConfigError.exit_code
+    assert "run.name" in done.stderr

@@ -1,0 +1,80 @@
+"""What Slurm says, read; and what a node does about a batch host."""
+
+import threading
+
+import pytest
+
+from megatron_ft.control import batch_host, slurm_calls
+from megatron_ft.control.slurm_calls import JobView, SlurmError, parse_drained, parse_job
+
+SHOWN = (
+    "JobId=2 JobName=lm UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Restarts=0 ExitCode=0:0 "
+    "RunTime=00:00:31 NodeList=node[1,3] BatchHost=node0 NumNodes=2 Command=/a b=c\n"
+)
+
+
+def test_a_job_whose_batch_host_has_died() -> None:
+    job = parse_job(SHOWN)
+    assert job == JobView("RUNNING", "node0", ("node1", "node3"))
+    assert not job.has_batch_host
+
+
+def test_a_job_that_waits_has_no_nodes() -> None:
+    assert parse_job("JobId=2 JobState=PENDING NodeList=(null)") == JobView("PENDING", "", ())
+
+
+def test_an_answer_that_is_none_is_refused() -> None:
+    with pytest.raises(SlurmError, match="no JobState"):
+        parse_job("slurm_load_jobs error")
+
+
+def test_nodes_that_are_drained() -> None:
+    said = "node0 mixed\nnode1 draining\nnode1 draining\nnode2 drained*\nnode3 drng@\nnode4 down*\nnode5 idle\n"
+    assert parse_drained(said) == ["node1", "node2", "node3"]
+
+
+class Slurm:
+    """Answers in turn."""
+
+    def __init__(self, *answers: JobView | SlurmError) -> None:
+        self.answers = list(answers)
+        self.requeued: list[str] = []
+
+    def view(self, job_id: str) -> JobView:
+        answer = self.answers.pop(0)
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_host, "POLL_SECONDS", 0.0)
+
+
+def watch(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(slurm_calls, "requeue", slurm.requeued.append)
+    monkeypatch.setattr(slurm_calls, "view_job", slurm.view)
+    return batch_host.watch("17", threading.Event(), say=lambda _: None)
+
+
+ALIVE, DEAD = JobView("RUNNING", "a", ("a", "b")), JobView("RUNNING", "a", ("b",))
+
+
+def test_the_job_is_requeued_once_slurm_has_taken_the_batch_host_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(ALIVE, SlurmError("does not answer"), ALIVE, DEAD)
+    assert watch(slurm, monkeypatch)
+    assert (slurm.requeued, slurm.answers) == (["17"], [])
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "PENDING", "CANCELLED"])
+def test_a_job_that_runs_no_more_is_left_alone(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(ALIVE, JobView(state, "a", ("b",)))
+    assert not watch(slurm, monkeypatch)
+    assert slurm.requeued == []
+
+
+def test_nothing_is_asked_once_somebody_else_goes_on() -> None:
+    is_over = threading.Event()
+    is_over.set()
+    assert not batch_host.watch("17", is_over, say=lambda _: None)
