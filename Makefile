@@ -18,7 +18,7 @@ KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*
 export PIP_NO_WARN_SCRIPT_LOCATION := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast test-slurm slurm-packages checks format bench prove tables docs-deps clean distclean
+.PHONY: help install train test test-fast test-slurm slurm-packages checks format bench prove tables docs-deps clean distclean
 
 help:  ## list the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -53,6 +53,8 @@ $(VENV)/installed-docs: requirements/docs.txt $(VENV)/installed-train
 	@echo "installing requirements/docs.txt"
 	@$(PIP) $(CONSTRAIN) -r requirements/docs.txt
 	@touch $@
+
+install: $(VENV)/installed-train  ## what training needs, pinned, into VENV
 
 train: $(VENV)/installed-train  ## train the small default model (ARGS="model=... key=value")
 	$(PY) pretrain_moe.py $(ARGS)

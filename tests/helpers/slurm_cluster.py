@@ -199,6 +199,22 @@ class SlurmCluster:
                 init.kill()
         process.wait()
 
+    def stop_controller(self) -> None:
+        """Kill slurmctld; jobs run on."""
+        daemon = psutil.Process(int((self.folder / "run" / "slurmctld.pid").read_text()))
+        daemon.kill()
+        gone = lambda: not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE  # noqa: E731
+        wait_until("slurmctld has ended", gone, seconds=START_SECONDS)
+
+    def start_controller(self) -> None:
+        """Start it again, with what it had saved."""
+        self.run("slurmctld")
+        wait_until("slurmctld answers", self._answers, seconds=START_SECONDS)
+
+    def _answers(self) -> bool:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, env=self.environment, check=False)
+        return done.returncode == 0 and "is UP" in done.stdout
+
     def processes(self, node: int) -> list[psutil.Process]:
         """What runs on a node, by its numbers on this machine."""
         return self._inits[node].children(recursive=True)
