@@ -1,5 +1,6 @@
 """``claims.yaml``: every figure the project states, and the results that hold it up."""
 
+import importlib
 import json
 import shlex
 import sys
@@ -39,11 +40,20 @@ class Claim:
     needs: str | None = None
     """A file that it measures with and that is not of the repository, by its path from the repository's root."""
 
+    needs_machine: str | None = None
+    """``module:function`` that says what this machine lacks for it, or None."""
+
     @property
-    def missing(self) -> Path | None:
-        """The file that it needs, where that is not there."""
+    def missing(self) -> str | None:
+        """What it needs and is not there."""
         path = None if self.needs is None else (ROOT / self.needs).resolve()
-        return None if path is None or path.exists() else path
+        if path is not None and not path.exists():
+            return str(path)
+        if self.needs_machine is None:
+            return None
+        module, _, function = self.needs_machine.partition(":")
+        lacking = getattr(importlib.import_module(module), function)()
+        return None if lacking is None else str(lacking)
 
     def validate(self) -> None:
         """Raise ConfigError for an entry that cannot be run."""

@@ -207,9 +207,13 @@ def untold(changes: Sequence[Event]) -> set[int]:
     return found
 
 
-def scripted(changes: Sequence[Event]) -> list[str]:
-    """The override that repeats a history of memberships without faults; nothing for none."""
-    members, entries = set(range(NUM_NODES)), []
+def scripted(changes: Sequence[Event], num_nodes: int = NUM_NODES) -> list[str]:
+    """The override that repeats a history of memberships without faults; nothing for none.
+
+    Args:
+        num_nodes: members at the start.
+    """
+    members, entries = set(range(num_nodes)), []
     for change in changes:
         nodes = set(change["nodes"])
         moves = {"lose": sorted(members - nodes), "join": sorted(nodes - members)}

@@ -21,7 +21,7 @@ def test_quick_variant_passes(claim: Claim) -> None:
     if here not in claim.hardware:
         pytest.skip(f"{claim.id} is measured on {', '.join(claim.hardware)}; this machine is {here}")
     if claim.missing is not None:
-        pytest.skip(f"{claim.id} needs {claim.missing}")
+        pytest.skip(f"{claim.id}: {claim.missing}")
     lines = []
     for _ in range(claim.quick_tries):
         line, passed = prove(claim, quick=True)

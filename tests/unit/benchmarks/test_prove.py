@@ -103,10 +103,25 @@ def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.
 
 def test_a_claim_whose_data_is_not_there_is_refused_before_it_runs(folder: Path) -> None:
     claim = dataclasses.replace(CLAIM, needs="../nowhere/trace.csv")
-    assert claim.missing is not None and claim.missing.name == "trace.csv"
+    assert claim.missing is not None and claim.missing.endswith("nowhere/trace.csv")
     with pytest.raises(ConfigError, match="must be there to measure with"):
         prove.prove(claim, quick=True, results_dir=folder)
     assert dataclasses.replace(CLAIM, needs="README.md").missing is None
+
+
+def _lacking() -> str:
+    return "a cluster"
+
+
+def _lacking_nothing() -> None:
+    pass
+
+
+def test_a_claim_that_this_machine_cannot_run_is_refused_with_the_reason(folder: Path) -> None:
+    claim = dataclasses.replace(CLAIM, needs_machine=f"{__name__}:_lacking")
+    with pytest.raises(ConfigError, match="must be there to measure with: a cluster"):
+        prove.prove(claim, quick=True, results_dir=folder)
+    assert dataclasses.replace(CLAIM, needs_machine=f"{__name__}:_lacking_nothing").missing is None
 
 
 def test_unknown_ids_name_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,73 @@
+"""Claim ``slurm-node-death``: what happens to nodes of a real Slurm job costs no bit of the training.
+
+slurmctld and, in namespaces of its own, a slurmd per node run on this machine. ``sbatch`` starts jobs with overrides on
+five nodes, a spare beside them where the trial has one. kill -9 of a node's first process, its cable pulled before, at
+a random moment; the same while slurmctld is dead; a partition, from which the node wakes; an administrator's drain. The
+others go on by replicas, or, with two pipeline stages, a spare takes the place and replays. Every loss and every rank's
+state after every iteration are compared with the right reference, ``atol=0``.
+"""
+
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.elastic_jobs import Bench
+from benchmarks.report import finish, parse_arguments
+from benchmarks.slurm_trials import (
+    Lab,
+    Trial,
+    attempt,
+    dead_node,
+    drained,
+    replicas,
+    spare_takes_over,
+    summary,
+    without_slurmctld,
+    zombie,
+)
+from tests.helpers.jobs import forkserver
+
+ID = "slurm-node-death"
+SEED = 20261122
+WARM = "megatron_ft.mcore.loop.main:warm"
+
+TRIALS: dict[str, Callable[[Lab, str], Trial]] = {
+    "a dead node, expert replicas": lambda lab, name: replicas(lab, name, dead_node(2)),
+    "a dead node, replicas and a spare": lambda lab, name: replicas(lab, name, dead_node(3), spares=1),
+    "a dead node, two stages and a spare": lambda lab, name: spare_takes_over(lab, name, dead_node(1)),
+    "a dead node while slurmctld is dead": lambda lab, name: replicas(lab, name, without_slurmctld(3)),
+    "a partition from which the node wakes": lambda lab, name: replicas(lab, name, zombie(2)),
+    "a drained node": lambda lab, name: replicas(lab, name, drained(4)),
+}
+QUICK = "a dead node, two stages and a spare"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trials and judge them."""
+    arguments = parse_arguments(__doc__, argv)
+    names = [QUICK] if arguments.quick else list(TRIALS)
+    with tempfile.TemporaryDirectory(prefix="slurm-node-death-") as folder, forkserver(WARM) as socket:
+        lab = Lab(Bench(Path(folder) / "references", socket, base=()), Path(folder), random.Random(SEED))
+        lab.bench.folder.mkdir()
+        trials = [attempt(name, lambda name=name: TRIALS[name](lab, name)) for name in names]
+    print(summary(trials), flush=True)
+    failed = [trial for trial in trials if trial.problems]
+    rungs = sorted({rung for trial in trials for rung in trial.figures.get("rungs", [])})
+    return finish(
+        arguments.out,
+        ID,
+        passed=not failed,
+        figure=(
+            f"{len(trials) - len(failed)} of {len(trials)} jobs on a cluster of six nodes went on without a new start, "
+            f"equal in every bit to their reference ({', '.join(rungs)})"
+        ),
+        threshold="all equal, atol=0; one console each",
+        counts={"trials": len(trials), "passed": len(trials) - len(failed)},
+        details={trial.name: {"problems": trial.problems, **trial.figures} for trial in trials},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

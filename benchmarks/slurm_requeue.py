@@ -1,0 +1,54 @@
+"""Claim ``slurm-requeue``: a Slurm job that comes back from the queue goes on with the same bits, and not for ever.
+
+On a real cluster (see ``slurm_node_death``) one job of four nodes is requeued three times: after it was warned
+(``scancel --signal=USR1 --batch``) it writes a checkpoint and asks for it itself; an administrator requeues it in the
+middle of an iteration; the batch host dies, with it console and controller, and the nodes that are left ask for it.
+Each time it gets nodes again, finds its run, and every iteration it reports, first or again, has the bits of a run that
+nothing happened to. A second job fails whenever it starts: after three attempts without progress it is over.
+"""
+
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.elastic_jobs import Bench
+from benchmarks.report import finish, parse_arguments
+from benchmarks.slurm_requeues import hopeless, requeued
+from benchmarks.slurm_trials import Lab, attempt, summary
+from tests.helpers.jobs import forkserver
+
+ID = "slurm-requeue"
+SEED = 20261123
+WARM = "megatron_ft.mcore.loop.main:warm"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run both jobs and judge them."""
+    arguments = parse_arguments(__doc__, argv)
+    with tempfile.TemporaryDirectory(prefix="slurm-requeue-") as folder, forkserver(WARM) as socket:
+        lab = Lab(Bench(Path(folder) / "references", socket, base=()), Path(folder), random.Random(SEED))
+        lab.bench.folder.mkdir()
+        trials = [attempt("no progress", lambda: hopeless(lab))]
+        if not arguments.quick:
+            trials.append(attempt("requeued three times", lambda: requeued(lab)))
+    print(summary(trials), flush=True)
+    failed = [trial for trial in trials if trial.problems]
+    again = sum(trial.figures.get("iterations_again", 0) for trial in trials)
+    return finish(
+        arguments.out,
+        ID,
+        passed=not failed,
+        figure=(
+            f"{len(trials) - len(failed)} of {len(trials)} jobs: requeued by itself, from outside, and by its nodes "
+            f"when its batch host died; {again} run again, all equal to the bit; 3 attempts without progress end it"
+        ),
+        threshold="all iterations equal, atol=0; 3 requeues; 3 attempts without progress end the job",
+        counts={"jobs": len(trials), "passed": len(trials) - len(failed), "iterations_again": again},
+        details={trial.name: {"problems": trial.problems, **trial.figures} for trial in trials},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

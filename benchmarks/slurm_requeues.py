@@ -1,0 +1,110 @@
+"""Jobs that Slurm puts back into the queue, and what becomes of them."""
+
+from collections import Counter
+from typing import Any
+
+from benchmarks.elastic_jobs import failpoints
+from benchmarks.slurm_trials import NUM_ITERATIONS, PIPELINE, REFORM_SECONDS, Lab, Trial
+from tests.helpers.jobs import JobResult
+from tests.helpers.slurm_cluster import wait_until
+from tests.helpers.slurm_jobs import SlurmJob
+
+REQUEUE_SECONDS = 240.0
+"""Until a job that was requeued trains again: its nodes are waited for, and import everything anew."""
+STEP = 8
+"""Iterations between two events."""
+KEPT = (
+    "snapshot.persist_interval_windows=1",
+    "checkpoint.save_at_end=true",
+    "detector.lost_controller_seconds=6",
+)
+"""A job that was warned saves; windows are on storage soon; nodes wait for a silent controller for a moment only."""
+FINAL_EXIT_CODE = 93
+
+
+def requeued(lab: Lab) -> Trial:
+    """Three requeues: of its own, by an administrator, by the nodes that a dead batch host leaves."""
+    trial = Trial("requeued three times")
+    with lab.job([*PIPELINE, *KEPT, "telemetry.wandb=offline"], num_nodes=4, spares=0) as job:
+        _warned(job, lab)
+        _from_outside(job, lab)
+        _batch_host_dies(job, lab, trial)
+        end = job.end()
+        run = JobResult(end["exit_code"], job.run_dir, job.log.read_text())
+        starts = [event for event in run.records() if event["kind"] == "run_started"]
+        trial.require(run.exit_code == 0, f"exit code {run.exit_code}: {run.output[-3000:]}")
+        trial.require(len(starts) == 4, f"{len(starts)} starts")
+        resumed = [start.get("resumed_from_iteration") for start in starts]
+        trial.require(resumed[0] is None and all(resumed[1:]), f"started from {resumed}")
+        trial.figures |= {"resumed_from": resumed}
+    reference = lab.undisturbed(PIPELINE, 4)
+    trial.require(reference.exit_code == 0, f"undisturbed: {reference.output[-3000:]}")
+    trial.problems += compare(run, reference)
+    trial.figures["iterations_again"] = sum(Counter(m["iteration"] for m in run.records("metrics.jsonl")).values()) - (
+        NUM_ITERATIONS
+    )
+    return trial
+
+
+def hopeless(lab: Lab) -> Trial:
+    """A rank dies in the second iteration of every start."""
+    trial = Trial("no progress")
+    fault = failpoints([{"phase": "forward", "node": 0, "at_iteration": 2}])
+    extra = {"MFT_FINAL_EXIT_CODE": str(FINAL_EXIT_CODE)}
+    with lab.job([*PIPELINE, fault], num_nodes=2, spares=0, extra=extra) as job:
+        end = job.end()
+        attempts = job.attempts()
+    trial.require(end["exit_code"] == FINAL_EXIT_CODE, f"exit code {end['exit_code']}: {end['reason']}")
+    trial.require("made no progress" in end["reason"], end["reason"])
+    trial.require(len(attempts) == 4, f"{len(attempts)} attempts: the first one came to iteration 1, then three")
+    trial.figures |= {"attempts": len(attempts)}
+    return trial
+
+
+def _warned(job: SlurmJob, lab: Lab) -> None:
+    lab.some_moment(job, STEP)
+    job.cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    _await_start(job, 2)
+
+
+def _from_outside(job: SlurmJob, lab: Lab) -> None:
+    lab.some_moment(job, job.iteration + STEP)
+    job.cluster.run("scontrol", "requeue", job.number)
+    _await_start(job, 3)
+
+
+def _batch_host_dies(job: SlurmJob, lab: Lab, trial: Trial) -> None:
+    lab.some_moment(job, job.iteration + STEP)
+    host = _batch_host(job)
+    trial.require(host is not None, "no batch host")
+    job.cluster.kill_node(int(str(host).removeprefix("node")))
+    _await_start(job, 4)
+
+
+def _batch_host(job: SlurmJob) -> str | None:
+    words = job.cluster.run("scontrol", "--oneliner", "show", "job", job.number).split()
+    return next((word.partition("=")[2] for word in words if word.startswith("BatchHost=")), None)
+
+
+def _await_start(job: SlurmJob, number: int) -> None:
+    """Until the run has started for the ``number``-th time, and trains."""
+    started = lambda: job.will(lambda: len(job.records("run_started")) >= number)  # noqa: E731
+    wait_until(f"start {number} of job {job.number}", started, seconds=REQUEUE_SECONDS)
+    lines = len(job.lines("metrics.jsonl"))
+    wait_until("it trains", lambda: job.will(lambda: len(job.lines("metrics.jsonl")) > lines), seconds=REFORM_SECONDS)
+
+
+def compare(run: JobResult, reference: JobResult) -> list[str]:
+    """What is not equal to the undisturbed run: every report counts, also those of iterations that were run again."""
+    problems = []
+    for file, figure in (("metrics.jsonl", "loss"), ("events.jsonl", "digests")):
+        expected = dict(_values(reference, file, figure))
+        found = _values(run, file, figure)
+        problems += [f"{figure} of iteration {iteration}" for iteration, value in found if value != expected[iteration]]
+        missing = set(expected) - {iteration for iteration, _ in found}
+        problems += [f"{figure} of iteration {iteration} is missing" for iteration in sorted(missing)]
+    return problems[:10]
+
+
+def _values(run: JobResult, file: str, figure: str) -> list[tuple[int, Any]]:
+    return [(line["iteration"], line[figure]) for line in run.records(file) if figure in line]

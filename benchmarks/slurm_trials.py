@@ -1,0 +1,248 @@
+"""Trials on a real Slurm cluster: jobs that train, what happens to them, and what they are compared with."""
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.elastic_jobs import Bench, Recorded, failpoints, scripted
+from benchmarks.localized_jobs import Followed
+from tests.helpers.jobs import JobResult
+from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
+from tests.helpers.slurm_jobs import Site, SlurmJob, submit
+
+NUM_NODES, NUM_SPARES = 5, 1
+NUM_ITERATIONS = 40
+FIRST_FAULT = 14
+"""Iteration after which something happens: a window has been committed by then."""
+REFORM_SECONDS = 120.0
+COMMON = (
+    "model=moe_micro",
+    "optimizer.lr_warmup_iterations=3",
+    f"training.train_iterations={NUM_ITERATIONS}",
+    "training.micro_batch_size=1",
+    "training.eval_interval_iterations=0",
+    "training.digest_interval_iterations=1",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+)
+REPLICAS = (
+    *COMMON,
+    "training.global_batch_size=10",
+    "parallel.use_distributed_optimizer=false",
+    "placement=overlap_search",
+    "placement.min_replicas=2",
+)
+"""Five ranks with expert replicas."""
+PIPELINE = (
+    *COMMON,
+    "training.global_batch_size=8",
+    "parallel.pipeline_model_parallel_size=2",
+    "snapshot=sparse_window",
+    "snapshot.num_peer_copies=1",
+    "snapshot.iteration_seconds=1",
+    "snapshot.bandwidth_bytes_per_second=300000",
+)
+"""Four ranks, PP=2 and DP=2, with windows in memory."""
+
+
+@dataclass(slots=True)
+class Lab:
+    """Where trials run: clusters for jobs, a warm fork server for what they are compared with."""
+
+    bench: Bench
+    folder: Path
+    rng: random.Random
+    num_trials: int = 0
+
+    @contextmanager
+    def job(
+        self,
+        overrides: Sequence[str],
+        *,
+        num_nodes: int,
+        spares: int,
+        extra: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> Iterator[SlurmJob]:
+        """A cluster of six nodes and a job on it."""
+        self.num_trials += 1
+        folder = self.folder / f"trial-{self.num_trials}"
+        folder.mkdir()
+        site = Site(folder, spares=spares, extra=extra or {})
+        words = [*overrides, f"data.cache_dir={self.folder / 'cache'}"]
+        with slurm_cluster(NUM_NODES + NUM_SPARES) as cluster:
+            yield submit(cluster, site, words, num_nodes=num_nodes, name="trial", options=options)
+
+    def some_moment(self, job: SlurmJob, iteration: int = FIRST_FAULT) -> None:
+        """Until a random moment of about an iteration after ``iteration`` has been reported."""
+        job.await_iteration(iteration)
+        threading.Event().wait(self.rng.uniform(0.0, 0.5))
+
+    def undisturbed(self, overrides: Sequence[str], num_nodes: int) -> JobResult:
+        """The same training on one machine."""
+        with self.bench.running([*overrides, f"launch.num_nodes={num_nodes}"]) as run:
+            return JobResult(
+                run.exit_code, _kept(run.run_dir, self.folder / f"reference-{self.num_trials}"), run.output
+            )
+
+
+@dataclass(slots=True)
+class Trial:
+    """What became of a trial."""
+
+    name: str
+    problems: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def require(self, holds: object, problem: str) -> None:
+        """A problem unless it holds."""
+        if not holds:
+            self.problems.append(problem)
+
+
+def attempt(name: str, run: Callable[[], Trial]) -> Trial:
+    """The trial, or what kept it from its end as its problem."""
+    try:
+        return run()
+    except AssertionError as error:
+        return Trial(name, [str(error)[-4000:]])
+
+
+def replicas(lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None], *, spares: int = 0) -> Trial:
+    """A job with expert replicas to which ``fault`` happens.
+
+    It is compared with the scripted history of its memberships. A script knows no spares: with one, with a job on one
+    machine that loses the same node after the same iteration.
+    """
+    trial = Trial(name)
+    with lab.job([*REPLICAS, "launch.min_nodes=2"], num_nodes=NUM_NODES + spares, spares=spares) as job:
+        lab.some_moment(job)
+        fault(job, trial)
+        found = Recorded.of(job.result())
+        _of_one_attempt(trial, job)
+    trial.problems += found.problems
+    trial.require(len(found.changes) == 1, f"its membership changed {len(found.changes)} times")
+    if not trial.problems:
+        history = scripted(found.changes, NUM_NODES) if spares == 0 else _same_loss(found.changes[0], spares)
+        reference = lab.bench.run([*REPLICAS, f"launch.num_nodes={NUM_NODES}", *history])
+        trial.problems += [f"reference: {text}" for text in reference.problems]
+        memberships = [[(c["nodes"], c["iteration"]) for c in run.changes] for run in (found, reference)]
+        trial.require(memberships[0] == memberships[1], f"memberships {memberships}")
+        trial.problems += found.differences(reference, 1, NUM_ITERATIONS)[:5]
+    trial.figures |= {"rungs": [rung["rung"] for rung in found.rungs], "nodes": [c["nodes"] for c in found.changes]}
+    return trial
+
+
+def _same_loss(change: Mapping[str, Any], spares: int) -> list[str]:
+    """Overrides of a job whose node dies when an iteration has begun, so that the one before counts."""
+    (lost,) = set(range(NUM_NODES)) - set(change["nodes"])
+    fault = {"phase": "data", "node": lost, "at_iteration": change["iteration"] + 1}
+    return [f"launch.num_spare_nodes={spares}", "launch.min_nodes=2", failpoints([fault])]
+
+
+def spare_takes_over(lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None]) -> Trial:
+    """A job of two stages with a spare to which ``fault`` happens, beside one that nothing happened to."""
+    trial = Trial(name)
+    with lab.job([*PIPELINE, "launch.keep_layout=true"], num_nodes=5, spares=1) as job:
+        lab.some_moment(job)
+        fault(job, trial)
+        found = Followed.of(job.result())
+        _of_one_attempt(trial, job)
+    reference = Followed.of(lab.undisturbed(PIPELINE, 4))
+    trial.problems += [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
+    trial.require(found.changes, "its membership did not change")
+    trial.problems += found.differences(reference)[:5]
+    trial.require(found.last_iteration >= NUM_ITERATIONS - 1, f"it came to iteration {found.last_iteration}")
+    trial.figures |= {"rungs": [rung["rung"] for rung in found.rungs], "nodes": [c["nodes"] for c in found.changes]}
+    return trial
+
+
+def _of_one_attempt(trial: Trial, job: SlurmJob) -> None:
+    trial.require(len(job.attempts()) == 1, f"{len(job.attempts())} consoles")
+
+
+# --- faults -----------------------------------------------------------------------------------------------------
+
+
+def dead_node(node: int) -> Callable[[SlurmJob, Trial], None]:
+    """kill -9 of a node's first process, its cable pulled before."""
+
+    def fault(job: SlurmJob, trial: Trial) -> None:
+        job.cluster.kill_node(node)
+        await_change(job, without=node)
+
+    return fault
+
+
+def without_slurmctld(node: int) -> Callable[[SlurmJob, Trial], None]:
+    """The same while slurmctld is dead; it comes back before the job ends."""
+
+    def fault(job: SlurmJob, trial: Trial) -> None:
+        job.cluster.stop_controller()
+        job.cluster.kill_node(node)
+        changed = lambda: [c for c in job.records("membership_changed") if node not in c["nodes"]]  # noqa: E731
+        wait_until("the others go on", changed, seconds=REFORM_SECONDS)
+        reached = job.iteration
+        wait_until(
+            "they train while there is no slurmctld", lambda: job.iteration > reached + 2, seconds=REFORM_SECONDS
+        )
+        job.cluster.start_controller()
+
+    return fault
+
+
+def zombie(node: int) -> Callable[[SlurmJob, Trial], None]:
+    """A node is cut off, the others go on, it comes back while its ranks live: they must not matter, and end."""
+
+    def fault(job: SlurmJob, trial: Trial) -> None:
+        before = ranks_on(job.cluster, node)
+        trial.require(before, "no rank was seen on the node")
+        job.cluster.cut(node)
+        await_change(job, without=node)
+        trial.require(any(process.is_running() for process in before), "its ranks had ended before it came back")
+        job.cluster.heal(node)
+        gone = lambda: not any(process.is_running() for process in before)  # noqa: E731
+        wait_until("what ran on the node has ended", gone, seconds=REFORM_SECONDS)
+
+    return fault
+
+
+def drained(node: int) -> Callable[[SlurmJob, Trial], None]:
+    """An administrator drains a node."""
+
+    def fault(job: SlurmJob, trial: Trial) -> None:
+        job.cluster.run("scontrol", "update", f"nodename=node{node}", "state=drain", "reason=test")
+        await_change(job, without=node)
+        trial.require(not job.records("node_lost") and not job.records("rank_failed"), "something was lost")
+
+    return fault
+
+
+def await_change(job: SlurmJob, *, without: int) -> None:
+    """Until a membership without a node has begun."""
+    changed = lambda: job.will(lambda: any(without not in c["nodes"] for c in job.records("membership_changed")))  # noqa: E731
+    wait_until(f"the others go on without node {without}", changed, seconds=REFORM_SECONDS)
+
+
+def ranks_on(cluster: SlurmCluster, node: int) -> list[Any]:
+    """Processes of ranks: children of the node's fork server."""
+    servers = [process for process in cluster.processes(node) if "forkserver" in " ".join(process.cmdline())]
+    return [child for server in servers for child in server.children(recursive=True)]
+
+
+def _kept(run_dir: Path, target: Path) -> Path:
+    """A copy of a run's logs: its own folder goes with the job."""
+    target.mkdir()
+    for path in run_dir.glob("*.jsonl"):
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def summary(trials: Sequence[Trial]) -> str:
+    """For people."""
+    return json.dumps({trial.name: {"problems": trial.problems, **trial.figures} for trial in trials}, indent=1)
