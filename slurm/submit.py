@@ -53,11 +53,11 @@ class Shape:
     log: str = "%j"
     """Of ``slurm-....log``, in sbatch's words."""
 
-    def options(self, num_nodes: int, num_queued: int, name: str) -> list[str]:
+    def options(self, num_nodes: int, num_queued: int) -> list[str]:
         """Options of sbatch for so many nodes; those in the queue are not among the ones that run at a time."""
         if self.launch == "slurm":
             return [f"--nodes={num_nodes}"]
-        return [f"--array=0-{num_nodes - 1}%{num_nodes - num_queued}", f"--job-name={name}", "--dependency=singleton"]
+        return [f"--array=0-{num_nodes - 1}%{num_nodes - num_queued}"]
 
 
 SHAPES = {
@@ -81,12 +81,17 @@ def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequenc
         raise Refused("the dry run refuses this job: nothing was submitted")
 
 
-def make_script(name: str, options: Sequence[str], overrides: Sequence[str]) -> str:
-    """A script of this folder with these options of sbatch and overrides written into it."""
+def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, is_chained: bool) -> str:
+    """A script of this folder with these options of sbatch and overrides written into it.
+
+    Args:
+        is_chained: jobs of the same name go on with the run, one after the other.
+    """
     script = (HERE / name).read_text(encoding="utf-8")
     assert script.count(_START) == 1, "its first command, behind the directives: of two the later one counts"
     directives = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
-    return script.replace(_START, f'{directives}{_START}set -- {shlex.join(overrides)} "$@"\n')
+    chained = "export MFT_CHAINED=1\n" if is_chained else ""
+    return script.replace(_START, f'{directives}{_START}{chained}set -- {shlex.join(overrides)} "$@"\n')
 
 
 def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
@@ -95,8 +100,8 @@ def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
     Raises:
         Refused: so it is.
     """
-    if chosen.shape != "array" and (chosen.queued, chosen.chain) != (0, 1):
-        raise Refused("--queued and --chain are of --shape array")
+    if chosen.shape != "array" and chosen.queued != 0:
+        raise Refused("--queued is of --shape array")
     if not 0 <= chosen.queued <= num_spares:
         raise Refused(f"--queued={chosen.queued}: must be in 0..{num_spares}, MFT_SPARE_NODES: only spares can be late")
     if chosen.chain < 1:
@@ -123,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, required=True, help="of the allocation or the array, spares included")
     parser.add_argument("--shape", choices=SHAPES, default="allocation", help="one allocation, or a task per node")
     parser.add_argument("--queued", type=int, default=0, help="spares of an array that wait in Slurm's queue")
-    parser.add_argument("--chain", type=int, default=1, help="arrays, one after the other until the run is done")
+    parser.add_argument("--chain", type=int, default=1, help="jobs, one after the other until the run is done")
     parser.add_argument("--site", type=Path, default=HERE / "site.env", help="file of the site's values")
     parser.add_argument("overrides", nargs="*", help="of Hydra, e.g. model=mixtral_8x7b")
     chosen = parser.parse_args(arguments)
@@ -138,8 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(site, shape, chosen.nodes, overrides)
         runs = HERE.parent / site["MFT_RUNS"]
         runs.mkdir(parents=True, exist_ok=True)
-        options = [*shlex.split(site["MFT_SBATCH"]), *shape.options(chosen.nodes, chosen.queued, names[-1])]
-        script = make_script(shape.script, [*options, f"--output={runs}/slurm-{shape.log}.log"], overrides)
+        is_chained = chosen.shape == "array" or chosen.chain > 1
+        options = [*shlex.split(site["MFT_SBATCH"]), *shape.options(chosen.nodes, chosen.queued)]
+        options += [f"--job-name={names[-1]}", "--dependency=singleton"] if is_chained else []
+        options += [f"--output={runs}/slurm-{shape.log}.log"]
+        script = make_script(shape.script, options, overrides, is_chained=is_chained)
         jobs = [submit(script) for _ in range(chosen.chain)]
     except Refused as refusal:
         print(refusal, file=sys.stderr)
