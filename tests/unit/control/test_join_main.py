@@ -15,9 +15,10 @@ import pytest
 from megatron_ft.control import join_file, join_main
 from megatron_ft.control.agent import AgentSpec
 from megatron_ft.control.controller import Controller
+from megatron_ft.control.facts import KillRequested
 from megatron_ft.control.join_file import JoinFile
-from megatron_ft.control.membership_state import Decision
-from megatron_ft.control.rpc import RpcServer, new_token
+from megatron_ft.control.membership_state import Phase
+from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
 from megatron_ft.control.slurm import Allocation
 from megatron_ft.errors import ControlError
 from tests.helpers.slurm_cluster import wait_until
@@ -177,18 +178,38 @@ def test_what_cannot_be_read_ends_no_node_that_has_its_console(
     assert stays._look(console.content) == "over"
 
 
+def serve(token: str) -> tuple[Controller, threading.Thread]:
+    """The controller of two nodes that come by themselves, and the thread that it runs in."""
+    policy = dataclasses.replace(ONE_NODE_IS_ENOUGH, num_nodes=2, min_nodes=2, ranks_per_node=1, starts_nodes=False)
+    controller = Controller(
+        policy, interface="127.0.0.1", token=token, start_order=start_order, record_decision=lambda _decision: None
+    )
+    thread = threading.Thread(target=controller.run, args=(lambda *_: None, lambda _step: None), daemon=True)
+    thread.start()
+    return controller, thread
+
+
+def test_the_controller_goes_when_nodes_have_heard_the_end() -> None:
+    token = new_token()
+    controller, thread = serve(token)
+    client = RpcClient(controller.address, "Controller", token=token)
+    session = client.call("join", {"node": 1, "process_id": 5}, timeout_seconds=10)["session"]
+    controller.post(KillRequested())
+    wait_until("the job has ended", lambda: controller.state.phase is Phase.ENDED)
+    thread.join(timeout=0.5)
+    assert thread.is_alive()
+    request = {"node": 1, "session": session, "after": 0, "wait_seconds": 1.0}
+    assert [order["op"] for order in client.call("poll", request, timeout_seconds=10)["orders"]] == ["end"]
+    thread.join(timeout=2.0)
+    assert not thread.is_alive()
+    client.close()
+    controller.close()
+
+
 @pytest.mark.timeout(120)
 def test_its_processes_end_with_it_and_show_no_token(tmp_path: Path) -> None:
-    policy = dataclasses.replace(ONE_NODE_IS_ENOUGH, num_nodes=2, min_nodes=2, ranks_per_node=1, starts_nodes=False)
-    token, records = new_token(), list[Any]()
-    controller = Controller(
-        policy, interface="127.0.0.1", token=token, start_order=start_order, record_decision=records.append
-    )
-    steps: list[Decision] = []
-    serve = threading.Thread(
-        target=controller.run, args=(lambda *_: None, lambda step: steps.append(step.decision)), daemon=True
-    )
-    serve.start()
+    token = new_token()
+    controller, _ = serve(token)
     join_file.publish(tmp_path, content(tmp_path, controller.address, token))
     words = [sys.executable, "-m", "megatron_ft.control.join_main", str(tmp_path), "--node=1", f"--job={JOB}"]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
@@ -210,4 +231,3 @@ def test_its_processes_end_with_it_and_show_no_token(tmp_path: Path) -> None:
             if left.is_running():
                 left.kill()
         controller.close()
-    assert steps == []
