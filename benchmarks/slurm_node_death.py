@@ -2,9 +2,9 @@
 
 slurmctld and, in namespaces of its own, a slurmd per node run on this machine. ``sbatch`` starts jobs with overrides on
 five nodes, a spare beside them where the trial has one. kill -9 of a node's first process, its cable pulled before, at
-a random moment; the same while slurmctld is dead; a partition, from which the node wakes; an administrator's drain. The
-others go on by replicas, or, with two pipeline stages, a spare takes the place and replays. Every loss and every rank's
-state after every iteration are compared with the right reference, ``atol=0``.
+a random moment; the same while slurmctld is dead, and to jobs that are arrays; a partition, from which the node wakes;
+an administrator's drain. The others go on by replicas, or, with two pipeline stages, a spare takes the place and
+replays. Every loss and every rank's state after every iteration are compared with the right reference, ``atol=0``.
 """
 
 import random
@@ -39,6 +39,10 @@ TRIALS: dict[str, Callable[[Lab, str], Trial]] = {
     "a dead node, two stages and a spare": lambda lab, name: spare_takes_over(lab, name, dead_node(1)),
     "a dead node while slurmctld is dead": lambda lab, name: replicas(lab, name, without_slurmctld(3)),
     "a partition from which the node wakes": lambda lab, name: replicas(lab, name, zombie(2)),
+    "an array: a dead node, replicas": lambda lab, name: replicas(lab, name, dead_node(2), is_array=True),
+    "an array: a dead node, two stages and a spare": lambda lab, name: spare_takes_over(
+        lab, name, dead_node(1), is_array=True
+    ),
     "a drained node": lambda lab, name: replicas(lab, name, drained(4)),
 }
 QUICK = "a dead node, two stages and a spare"

@@ -1,6 +1,5 @@
 """Jobs that Slurm puts back into the queue, and what becomes of them."""
 
-from collections import Counter
 from typing import Any
 
 from benchmarks.elastic_jobs import failpoints
@@ -37,12 +36,24 @@ def requeued(lab: Lab) -> Trial:
         resumed = [start.get("resumed_from_iteration") for start in starts]
         trial.require(resumed[0] is None and all(resumed[1:]), f"started from {resumed}")
         trial.figures |= {"resumed_from": resumed}
-    reference = lab.undisturbed(PIPELINE, 4)
-    trial.require(reference.exit_code == 0, f"undisturbed: {reference.output[-3000:]}")
-    trial.problems += compare(run, reference)
-    trial.figures["iterations_again"] = sum(Counter(m["iteration"] for m in run.records("metrics.jsonl")).values()) - (
-        NUM_ITERATIONS
-    )
+    _judge(trial, lab, run)
+    return trial
+
+
+def array_goes_on(lab: Lab) -> Trial:
+    """An array whose task 0, with the console, loses its node: the next console joins the nodes that are left."""
+    trial = Trial("an array whose first node dies")
+    with lab.job([*PIPELINE, *KEPT], num_nodes=4, spares=0, is_array=True) as job:
+        lab.some_moment(job, 2 * STEP)
+        job.cluster.kill_node(job.host_of(0))
+        _await_start(job, 2)
+        run = job.result()
+        starts = [event for event in run.records() if event["kind"] == "run_started"]
+        resumed = [start.get("resumed_from_iteration") for start in starts]
+        trial.require(run.exit_code == 0, f"exit code {run.exit_code}: {run.output[-3000:]}")
+        trial.require(len(resumed) == 2 and resumed[-1], f"started from {resumed}")
+        trial.figures |= {"resumed_from": resumed}
+    _judge(trial, lab, run)
     return trial
 
 
@@ -59,6 +70,14 @@ def hopeless(lab: Lab) -> Trial:
     trial.require(len(attempts) == 4, f"{len(attempts)} attempts: the first one came to iteration 1, then three")
     trial.figures |= {"attempts": len(attempts)}
     return trial
+
+
+def _judge(trial: Trial, lab: Lab, run: JobResult) -> None:
+    """Beside the run that nothing happened to."""
+    reference = lab.undisturbed(PIPELINE, 4)
+    trial.require(reference.exit_code == 0, f"undisturbed: {reference.output[-3000:]}")
+    trial.problems += compare(run, reference)
+    trial.figures["iterations_again"] = len(run.records("metrics.jsonl")) - NUM_ITERATIONS
 
 
 def _warned(job: SlurmJob, lab: Lab) -> None:

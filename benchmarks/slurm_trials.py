@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.elastic_jobs import Bench, Recorded, failpoints, scripted
 from benchmarks.localized_jobs import Followed
 from tests.helpers.jobs import JobResult
+from tests.helpers.slurm_arrays import submit_array
 from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
 from tests.helpers.slurm_jobs import Site, SlurmJob, submit
 
@@ -67,16 +68,20 @@ class Lab:
         num_nodes: int,
         spares: int,
         extra: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
+        is_array: bool = False,
     ) -> Iterator[SlurmJob]:
-        """A cluster of six nodes and a job on it."""
+        """A cluster of six nodes and a job on it; spares of an array wait in Slurm's queue."""
         self.num_trials += 1
         folder = self.folder / f"trial-{self.num_trials}"
         folder.mkdir()
         site = Site(folder, spares=spares, extra=extra or {})
         words = [*overrides, f"data.cache_dir={self.folder / 'cache'}"]
         with slurm_cluster(NUM_NODES + NUM_SPARES) as cluster:
-            yield submit(cluster, site, words, num_nodes=num_nodes, name="trial", options=options)
+            if is_array:
+                tasks = f"0-{num_nodes - 1}%{num_nodes - spares}"
+                yield submit_array(cluster, site, words, tasks=tasks, name="trial")
+            else:
+                yield submit(cluster, site, words, num_nodes=num_nodes, name="trial")
 
     def some_moment(self, job: SlurmJob, iteration: int = FIRST_FAULT) -> None:
         """Until a random moment of about an iteration after ``iteration`` has been reported."""
@@ -113,20 +118,25 @@ def attempt(name: str, run: Callable[[], Trial]) -> Trial:
         return Trial(name, [str(error)[-4000:]])
 
 
-def replicas(lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None], *, spares: int = 0) -> Trial:
+def replicas(
+    lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None], *, spares: int = 0, is_array: bool = False
+) -> Trial:
     """A job with expert replicas to which ``fault`` happens.
 
     It is compared with the scripted history of its memberships. A script knows no spares: with one, with a job on one
-    machine that loses the same node after the same iteration.
+    machine that loses the same node after the same iteration. The task of an array comes back on another machine, and
+    joins if the others still train.
     """
     trial = Trial(name)
-    with lab.job([*REPLICAS, "launch.min_nodes=2"], num_nodes=NUM_NODES + spares, spares=spares) as job:
+    words = [*REPLICAS, "launch.min_nodes=2"]
+    with lab.job(words, num_nodes=NUM_NODES + spares, spares=spares, is_array=is_array) as job:
         lab.some_moment(job)
         fault(job, trial)
         found = Recorded.of(job.result())
-        _of_one_attempt(trial, job)
+        trial.require(job.num_consoles == 1, f"{job.num_consoles} consoles")
     trial.problems += found.problems
-    trial.require(len(found.changes) == 1, f"its membership changed {len(found.changes)} times")
+    counts = (1, 2) if is_array else (1,)
+    trial.require(len(found.changes) in counts, f"its membership changed {len(found.changes)} times")
     if not trial.problems:
         history = scripted(found.changes, NUM_NODES) if spares == 0 else _same_loss(found.changes[0], spares)
         reference = lab.bench.run([*REPLICAS, f"launch.num_nodes={NUM_NODES}", *history])
@@ -145,14 +155,14 @@ def _same_loss(change: Mapping[str, Any], spares: int) -> list[str]:
     return [f"launch.num_spare_nodes={spares}", "launch.min_nodes=2", failpoints([fault])]
 
 
-def spare_takes_over(lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None]) -> Trial:
+def spare_takes_over(lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None], *, is_array: bool = False) -> Trial:
     """A job of two stages with a spare to which ``fault`` happens, beside one that nothing happened to."""
     trial = Trial(name)
-    with lab.job([*PIPELINE, "launch.keep_layout=true"], num_nodes=5, spares=1) as job:
+    with lab.job([*PIPELINE, "launch.keep_layout=true"], num_nodes=5, spares=1, is_array=is_array) as job:
         lab.some_moment(job)
         fault(job, trial)
         found = Followed.of(job.result())
-        _of_one_attempt(trial, job)
+        trial.require(job.num_consoles == 1, f"{job.num_consoles} consoles")
     reference = Followed.of(lab.undisturbed(PIPELINE, 4))
     trial.problems += [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
     trial.require(found.changes, "its membership did not change")
@@ -162,10 +172,6 @@ def spare_takes_over(lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], Non
     return trial
 
 
-def _of_one_attempt(trial: Trial, job: SlurmJob) -> None:
-    trial.require(len(job.attempts()) == 1, f"{len(job.attempts())} consoles")
-
-
 # --- faults -----------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +179,7 @@ def dead_node(node: int) -> Callable[[SlurmJob, Trial], None]:
     """kill -9 of a node's first process, its cable pulled before."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
-        job.cluster.kill_node(node)
+        job.cluster.kill_node(job.host_of(node))
         await_change(job, without=node)
 
     return fault
@@ -184,7 +190,7 @@ def without_slurmctld(node: int) -> Callable[[SlurmJob, Trial], None]:
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         job.cluster.stop_controller()
-        job.cluster.kill_node(node)
+        job.cluster.kill_node(job.host_of(node))
         changed = lambda: [c for c in job.records("membership_changed") if node not in c["nodes"]]  # noqa: E731
         wait_until("the others go on", changed, seconds=REFORM_SECONDS)
         reached = job.iteration

@@ -27,6 +27,15 @@ class SlurmJob:
     run_dir: Path
     log: Path
 
+    def host_of(self, node: int) -> int:
+        """Which of the cluster's nodes that is: allocations begin with its first."""
+        return node
+
+    @property
+    def num_consoles(self) -> int:
+        """Controllers that there have been, one for each console unless one died alone."""
+        return int((self.run_dir / "control" / "epoch").read_text())
+
     def lines(self, file: str) -> list[dict[str, Any]]:
         """Whole lines of a log of its run."""
         path = self.run_dir / file

@@ -1,117 +1,38 @@
 """Jobs that ``slurm/pretrain_array.sbatch`` starts: each node is a task of an array. Ranks have no model."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers.jobs import REPOSITORY
+from tests.helpers.slurm_arrays import SLOW_SECONDS, SlurmArray, submit_array
 from tests.helpers.slurm_cluster import SlurmCluster, wait_until
-from tests.slurm.test_jobs import KEEPS_LAYOUT, LOSES_NODES, SOON, site_of
+from tests.helpers.slurm_jobs import Site
+from tests.slurm.test_jobs import KEEPS_LAYOUT, LOSES_NODES
 
 pytestmark = pytest.mark.timeout(400)
 
 LONG = "training.train_iterations=100000"
-SLOW_SECONDS = 120.0
-"""Within it Slurm has found a node dead and started its task again, on a loaded machine too."""
-
-
-@dataclass(frozen=True)
-class Array:
-    """An array and where it writes."""
-
-    cluster: SlurmCluster
-    number: str
-    run_dir: Path
-    logs: Path
-
-    def tasks(self) -> dict[int, str]:
-        """State of each task that Slurm has in its queue."""
-        lines = self.cluster.run("squeue", "-h", "-r", "-o", "%F %K %T").splitlines()
-        found = [line.split() for line in lines]
-        return {int(index): state for array, index, state in found if array == self.number}
-
-    def hosts(self) -> dict[int, int]:
-        """The node of the cluster that each running task is on."""
-        lines = self.cluster.run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%F %K %N").splitlines()
-        found = [line.split() for line in lines]
-        return {int(index): int(host.removeprefix("node")) for array, index, host in found if array == self.number}
-
-    def records(self, kind: str) -> list[dict[str, Any]]:
-        """What ranks have reported to the present console."""
-        path = self.run_dir / "records.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [record for record in records if record["kind"] == kind]
-
-    def await_records(self, kind: str, count: int, *, seconds: float = 60.0) -> list[dict[str, Any]]:
-        """Wait until that many have been reported; a job that has ended will report none."""
-
-        def reported() -> bool:
-            has = len(self.records(kind)) >= count
-            assert has or (self.tasks() and not self.marker.exists()), "the array has ended"
-            return has
-
-        try:
-            wait_until(f"{count} records {kind}", reported, seconds=seconds)
-        except AssertionError as error:
-            raise AssertionError(f"{kind}: {error}\n{self.tasks()}\n{self.words()}") from None
-        return self.records(kind)
-
-    @property
-    def marker(self) -> Path:
-        """It says that the job is over."""
-        return self.run_dir / "slurm" / f"{self.number}.json"
-
-    @property
-    def num_consoles(self) -> int:
-        """Controllers that there have been, one for each console unless one died alone."""
-        return int((self.run_dir / "control" / "epoch").read_text())
-
-    def stop(self, task: int) -> None:
-        """As Slurm does when a task's time limit is near."""
-        self.cluster.run("scancel", "--batch", "--signal=USR1", f"{self.number}_{task}")
-
-    def end(self, *, seconds: float = SLOW_SECONDS) -> dict[str, Any]:
-        """Wait for the job's marker and for the array to leave the queue; what the marker says."""
-        wait_until(f"array {self.number} is over\n{self.words()}", lambda: not self.tasks(), seconds=seconds)
-        assert self.marker.exists(), self.words()
-        return dict(json.loads(self.marker.read_text()))
-
-    def words(self) -> str:
-        """Its logs, for messages."""
-        logs = [*sorted(self.logs.glob("slurm-*.log")), *sorted(self.run_dir.glob("logs/*.log"))]
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs)
-
-
-def submit(
-    cluster: SlurmCluster, folder: Path, entry: str, overrides: Sequence[str], *, tasks: str, spares: int = 0
-) -> Array:
-    """Submit an array through the script that users submit."""
-    options = ["--parsable", f"--array={tasks}", f"--output={folder}/slurm-%A_%a.log"]
-    words = [*options, "slurm/pretrain_array.sbatch", "run.name=dummy", *SOON, *overrides]
-    number = cluster.run("sbatch", *words, extra=site_of(folder, entry, spares=spares), cwd=REPOSITORY).strip()
-    return Array(cluster, number, folder / "runs" / "dummy", folder)
 
 
 def test_a_chain_is_submitted_and_ends_when_the_run_is_done(cluster: SlurmCluster, tmp_path: Path) -> None:
     command = [sys.executable, "slurm/submit.py", "--shape=array", "--nodes=4", "--queued=1", "--chain=2"]
     words = ["run.name=dummy", "training.train_iterations=30", *KEEPS_LAYOUT]
-    site = {**site_of(tmp_path, "run_surviving", spares=1), "MFT_SBATCH": "--time=60"}
+    site = {**Site(tmp_path, dummy="run_surviving", spares=1).variables, "MFT_SBATCH": "--time=60"}
     with pytest.raises(AssertionError, match="nothing was submitted"):
         cluster.run(*command, *words, "run.resume=never", extra=site, cwd=REPOSITORY)
     assert cluster.run("squeue", "-h") == ""
     said = cluster.run(*command, *words, extra=site, cwd=REPOSITORY)
     numbers = re.search(r"job +(\d+), then (\d+)\n", said)
     assert numbers is not None, said
-    array = Array(cluster, numbers[1], tmp_path / "runs" / "dummy", tmp_path / "runs")
+    array = SlurmArray(
+        cluster, numbers[1], tmp_path / "runs" / "dummy", tmp_path / "runs" / f"slurm-{numbers[1]}_0.log"
+    )
     assert array.end()["exit_code"] == 0, array.words()
     assert f"its end   {array.marker}" in said
     started = array.records("started")
@@ -120,11 +41,13 @@ def test_a_chain_is_submitted_and_ends_when_the_run_is_done(cluster: SlurmCluste
     assert cluster.state_of(numbers[2]) == "CANCELLED"
     assert "set -- run.name=dummy" in (array.run_dir / "slurm" / f"{array.number}.sbatch").read_text()
     assert not (array.run_dir / "control" / "join.json").exists()
-    assert not (array.logs / f"slurm-{array.number}_3.log").exists(), "the spare in the queue never ran"
+    assert not (array.log.with_name(f"slurm-{array.number}_3.log")).exists(), "the spare in the queue never ran"
 
 
 def test_a_node_dies_and_comes_back_with_its_task(cluster: SlurmCluster, tmp_path: Path) -> None:
-    array = submit(cluster, tmp_path, "run_surviving", [*LOSES_NODES, "launch.min_nodes=2", LONG], tasks="0-3")
+    array = submit_array(
+        cluster, Site(tmp_path, dummy="run_surviving"), [*LOSES_NODES, "launch.min_nodes=2", LONG], tasks="0-3"
+    )
     array.await_records("started", 4)
     host = array.hosts()[2]
     cluster.kill_node(host)
@@ -141,7 +64,7 @@ def test_a_node_dies_and_comes_back_with_its_task(cluster: SlurmCluster, tmp_pat
 
 
 def test_a_spare_in_the_queue_takes_the_place_of_a_node_that_dies(cluster: SlurmCluster, tmp_path: Path) -> None:
-    array = submit(cluster, tmp_path, "run_surviving", [*KEEPS_LAYOUT, LONG], tasks="0-3%3", spares=1)
+    array = submit_array(cluster, Site(tmp_path, dummy="run_surviving", spares=1), [*KEEPS_LAYOUT, LONG], tasks="0-3%3")
     array.await_records("started", 3)
     assert array.tasks()[3] == "PENDING"
     cluster.kill_node(array.hosts()[1])
@@ -154,7 +77,7 @@ def test_a_spare_in_the_queue_takes_the_place_of_a_node_that_dies(cluster: Slurm
 
 def test_the_next_console_goes_on_with_the_nodes_that_are_there(cluster: SlurmCluster, tmp_path: Path) -> None:
     overrides = [*KEEPS_LAYOUT, "training.train_iterations=1000"]
-    array = submit(cluster, tmp_path, "run_surviving", overrides, tasks="0-3%3", spares=1)
+    array = submit_array(cluster, Site(tmp_path, dummy="run_surviving", spares=1), overrides, tasks="0-3%3")
     array.await_records("started", 3)
     hosts = array.hosts()
     cluster.kill_node(hosts[0])
@@ -170,17 +93,16 @@ def test_the_next_console_goes_on_with_the_nodes_that_are_there(cluster: SlurmCl
 
 def test_a_console_that_is_cut_off_ends_before_the_next_begins(cluster: SlurmCluster, tmp_path: Path) -> None:
     overrides = [*KEEPS_LAYOUT, "launch.restart_lost_nodes=true", "training.train_iterations=1000"]
-    array = submit(cluster, tmp_path, "run_surviving", overrides, tasks="0-2")
+    array = submit_array(cluster, Site(tmp_path, dummy="run_surviving"), overrides, tasks="0-2")
     array.await_records("started", 3)
     host = array.hosts()[0]
     cluster.cut(host)
-    log = tmp_path / f"slurm-{array.number}_0.log"
     wait_until("task 0 runs elsewhere", lambda: array.hosts().get(0, host) != host, seconds=SLOW_SECONDS)
     assert array.num_consoles == 1, "the first has the folder as long as it lives"
     cluster.heal(host)
     wait_until("there is another console", lambda: array.num_consoles == 2, seconds=SLOW_SECONDS)
     assert array.end()["exit_code"] == 0, array.words()
-    assert "in use" not in log.read_text()
+    assert "in use" not in array.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -193,16 +115,16 @@ def test_a_console_that_is_cut_off_ends_before_the_next_begins(cluster: SlurmClu
 def test_a_refused_configuration_ends_all_tasks(
     cluster: SlurmCluster, tmp_path: Path, override: str, message: str
 ) -> None:
-    array = submit(cluster, tmp_path, "run", [*KEEPS_LAYOUT, override], tasks="0-3%2")
+    array = submit_array(cluster, Site(tmp_path, dummy="run"), [*KEEPS_LAYOUT, override], tasks="0-3%2")
     wait_until("all tasks are gone", lambda: not array.tasks())
     assert not array.marker.exists()
-    assert message in (tmp_path / f"slurm-{array.number}_0.log").read_text()
+    assert message in array.log.read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--chain=2"], "--queued and --chain are of --shape array"),
+        (["--queued=1"], "--queued is of --shape array"),
         (["--shape=array", "--queued=2"], r"--queued=2: must be in 0\.\.1, MFT_SPARE_NODES"),
         (["--shape=array", "--chain=0"], "--chain=0: must be at least 1"),
     ],

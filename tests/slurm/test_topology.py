@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
-from tests.slurm.test_jobs import KEEPS_LAYOUT, submit
+from tests.helpers.slurm_jobs import Site, submit
+from tests.slurm.test_jobs import KEEPS_LAYOUT
 
 ASKS_SLURM = "launch.failure_domain_source=slurm_topology"
 
@@ -41,7 +42,7 @@ def test_two_racks_are_too_few_for_copies_in_two_others(racks: SlurmCluster, tmp
 
 
 def test_a_cluster_without_topology_is_refused(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, "run_in_domains", [ASKS_SLURM, "training.train_iterations=7"], spares=0)
+    job = submit(cluster, Site(tmp_path, dummy="run_in_domains"), [ASKS_SLURM, "training.train_iterations=7"])
     wait_until("the job has ended", lambda: cluster.state_of(job.number) == "FAILED")
     assert "slurm_topology: needs a Slurm cluster with TopologyPlugin=topology/tree" in job.log.read_text()
     assert not job.run_dir.exists()
