@@ -4,8 +4,8 @@ On a real cluster (see ``slurm_node_death``) one job of four nodes is requeued t
 (``scancel --signal=USR1 --batch``) it writes a checkpoint and asks for it itself; an administrator requeues it in the
 middle of an iteration; the batch host dies, with it console and controller, and the nodes that are left ask for it.
 Each time it gets nodes again, finds its run, and every iteration it reports, first or again, has the bits of a run that
-nothing happened to. So does an array whose task 0 loses its node, with console and controller. A last job fails whenever
-it starts: after three attempts without progress it is over.
+nothing happened to. So does an array whose task 0 loses its node, with console and controller. A last job fails
+whenever it starts: after three attempts without progress it is over.
 """
 
 import random
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         passed=not failed,
         figure=(
             f"{len(trials) - len(failed)} of {len(trials)} jobs: requeued by itself, from outside, and by its nodes "
-            f"when its batch host died, an array likewise; {again} run again, all equal to the bit; 3 attempts without progress end it"
+            f"when its batch host died, an array likewise; {again} iterations run again, all equal to the bit; "
+            "3 attempts without progress end it"
         ),
         threshold="all iterations equal, atol=0; 3 requeues; 3 attempts without progress end the job",
         counts={"jobs": len(trials), "passed": len(trials) - len(failed), "iterations_again": again},

@@ -14,12 +14,12 @@ import pytest
 
 from megatron_ft.control import join_file, join_main
 from megatron_ft.control.agent import AgentSpec
+from megatron_ft.control.attempts import leave_marker
 from megatron_ft.control.controller import Controller
 from megatron_ft.control.facts import KillRequested
 from megatron_ft.control.join_file import JoinFile
 from megatron_ft.control.membership_state import Phase
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
-from megatron_ft.control.slurm import Allocation
 from megatron_ft.errors import ControlError
 from tests.helpers.slurm_cluster import wait_until
 from tests.unit.control.test_controller import ONE_NODE_IS_ENOUGH, start_order
@@ -70,7 +70,7 @@ class Node:
 
     def is_over(self, code: int = 0) -> int:
         """The job ends while the node stays."""
-        Allocation(JOB, ()).leave_marker(self.run_dir, exit_code=7, reason="because")
+        leave_marker(self.run_dir, JOB, exit_code=7, reason="because")
         return code
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.control.attempts import leave_marker
 from megatron_ft.control.slurm import Allocation
 from megatron_ft.control.slurm_array import read_array, read_end
 from megatron_ft.errors import ConfigError, ControlError
@@ -42,9 +43,9 @@ def test_tasks_are_the_nodes(changes: dict[str, str]) -> None:
 
 def test_the_end_is_that_of_this_array(tmp_path: Path) -> None:
     assert read_end(tmp_path, "17") is None
-    Allocation("16", ()).leave_marker(tmp_path, exit_code=7, reason="because")
+    leave_marker(tmp_path, "16", exit_code=7, reason="because")
     assert read_end(tmp_path, "17") is None
-    Allocation("17", ()).leave_marker(tmp_path, exit_code=0, reason="because")
+    leave_marker(tmp_path, "17", exit_code=0, reason="because")
     assert (read_end(tmp_path, "16"), read_end(tmp_path, "17")) == (7, 0)
     for content in ("", "[]", "{}", '{"exit_code": null}'):
         (tmp_path / "slurm" / "17.json").write_text(content)
