@@ -178,6 +178,12 @@ class PlacementInForce(Record):
     single_loss_survival: float | None = None
     """Probability that every expert has a copy left when one failure domain is lost, each being as likely; absent where
     there is only one."""
+    fewest_replicas: int | None = None
+    """Copies of the expert that has fewest, over all layers."""
+    mean_replicas: float | None = None
+    """Copies of an expert on average."""
+    most_replicas: int | None = None
+    """Copies of the expert that has most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,12 @@ class WindowCommitted(Record):
     """Slices of the window."""
     stalled_seconds: float
     """Seconds that training waited for its capture on this rank, the first of the job."""
+    captured_bytes: int | None = None
+    """Bytes that this rank has captured since the window committed before."""
+    replicated_bytes: int | None = None
+    """Bytes that this rank's keeper has sent to peers since then, each peer counted."""
+    persisted_bytes: int | None = None
+    """Bytes that this rank's keeper has written to storage since then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,9 @@
 """Figures of how evenly the router spreads tokens over a layer's experts."""
 
+import math
 from collections.abc import Sequence
+
+from megatron_ft.events import ExpertLoad
 
 
 def relative_load(tokens: Sequence[int]) -> list[float]:
@@ -25,6 +28,48 @@ def herfindahl(tokens: Sequence[int]) -> float:
     """
     total = sum(tokens)
     return sum((count / total) ** 2 for count in tokens) if total else 0.0
+
+
+def herfindahl_over_even(tokens: Sequence[int]) -> float:
+    """The same times the number of experts E, ``E * sum(share ** 2)``: 1 is even, E is all tokens on one expert.
+
+    0 where there are no tokens.
+    """
+    return len(tokens) * herfindahl(tokens)
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of values in rising order, with a straight line between neighbours; 0 of none."""
+    if not ordered:
+        return 0.0
+    place = (len(ordered) - 1) * percent / 100.0
+    below, share = math.floor(place), place - math.floor(place)
+    return ordered[below] + share * (ordered[math.ceil(place)] - ordered[below])
+
+
+def load_figures(record: ExpertLoad) -> dict[str, float]:
+    """Metrics of how the experts are loaded, by name: of each layer, and of the experts of all layers together."""
+    numbers = record.layer_numbers or tuple(range(1, len(record.layers) + 1))
+    figures: dict[str, float] = {}
+    together: list[float] = []
+    skews: list[float] = []
+    for number, tokens in zip(numbers, record.layers, strict=True):
+        ordered, skew = sorted(relative_load(tokens)), herfindahl_over_even(tokens)
+        figures |= _spread(f"expert_load/layer_{number}_", ordered, skew)
+        together += ordered
+        skews.append(skew)
+    if skews:
+        figures |= _spread("expert_load/", sorted(together), sum(skews) / len(skews))
+    return figures
+
+
+def _spread(prefix: str, ordered: Sequence[float], skew: float) -> dict[str, float]:
+    return {
+        f"{prefix}p50_over_even": percentile(ordered, 50),
+        f"{prefix}p95_over_even": percentile(ordered, 95),
+        f"{prefix}max_over_even": ordered[-1] if ordered else 0.0,
+        f"{prefix}hhi_over_even": skew,
+    }
 
 
 def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:

@@ -137,12 +137,17 @@ class _Counted:
     counts: "array[int]" = field(default_factory=lambda: array("q"))
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
+    num_iterations: int = 0
+    """Sums of these columns, kept as they come and go; integers, so that what goes leaves nothing behind."""
+    total_nanoseconds: int = 0
+    total_tokens: int = 0
 
     def add(self, iteration: int, count: int, seconds: float, tokens: float) -> None:
         for column, value in ((self.newest, iteration), (self.counts, count)):
             column.append(value)
         for figures, figure in ((self.seconds, seconds), (self.tokens, tokens)):
             figures.append(figure)
+        self._sum(1, count, seconds, tokens)
 
     def go_back(self, iteration: int) -> float:
         """Those after ``iteration`` no longer count; returns the seconds that they took."""
@@ -150,11 +155,17 @@ class _Counted:
         while self.newest and self.newest[-1] > iteration:
             newest, count = self.newest.pop(), self.counts.pop()
             seconds, tokens = self.seconds.pop(), self.tokens.pop()
+            self._sum(-1, count, seconds, tokens)
             kept = max(0, iteration - (newest - count))
             if kept:
                 self.add(iteration, kept, seconds * kept / count, tokens * kept / count)
             lost += seconds * (count - kept) / count
         return lost
+
+    def _sum(self, sign: int, count: int, seconds: float, tokens: float) -> None:
+        self.num_iterations += sign * count
+        self.total_nanoseconds += sign * round(1e9 * seconds)
+        self.total_tokens += sign * round(tokens)
 
 
 class GoodputMeter:
@@ -189,13 +200,23 @@ class GoodputMeter:
             self._note(record)
 
     def result(self) -> Goodput:
-        """The figures so far."""
+        """The figures so far; takes the longer the more iterations there are."""
+        counted = self._counted
+        each = [seconds / count for seconds, count in zip(counted.seconds, counted.counts, strict=True)]
+        return self._shares(
+            math.fsum(counted.seconds), math.fsum(counted.tokens), statistics.median(each) if each else None
+        )
+
+    def so_far(self) -> Goodput:
+        """The same, always in the same short time: without the median, from sums as they were kept."""
+        return self._shares(self._counted.total_nanoseconds / 1e9, self._counted.total_tokens, None)
+
+    def _shares(self, counted: float, num_tokens: float, iteration_seconds: float | None) -> Goodput:
+        """Args: seconds and tokens of the iterations that count, and their median."""
         between, tail = self._gap.parts(0.0 if self._first is None else self._newest - self._gap.begin)
         is_recovery = self._gap.is_recovery
         other = self._other + (0.0 if is_recovery else tail)
-        counted = math.fsum(self._counted.seconds)
         captures, waits = min(self._captures, counted), min(self._waits, other)
-        each = [seconds / count for seconds, count in zip(self._counted.seconds, self._counted.counts, strict=True)]
         return Goodput(
             wall_seconds=0.0 if self._first is None else self._newest - self._first,
             useful_seconds=counted - captures,
@@ -205,10 +226,10 @@ class GoodputMeter:
             recovery_seconds=self._recovery + (tail if is_recovery else 0.0),
             between_jobs_seconds=self._between_jobs + between,
             other_seconds=other - waits,
-            num_iterations=sum(self._counted.counts),
+            num_iterations=self._counted.num_iterations,
             num_interruptions=self._num_interruptions + is_recovery,
-            num_tokens=round(math.fsum(self._counted.tokens)),
-            iteration_seconds=statistics.median(each) if each else None,
+            num_tokens=round(num_tokens),
+            iteration_seconds=iteration_seconds,
         )
 
     def _train(self, record: Metrics, at: float) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_ft import events, membership_events, snapshot_events
-from megatron_ft.telemetry.metrics import METRICS
+from megatron_ft.telemetry.metrics import FROM_EVENTS, METRICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "telemetry.md"
 _BEGIN, _END = "<!-- generated: {name} -->", "<!-- end of {name} -->"
@@ -27,8 +27,13 @@ def field_meanings(module: ModuleType) -> dict[str, dict[str, str]]:
 
 def metrics_table() -> str:
     """All metrics as a Markdown table."""
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS.values()]
-    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows])
+    places = (("`metrics.jsonl`, wandb", METRICS), ("wandb", FROM_EVENTS))
+    rows = [
+        f"| `{metric.name}` | {metric.unit} | {place} | {metric.meaning} |"
+        for place, metrics in places
+        for metric in metrics.values()
+    ]
+    return "\n".join(["| metric | unit | in | meaning |", "|---|---|---|---|", *rows])
 
 
 def events_table() -> str:

@@ -28,7 +28,7 @@ MAX_LAYERS = 8
 FULL_BAR = 2.0
 """Load over the even share at which an expert's bar is full."""
 _LABEL_WIDTH = 11
-_FIXED_ROWS = 10
+_FIXED_ROWS = 11
 """Borders, blank rows, headings, progress and figures."""
 
 
@@ -88,6 +88,7 @@ def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now
         *_curve(state, style),
         Text(),
         _figures(state),
+        _standing(state, style),
         Text(),
         *_expert_load(state.expert_load, style, style.num_layers(state)),
         Text(),
@@ -158,6 +159,23 @@ def _figures(state: RunState) -> Table:
     table.add_row(*(Text(name, style="dim") for name in cells))
     table.add_row(*(Text(text, style="bold") for text in cells.values()))
     return table
+
+
+def _standing(state: RunState, style: PanelStyle) -> Text:
+    """How well the run goes so far and what protects it, as far as it is known; always one row."""
+    goodput, run = state.run.goodput, state.run
+    parts = []
+    if goodput.ettr is not None and goodput.num_iterations:
+        parts.append(f"ETTR {100 * goodput.ettr:.1f} %")
+    if goodput.num_interruptions:
+        parts.append(f"{goodput.num_interruptions} interruption{'s' * (goodput.num_interruptions != 1)}")
+    if run.window_iterations is not None:
+        parts.append(f"window of {run.window_iterations:.0f} iterations")
+    if run.survival is not None:
+        parts.append(f"survives a lost domain {100 * run.survival:.0f} %")
+    words = f" {style.glyphs.separator} ".join(parts)
+    label = ("so far".ljust(_LABEL_WIDTH) if parts else "", "dim")
+    return Text.assemble(label, words, no_wrap=True, overflow="ellipsis")
 
 
 def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) -> list[Text]:

@@ -52,16 +52,23 @@ def read_events(run_dir: Path) -> list[Record]:
     return list(read_lines(run_dir / EVENTS_FILE, Record.from_record))
 
 
-def read_lines(path: Path, parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Iterator[_Parsed]:
+def read_lines(
+    path: Path, parse: Callable[[dict[str, JsonValue]], _Parsed], *, num_bytes: int | None = None
+) -> Iterator[_Parsed]:
     """What ``parse`` makes of each line's JSON object, in order; a last line without its end is left out.
+
+    Args:
+        num_bytes: of the file that are read, where it may grow meanwhile; None for all.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a line is no JSON object, or ``parse`` refuses it; names file and line.
     """
+    num_read = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
+            num_read += len(line)
+            if not line.endswith(b"\n") or (num_bytes is not None and num_read > num_bytes):
                 return  # being written, or torn by a crash
             try:
                 yield parse(_object(line))

@@ -16,6 +16,7 @@ from megatron_ft.events import (
     SinkFailed,
     SinkRecovered,
 )
+from megatron_ft.telemetry.run_figures import RunFigures
 
 NUM_RECENT_ITERATIONS = 20
 """Metrics records the pace is taken from."""
@@ -59,6 +60,8 @@ class RunState:
     """Sinks that take no records now, and why."""
     num_refused_records: int = 0
     """Reports of this attempt that were no valid records."""
+    run: RunFigures = field(default_factory=RunFigures)
+    """Where the time of this attempt went, and what protects the run."""
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))
     """Time stamp and iteration of recent metrics."""
     _bins: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class RunState:
 
     def take(self, record: Record) -> None:
         """Fold one more record in."""
+        self.run.take(record)
         match record:
             case Metrics():
                 self._take_metrics(record)

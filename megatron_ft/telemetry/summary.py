@@ -6,7 +6,6 @@ from pathlib import Path
 
 from megatron_ft.events import Record
 from megatron_ft.strict_json import encode
-from megatron_ft.telemetry.goodput import GoodputMeter
 from megatron_ft.telemetry.sink import Outcome
 from megatron_ft.telemetry.state import RunState
 
@@ -24,12 +23,10 @@ class SummarySink:
         self._path = run_dir / SUMMARY_FILE
         self._world_size = world_size
         self._state = state
-        self._meter = GoodputMeter()
 
     def write(self, record: Record) -> None:
         """Fold the record into the figures."""
         self._state.take(record)
-        self._meter.take(record)
 
     def close(self, outcome: Outcome) -> None:
         """Write the file.
@@ -59,7 +56,7 @@ class SummarySink:
             "world_size": self._world_size,
             "exit_code": outcome.exit_code,
             "reason": outcome.reason,
-            "goodput": self._meter.result().summary(),
+            "goodput": self._state.run.whole_goodput().summary(),
             "skipped": state.num_skipped,
             "resumed_from": state.started.resumed_from if state.started else None,
             "resumed_from_iteration": state.started.resumed_from_iteration if state.started else None,

@@ -1,15 +1,19 @@
-"""What an older attempt left of its wandb run: the id, how far wandb came, and what it missed."""
+"""What older attempts left of their wandb run: the id, how far wandb came, and all that was reported."""
 
+import heapq
 import json
 import os
 import secrets
 import string
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record
-from megatron_ft.telemetry.read import read_events, read_metrics
+from megatron_ft.events import ExpertLoad, Record
+from megatron_ft.strict_json import JsonValue
+from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
 
 ID_FILE = "wandb_run_id"
 INSPECT_TIMEOUT_SECONDS = 60.0
@@ -44,13 +48,34 @@ def last_offline_step(run_dir: Path) -> int:
     return 0
 
 
-def reported_between(run_dir: Path, *, after: int, until: int) -> list[Record]:
-    """What the run reported about iterations ``after + 1`` to ``until``, in their order, newest attempt's first choice.
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What older attempts of a run have reported: its files as far as they are filled now."""
 
-    Per iteration: metrics, then expert load, then evaluation, as far as there are any.
-    """
-    newest: dict[tuple[int, int], Record] = {}
-    for record in [*read_metrics(run_dir), *read_events(run_dir)]:
-        if isinstance(record, (Metrics, ExpertLoad, Evaluation)) and after < record.iteration <= until:
-            newest[record.iteration, (Metrics, ExpertLoad, Evaluation).index(type(record))] = record
-    return [newest[key] for key in sorted(newest)]
+    run_dir: Path
+    num_bytes: Mapping[str, int]
+    """Of each file."""
+
+    @classmethod
+    def so_far(cls, run_dir: Path) -> "Reported":
+        """Whatever is written from now on is of this attempt."""
+        paths = [path for name in (METRICS_FILE, EVENTS_FILE) if (path := run_dir / name).exists()]
+        return cls(run_dir, {path.name: path.stat().st_size for path in paths})
+
+    def records(self, *, loads_after: int) -> Iterator[Record]:
+        """All of them, oldest first; of expert loads only those after iteration ``loads_after``: they are long.
+
+        Raises:
+            ValueError: a line other than an unfinished last one is damaged; names file and line.
+        """
+
+        def parse(line: dict[str, JsonValue]) -> Record | None:
+            iteration = line.get("iteration")
+            is_old = isinstance(iteration, int) and iteration <= loads_after
+            return None if is_old and line.get("kind") == ExpertLoad.kind else Record.from_record(line)
+
+        files = (
+            read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()
+        )
+        known = ((record for record in file if record is not None) for file in files)
+        return heapq.merge(*known, key=lambda record: record.time_unix_seconds or 0.0)

@@ -8,15 +8,16 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_ft.config.telemetry import TelemetryConfig
-from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
-from megatron_ft.telemetry.expert_load import max_over_even_share
+from megatron_ft.events import Record, RunStarted
 from megatron_ft.telemetry.sink import Outcome
-from megatron_ft.telemetry.wandb_history import last_offline_step, reported_between, run_id
+from megatron_ft.telemetry.steps import Step, Steps
+from megatron_ft.telemetry.wandb_history import Reported, last_offline_step, run_id
 
 MAX_QUEUED_RECORDS = 100_000
 CLOSE_SECONDS = 60.0
@@ -27,7 +28,7 @@ class WandbSink:
     """Queues records; a thread sends one wandb step per iteration.
 
     The step is the iteration, and it only rises: iterations wandb has from an older attempt are not
-    sent again; those it reported but wandb does not have are sent first.
+    sent again; those that were reported but that wandb does not have are sent first.
     """
 
     name = "wandb"
@@ -38,6 +39,7 @@ class WandbSink:
         self._config = config
         self._run_dir = run_dir
         self._job = job
+        self._reported = Reported.so_far(run_dir)
         self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="wandb-sink", daemon=True)
@@ -57,8 +59,7 @@ class WandbSink:
         """
         if self._error is not None:
             raise self._error
-        if isinstance(record, (Metrics, Evaluation, ExpertLoad, RunStarted)):
-            self._queue.put_nowait(record)
+        self._queue.put_nowait(record)
 
     def close(self, outcome: Outcome) -> None:
         """Wait for what is queued, then end the wandb run.
@@ -104,53 +105,51 @@ class WandbSink:
         run.define_metric("*", step_metric="iteration")
         if mode == "online":
             last_step = max(0, run.starting_step - 1)
-        return _Sender(run, self._run_dir, last_step=last_step)
+        return _Sender(run, self._reported, last_step=last_step)
 
 
 class _Sender:
-    """Gathers what belongs to one iteration and sends it as one wandb step."""
+    """Sends one wandb step per iteration; what older attempts reported is folded into its figures first."""
 
-    def __init__(self, run: Any, run_dir: Path, *, last_step: int) -> None:
+    def __init__(self, run: Any, reported: Reported, *, last_step: int) -> None:
         """``last_step``: the newest iteration wandb has from older attempts."""
         self._run = run
-        self._run_dir = run_dir
-        self._sent = last_step
-        self._iteration = last_step
-        self._figures: dict[str, float] = {}
+        self._steps = Steps(sent=last_step)
+        self._missed: dict[int, Step] = {}
+        """Of older attempts, those that wandb lost: which of them count is known when this one begins."""
+        for record in reported.records(loads_after=last_step):
+            if (step := self._steps.take(record)) is not None:
+                self._missed[step.iteration] = step
 
     def take(self, record: Record) -> None:
-        match record:
-            case RunStarted(resumed_from_iteration=int(iteration)):
-                for missed in reported_between(self._run_dir, after=self._sent, until=iteration):
-                    self.take(missed)
-            case Metrics():
-                self._add(record.iteration, record.values)
-            case Evaluation():
-                self._add(record.iteration, {"evaluation_loss": record.loss})
-            case ExpertLoad():
-                self._add(record.iteration, _expert_figures(record))
+        """Send what ``record`` completes."""
+        step = self._steps.take(record)
+        if isinstance(record, RunStarted):
+            missed, self._missed = self._missed, {}
+            for iteration in sorted(missed):
+                if iteration <= (record.resumed_from_iteration or 0):
+                    self._send(missed[iteration])
+            self._mark_attempts()
+        if step is not None:
+            self._send(step)
 
     def finish(self, exit_code: int) -> None:
         """Send the iteration at hand, end the wandb run and wandb's own process."""
         import wandb
 
-        self._flush()
+        if (step := self._steps.finish()) is not None:
+            self._send(step)
         self._run.finish(exit_code=exit_code)
         wandb.teardown(exit_code)
 
-    def _flush(self) -> None:
-        if self._figures:
-            self._run.log({"iteration": self._iteration} | self._figures, step=self._iteration, commit=True)
-            self._sent = self._iteration
-            self._figures = {}
+    def _send(self, step: Step) -> None:
+        self._run.log({"iteration": step.iteration, **step.figures}, step=step.iteration, commit=True)
+        self._steps.sent(step.iteration)
 
-    def _add(self, iteration: int, figures: Mapping[str, float]) -> None:
-        if iteration <= self._sent or iteration < self._iteration:
-            return
-        if iteration != self._iteration:
-            self._flush()
-            self._iteration = iteration
-        self._figures.update(figures)
+    def _mark_attempts(self) -> None:
+        """Every start of the run is in its config, beside the figure ``job/attempt`` of each step."""
+        attempts = [asdict(attempt) for attempt in self._steps.run.attempts]
+        self._run.config.update({"attempts": attempts}, allow_val_change=True)
 
 
 def wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
@@ -173,11 +172,3 @@ def _logged_in(environment: Mapping[str, str]) -> bool:
     home = Path(environment.get("HOME") or Path.home())
     files = [Path(environment["NETRC"])] if environment.get("NETRC") else [home / ".netrc", home / "_netrc"]
     return any(file.is_file() and netrc.netrc(file).authenticators(host) is not None for file in files)
-
-
-def _expert_figures(record: ExpertLoad) -> dict[str, float]:
-    numbers = record.layer_numbers or tuple(range(1, len(record.layers) + 1))
-    return {
-        f"expert_load/layer_{number}_max_over_even": max_over_even_share(tokens)
-        for number, tokens in zip(numbers, record.layers, strict=True)
-    }

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -96,15 +97,21 @@ def placement_record(
     iteration: int, placement: PlacementKeeper, reason: str, change: Change | None, seconds: float
 ) -> PlacementInForce:
     """The placement that holds from ``iteration`` on."""
-    summaries = tuple(plan.summary() for plan in placement.plans)
-    survives = single_loss_survival(placement.plans)
-    if change is None:
-        return PlacementInForce(iteration=iteration, reason=reason, stages=summaries, single_loss_survival=survives)
-    return PlacementInForce(
+    plans = placement.plans
+    replicas = [count for plan in plans for layer in range(len(plan.slots)) for count in plan.replica_counts(layer)]
+    in_force = PlacementInForce(
         iteration=iteration,
         reason=reason,
-        stages=summaries,
-        single_loss_survival=survives,
+        stages=tuple(plan.summary() for plan in plans),
+        single_loss_survival=single_loss_survival(plans),
+        fewest_replicas=min(replicas, default=None),
+        mean_replicas=sum(replicas) / len(replicas) if replicas else None,
+        most_replicas=max(replicas, default=None),
+    )
+    if change is None:
+        return in_force
+    return replace(
+        in_force,
         moved_bytes=change.moved_bytes,
         gain=change.gain,
         imbalance_before=change.imbalance_before,

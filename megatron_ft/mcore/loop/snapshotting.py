@@ -15,11 +15,12 @@ import torch
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.policy import build_policy
-from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
+from megatron_ft.events import Record, SnapshotProblem, WindowDelayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.held_window import PLAN, KeptPart
 from megatron_ft.mcore.loop.reporting import planned_record
+from megatron_ft.mcore.loop.window_costs import WindowCosts
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.planning.commit import Vote, WindowReport
 from megatron_ft.planning.recovery.localized import KeptWindow
@@ -99,7 +100,7 @@ class Snapshotter:
         self._lengths: dict[int, int] = {}
         self._kept_generation = -1
         self._num_windows = 0
-        self._stalled_before = 0.0
+        self._costs = WindowCosts()
         self._num_problems = 0
         self._is_delayed = False
         self._iteration_seconds: deque[float] = deque(maxlen=10)
@@ -200,6 +201,7 @@ class Snapshotter:
         self.settle()
         if self._start is not None:
             self._buffers = self._buffers.abandon(self._start)
+        self._costs.end_captures(self.figures)
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
@@ -289,6 +291,7 @@ class Snapshotter:
             plan = self._policy.plan(Demand(shards_by_rank=view.shards_by_rank), self._context())
         needed = self._checked_host_bytes(plan, view)
         self._memory = self._take_memory(iteration, plan, view, is_resumed=is_resumed)
+        self._costs.watch(self._memory.arena)
         return self._lay_out(iteration, plan, view, self._memory, needed)
 
     def _checked_host_bytes(self, plan: WindowPlan, view: OperatorView) -> int:
@@ -327,7 +330,7 @@ class Snapshotter:
         """``plan`` in force from now on."""
         self._plan = plan
         capture = self._capture(plan, view, memory)
-        self._stalled_before = 0.0
+        self._costs.end_captures(self.figures)
         opened = _Opened(view=view, capture=capture, host_bytes=needed)
         self._report(planned_record(iteration, plan, view.shards_by_rank, needed))
         return opened
@@ -367,16 +370,9 @@ class Snapshotter:
     # -- what is said -------------------------------------------------------------------------------------
 
     def _say_committed(self, iteration: int) -> None:
-        stalled = self.figures.stalled_seconds
-        self._report(
-            WindowCommitted(
-                iteration=iteration,
-                start_iteration=self._buffers.committed,
-                num_iterations=self._lengths.get(self._buffers.committed, 0),
-                stalled_seconds=stalled - self._stalled_before,
-            )
-        )
-        self._stalled_before = stalled
+        start, figures = self._buffers.committed, self.figures
+        length = self._lengths.get(start, 0)
+        self._report(self._costs.record(iteration, start_iteration=start, num_iterations=length, figures=figures))
 
     def _say_delayed(self, iteration: int) -> None:
         if not self._is_delayed:

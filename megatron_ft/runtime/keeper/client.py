@@ -32,9 +32,10 @@ MAX_UNREAD = 32
     CPU_NANOSECONDS,
     PINNED_BUFFERS,
     COMMITTED_START,
-) = range(9)
-"""Words of the status page. Commits that the last one counts have pinned what they pin."""
-BUFFER_REPLICATED = 9
+    PERSISTED_BYTES,
+) = range(10)
+"""Words of the status page. Commits that ``COMMITTED_START`` counts have pinned what they pin."""
+BUFFER_REPLICATED = 10
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
 """First of ``NUM_BUFFERS`` words each: where the window in a buffer starts, if it is so; -1 if not."""
 

@@ -60,6 +60,7 @@ class Persister(threading.Thread):
             due.windows.pinned.discard(due.window.buffer)
             if error is None:
                 due.own.persisted_start = due.window.start_iteration
+                due.own.persisted_bytes += sum(part.nbytes for part in due.payload)
             else:
                 due.own.note_problem("persist", error, due.window.start_iteration)
             due.own.publish()

@@ -51,6 +51,7 @@ class OwnRank:
     replicated_bytes: int = 0
     hashed_bytes: int = 0
     persisted_start: int = -1
+    persisted_bytes: int = 0
 
     def view(self, window: Window, part: Slice) -> memoryview:
         """The bytes of a slice."""
@@ -90,6 +91,7 @@ class OwnRank:
             time.process_time_ns(),
             sum(1 << buffer for buffer in windows.pinned),
             windows.confirmed_start,
+            self.persisted_bytes,
             *(replicated.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
             *(given_up.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
         )

@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from megatron_ft.telemetry.expert_load import bin_loads, max_over_even_share, relative_load
+from megatron_ft.events import ExpertLoad
+from megatron_ft.telemetry.expert_load import (
+    bin_loads,
+    herfindahl_over_even,
+    load_figures,
+    max_over_even_share,
+    percentile,
+    relative_load,
+)
 from megatron_ft.telemetry.glyphs import ASCII, BLOCKS, Glyphs, glyphs_for
 
 
@@ -45,3 +53,24 @@ def test_progress_keeps_its_width(share: float, num_done: int) -> None:
 def test_glyphs_follow_the_encoding() -> None:
     assert glyphs_for("utf-8") is BLOCKS
     assert glyphs_for("ascii") is ASCII and glyphs_for(None) is ASCII and glyphs_for("no-such-code") is ASCII
+
+
+def test_percentiles_lie_on_a_line_between_neighbours() -> None:
+    assert percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and percentile([1.0, 3.0], 95) == pytest.approx(2.9)
+    assert percentile([7.0], 95) == 7.0 and percentile([], 50) == 0.0
+
+
+def test_skew_is_one_where_loads_are_even_and_the_number_of_experts_where_one_has_all() -> None:
+    assert herfindahl_over_even([5, 5, 5]) == pytest.approx(1.0) and herfindahl_over_even([8, 0, 0, 0]) == 4.0
+    assert (
+        herfindahl_over_even([3, 1]) == pytest.approx(2 * (0.75**2 + 0.25**2)) and herfindahl_over_even([0, 0]) == 0.0
+    )
+
+
+def test_figures_of_layers_and_of_all_together() -> None:
+    found = load_figures(ExpertLoad(iteration=1, layers=((1, 3), (4, 0)), layer_numbers=(2, 4)))
+    assert found["expert_load/layer_2_p50_over_even"] == 1.0 and found["expert_load/layer_2_max_over_even"] == 1.5
+    assert found["expert_load/layer_4_hhi_over_even"] == 2.0 and found["expert_load/max_over_even"] == 2.0
+    assert found["expert_load/p50_over_even"] == 1.0  # of 0, 0.5, 1.5 and 2
+    assert found["expert_load/hhi_over_even"] == pytest.approx((1.25 + 2.0) / 2)
+    assert len(found) == 12 and load_figures(ExpertLoad(iteration=1, layers=())) == {}

@@ -15,7 +15,7 @@ from megatron_ft.telemetry.state import RunState
 from megatron_ft.telemetry.terminal import TerminalSink
 from megatron_ft.telemetry.wording import Note, clock, note, seconds, size
 
-from .conftest import run_records
+from .conftest import RUN_STARTED, metrics_record, run_records
 
 
 def fold(records: list[Record], train_iterations: int = 12) -> RunState:
@@ -85,6 +85,23 @@ def test_panel_fits_a_small_terminal(num_layers: int, height: int) -> None:
     lines = render(state, width=80, height=height)
     assert len(lines) < height
     assert sum("busiest" in line for line in lines) >= 4
+
+
+def test_panel_says_how_well_the_run_goes_so_far() -> None:
+    def at(seconds: float, record: dict[str, object]) -> Record:
+        return Record.from_record({"time_unix_seconds": 1_700_000_000.0 + seconds} | record)
+
+    said = [
+        at(0.0, RUN_STARTED),
+        at(
+            0.0, {"kind": "placement_in_force", "iteration": 1, "reason": "", "stages": [], "single_loss_survival": 1.0}
+        ),
+        at(0.5, metrics_record(1)),
+        at(0.6, {"kind": "recovery_decided", "generation": 1, "rung": "replicas", "iteration": 1}),
+        at(4.0, metrics_record(2)),
+    ]
+    (row,) = [line for line in render(fold(said)) if "so far" in line]
+    assert "ETTR 25.0 % · 1 interruption · survives a lost domain 100 %" in row
 
 
 def test_panel_of_a_run_that_reported_nothing_yet() -> None:

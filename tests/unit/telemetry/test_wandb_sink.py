@@ -13,12 +13,14 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
+from megatron_ft.telemetry.metrics import is_listed
 from megatron_ft.telemetry.read import read_events
-from megatron_ft.telemetry.wandb_history import ID_FILE, run_id
+from megatron_ft.telemetry.wandb_history import ID_FILE, Reported, run_id
 from megatron_ft.telemetry.wandb_sink import wandb_mode
 
 from .conftest import RUN_STARTED, FakeClock, run_records
 
+WANDB_OWN = {"iteration", "_step", "_runtime", "_timestamp"}
 KILLED_ATTEMPT = """
 import io, os, signal, sys
 from pathlib import Path
@@ -104,6 +106,28 @@ def offline_history(run_dir: Path) -> list[dict[str, object]]:
     return history
 
 
+def attempts(run_dir: Path) -> list[tuple[int, int | None]]:
+    """The restart marker in the newest folder: number of each attempt, and what it continued from."""
+    newest = sorted(run_dir.glob("wandb/offline-run-*"))[-1]
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(newest)]
+    summary = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+    return [(one["number"], one["resumed_from_iteration"]) for one in summary["config"]["attempts"]]
+
+
+def test_history_ends_where_this_attempt_begins(config: JobConfig, run_dir: Path) -> None:
+    sinks = open_sinks(config, run_dir, world_size=2, clock=FakeClock(), stream=io.StringIO())
+    for record in [RUN_STARTED, *run_records(1, 3)]:
+        sinks.write(record)
+    reported = Reported.so_far(run_dir)
+    for record in run_records(4, 5):
+        sinks.write(record)
+    sinks.close(0, "done")
+    kinds = [(record.kind, getattr(record, "iteration", None)) for record in reported.records(loads_after=2)]
+    assert kinds == [("run_started", None), *(("metrics", iteration) for iteration in (1, 2, 3)), ("expert_load", 3)]
+    assert len(list(Reported.so_far(run_dir).records(loads_after=5))) == 8, "with an evaluation and the end"
+    assert list(Reported.so_far(run_dir / "none").records(loads_after=0)) == []
+
+
 @pytest.mark.slow
 @pytest.mark.wandb
 @pytest.mark.timeout(150)
@@ -133,3 +157,7 @@ def test_one_wandb_run_without_gap_or_duplicate_over_restarts(config: JobConfig,
     assert [record["loss"] for record in history] == [5.0 / iteration for iteration in range(1, 13)]
     assert [record["iteration"] for record in history if "evaluation_loss" in record] == [4, 8, 12]
     assert all(record["expert_load/layer_2_max_over_even"] == 4.0 for record in history)
+    numbers = [record["job/attempt"] for record in history]
+    assert numbers == sorted(numbers) and numbers[:4] == [1] * 4 and numbers[7:] == [2] * 2 + [3] * 3, numbers
+    assert [name for record in history for name in record if not (is_listed(name) or name in WANDB_OWN)] == []
+    assert attempts(run_dir) == [(1, None), (2, 4), (3, 6)]

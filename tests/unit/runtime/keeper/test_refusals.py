@@ -225,6 +225,7 @@ def test_due_windows_are_written_and_old_ones_deleted(tmp_path: Path) -> None:
         wait_until(lambda: len(list(tmp_path.glob("window_*"))) == 2, "old ones are deleted")
         names = sorted(path.name for path in tmp_path.glob("window_*"))
         assert names == ["window_0000010.1", "window_0000014.1"]
+        assert arena.status(words.PERSISTED_BYTES) == 4 * 2 * PAGE, "every second of 8 windows"
         with open_window(tmp_path / names[1] / "rank-00000.window") as opened:
             opened.verify()
             assert bytes(opened.read_slice(1)) == content(0, 15, PAGE)

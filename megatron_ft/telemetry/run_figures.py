@@ -1,0 +1,144 @@
+"""Figures of a run that no single record has: how well it goes so far, what protects it, what recoveries took."""
+
+from dataclasses import dataclass
+
+from megatron_ft import events
+from megatron_ft.events import Metrics, Record
+from megatron_ft.telemetry.goodput import Goodput, GoodputMeter
+from megatron_ft.telemetry.times import duration
+
+_RUNGS = {"memory": "window", "persisted": "window"}
+"""Sources of a started job that are rungs of the ladder by another name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of a run's ranks."""
+
+    number: int
+    """Counted from 1 over the whole run."""
+    time_unix_seconds: float | None
+    world_size: int
+    resumed_from: str | None
+    resumed_from_iteration: int | None
+
+
+class RunFigures:
+    """Folds records, oldest first, whatever the length of the run, into metrics by the names of ``metrics.py``."""
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+        self._meter = GoodputMeter()
+        self._lasting: dict[str, float] = {}
+        """Figures that hold until something replaces them."""
+        self._recovered: dict[str, float] = {}
+        """Seconds of recoveries that have not been handed out yet, by rung."""
+        self._rung: str | None = None
+        self._so_far = self._meter.so_far()
+        """When the newest iteration was reported."""
+
+    @property
+    def goodput(self) -> Goodput:
+        """Where the time has gone up to the newest record, without a median of iterations."""
+        return self._meter.so_far()
+
+    def whole_goodput(self) -> Goodput:
+        """The same with the median: takes the longer the more iterations there are."""
+        return self._meter.result()
+
+    @property
+    def survival(self) -> float | None:
+        """Of the next loss of one failure domain, by the placement in force."""
+        return self._lasting.get("replicas/single_loss_survival")
+
+    @property
+    def window_iterations(self) -> float | None:
+        """Iterations that together capture every operator once, as planned."""
+        return self._lasting.get("snapshot/window_iterations")
+
+    def take(self, record: Record) -> None:
+        """Fold one more record in."""
+        self._meter.take(record)
+        match record:
+            case Metrics():
+                self._train()
+            case events.RunStarted():
+                self._start(record)
+            case events.RecoveryDecided():
+                self._rung = record.rung
+            case events.RecoveryChosen():
+                self._rung = self._rung or _RUNGS.get(record.source, record.source)
+            case events.CheckpointLoaded():
+                self._rung = self._rung or "checkpoint"
+            case events.StageRecovery():
+                self._rung = self._rung or "localized"
+            case events.MembershipChanged():
+                self._rung = self._rung or "replicas"
+                self._lasting["job/world_size"] = record.world_size
+            case events.PlacementInForce():
+                self._place(record)
+            case events.SnapshotPlanned():
+                self._lasting["snapshot/window_iterations"] = record.window_iterations
+            case events.WindowCommitted():
+                self._capture(record)
+            case events.UpstreamLogPlanned():
+                self._lasting["upstream_log/rank_bytes"] = record.log_bytes
+                self._lasting["upstream_log/node_bytes"] = record.node_bytes
+
+    def hand_out(self) -> dict[str, float]:
+        """All figures as they stand; what a recovery took is among them once."""
+        found, recovered, self._recovered = self.goodput, self._recovered, {}
+        goodput = {
+            "goodput/ettr": found.ettr,
+            "goodput/ettr_predicted": found.predicted_ettr,
+            "goodput/tokens_per_second": found.tokens_per_second,
+            "goodput/interruptions": found.num_interruptions,
+        }
+        known = {name: float(value) for name, value in goodput.items() if value is not None}
+        return self._lasting | known | {f"recovery/{rung}_seconds": took for rung, took in recovered.items()}
+
+    def _train(self) -> None:
+        before, self._so_far = self._so_far, self._meter.so_far()
+        if self._so_far.num_interruptions > before.num_interruptions:
+            rung = self._rung or "unknown"
+            took = max(0.0, self._so_far.recovery_seconds - before.recovery_seconds)
+            self._recovered[rung] = self._recovered.get(rung, 0.0) + took
+        self._rung = None
+
+    def _start(self, record: events.RunStarted) -> None:
+        number = len(self.attempts) + 1
+        if record.resumed_from_iteration is None:
+            self._rung = self._rung or "nothing"
+        about = {name: getattr(record, name) for name in ("time_unix_seconds", "world_size", "resumed_from")}
+        self.attempts.append(Attempt(number=number, resumed_from_iteration=record.resumed_from_iteration, **about))
+        self._lasting = {name: value for name, value in self._lasting.items() if name in _OF_THE_RUN}
+        self._lasting |= {"job/attempt": number, "job/world_size": record.world_size}
+
+    def _place(self, record: events.PlacementInForce) -> None:
+        figures = {
+            "replicas/fewest": record.fewest_replicas,
+            "replicas/mean": record.mean_replicas,
+            "replicas/most": record.most_replicas,
+            "replicas/single_loss_survival": record.single_loss_survival,
+        }
+        for name, value in figures.items():
+            self._lasting.pop(name, None)
+            if value is not None:
+                self._lasting[name] = value
+
+    def _capture(self, record: events.WindowCommitted) -> None:
+        risen = {
+            "snapshot/stalled_seconds": duration(record.stalled_seconds),
+            "snapshot/captured_bytes": record.captured_bytes,
+            "snapshot/replicated_bytes": record.replicated_bytes,
+            "snapshot/persisted_bytes": record.persisted_bytes,
+        }
+        for name, value in risen.items():
+            if value is not None:
+                self._lasting[name] = self._lasting.get(name, 0.0) + value
+
+
+_OF_THE_RUN = frozenset(
+    f"snapshot/{name}" for name in ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes")
+)
+"""Sums over all attempts; all else is of the newest attempt."""
