@@ -48,7 +48,7 @@ class Claim:
         """What it needs and is not there."""
         path = None if self.needs is None else (ROOT / self.needs).resolve()
         if path is not None and not path.exists():
-            return str(path)
+            return f"there is no {path}"
         if self.needs_machine is None:
             return None
         module, _, function = self.needs_machine.partition(":")

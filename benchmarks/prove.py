@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR) -> tuple[str, bool]:
     """Run a claim's command with its output shown, keep a full result, print and return its last line."""
     if claim.missing is not None:
-        needed = claim.needs or claim.needs_machine
-        raise ConfigError.of(f"{claim.id}.needs", needed, f"must be there to measure with: {claim.missing}")
+        raise ConfigError.of("ID", claim.id, f"cannot be measured here: {claim.missing}")
     digest, started = source_digest(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="claim-") as folder:
         out = Path(folder) / "result.json"

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.browser import Tab, browse, chromium
+from tests.helpers.browser import Tab, browse, why_impossible
 from tests.unit.telemetry.report.conftest import MadeUpRun, elastic
 from tools import report
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(chromium() is None, reason="no Chromium here (Debian: apt-get install chromium)"),
+    pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible())),
 ]
 SECTIONS = ["Alerts", "Loss", "Goodput", "Recoveries", "Expert load", "Placement", "How each went"]
 

@@ -50,6 +50,11 @@ def chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+def why_impossible() -> str | None:
+    """What this machine lacks for a browser; None when it lacks nothing."""
+    return None if chromium() else "needs Chromium; Debian: apt-get install chromium"
+
+
 @dataclass
 class Tab:
     """One page of a browser."""

@@ -104,13 +104,13 @@ def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.
 def test_a_claim_whose_data_is_not_there_is_refused_before_it_runs(folder: Path) -> None:
     claim = dataclasses.replace(CLAIM, needs="../nowhere/trace.csv")
     assert claim.missing is not None and claim.missing.endswith("nowhere/trace.csv")
-    with pytest.raises(ConfigError, match="must be there to measure with"):
+    with pytest.raises(ConfigError, match=r"cannot be measured here: there is no .*/trace\.csv"):
         prove.prove(claim, quick=True, results_dir=folder)
     assert dataclasses.replace(CLAIM, needs="README.md").missing is None
 
 
 def _lacking() -> str:
-    return "a cluster"
+    return "a cluster is needed"
 
 
 def _lacking_nothing() -> None:
@@ -119,7 +119,7 @@ def _lacking_nothing() -> None:
 
 def test_a_claim_that_this_machine_cannot_run_is_refused_with_the_reason(folder: Path) -> None:
     claim = dataclasses.replace(CLAIM, needs_machine=f"{__name__}:_lacking")
-    with pytest.raises(ConfigError, match="must be there to measure with: a cluster"):
+    with pytest.raises(ConfigError, match="cannot be measured here: a cluster is needed"):
         prove.prove(claim, quick=True, results_dir=folder)
     assert dataclasses.replace(CLAIM, needs_machine=f"{__name__}:_lacking_nothing").missing is None
 

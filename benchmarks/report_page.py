@@ -1,0 +1,125 @@
+"""Claim ``report-page``: the page of a run that failed shows what befell it, in a real browser, and asks nobody.
+
+Each run is a real one: nodes with expert replicas that go on without a lost one, a pipeline of which one stage goes
+back, ranks that are all started again from windows. ``tools/report.py`` writes its page; headless Chromium opens it in
+light and dark and at widths from 390 to 1900 pixels. What must be there is taken from the lines of the run's files
+(``page_checks.py``).
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.page_checks import Drawn, Files, look
+from benchmarks.report import finish, parse_arguments
+from tests.helpers.browser import browse
+from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job
+
+ID = "report-page"
+TIMEOUT_SECONDS = 240.0
+WARM = "megatron_ft.mcore.loop.main:warm"
+MOST_BYTES, MOST_SECONDS = 500_000, 2.0
+BASE = (
+    "model=moe_micro",
+    "optimizer.lr_warmup_iterations=3",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=6",
+    "training.eval_interval_iterations=0",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+    "launch.ranks_per_node=1",
+)
+_WINDOWS = (
+    "snapshot=sparse_window",
+    "snapshot.num_peer_copies=1",
+    "snapshot.iteration_seconds=1",
+    "snapshot.bandwidth_bytes_per_second=6e5",
+)
+_KILL = "launch.failpoints=['kill(phase=\"backward\",rank={rank},at_iteration={iteration},generation=0)']"
+RUNS = {
+    "replicas": (
+        "training.train_iterations=10",
+        "launch.num_nodes=3",
+        "launch.min_nodes=2",
+        "parallel.use_distributed_optimizer=false",
+        "placement=overlap_search",
+        "placement.min_replicas=2",
+        "placement.num_slots_per_rank=6",
+        _KILL.format(rank=1, iteration=6),
+    ),
+    "localized": (
+        *_WINDOWS,
+        "training.train_iterations=20",
+        "launch.num_nodes=2",
+        "parallel.pipeline_model_parallel_size=2",
+        "launch.keep_layout=true",
+        "launch.restart_lost_nodes=true",
+        "launch.max_restarts=2",
+        _KILL.format(rank=1, iteration=14),
+    ),
+    "window": (
+        *_WINDOWS,
+        "training.train_iterations=20",
+        "launch.num_nodes=2",
+        "launch.max_restarts=2",
+        _KILL.format(rank=0, iteration=14),
+    ),
+}
+"""By the rung that serves."""
+QUICK = ("replicas",)
+
+
+def run_and_look(folder: Path, socket: str, rung: str) -> Drawn:
+    """A run, its page, and what is on it."""
+    words = [*BASE, *RUNS[rung], f"run.name={rung}", f"data.cache_dir={folder / 'cache'}"]
+    run = run_job(words, forkserver=socket, runs=folder, timeout_seconds=TIMEOUT_SECONDS)
+    problems = unproven(run, rung)
+    if problems:
+        return Drawn(problems=problems, num_bytes=0, seconds=0.0, num_figures=0)
+    command = [sys.executable, "-m", "tools.report", str(run.run_dir)]
+    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_SECONDS, cwd=REPOSITORY)
+    browser = folder / f"browser-{rung}"
+    browser.mkdir()
+    with browse(browser) as tab:
+        return look(run.run_dir, run.run_dir / "report.html", tab)
+
+
+def unproven(run: JobResult, rung: str) -> list[str]:
+    """Why a run is none that a page can be judged by; empty where its fault happened and the rung served."""
+    if run.exit_code != 0:
+        return [f"exit code {run.exit_code}: {run.output[-1000:]}"]
+    files = Files.of(run.run_dir)
+    rungs = [event["rung"] for event in files.every("recovery_decided")]
+    return [] if files.hits and rungs == [rung] else [f"{len(files.hits)} faults, served by {rungs}, not by {rung}"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the runs, open their pages, and judge them."""
+    arguments = parse_arguments(__doc__, argv)
+    rungs = QUICK if arguments.quick else tuple(RUNS)
+    with tempfile.TemporaryDirectory(prefix="report-page-") as name, forkserver(WARM) as socket:
+        pages = {rung: run_and_look(Path(name), socket, rung) for rung in rungs}
+    problems = [f"{rung}: {problem}" for rung, page in pages.items() for problem in page.problems]
+    size, slowest = max(page.num_bytes for page in pages.values()), max(page.seconds for page in pages.values())
+    in_time = slowest <= MOST_SECONDS or arguments.quick  # beside other tests a time says nothing
+    figure = (
+        f"{sum(not page.problems for page in pages.values())} of {len(pages)} pages whole, "
+        f"{sum(page.num_figures for page in pages.values())} figures equal, at most {size / 1000:.0f} kB, "
+        f"drawn within {slowest:.2f} s"
+    )
+    return finish(
+        arguments.out,
+        ID,
+        passed=not problems and in_time and size <= MOST_BYTES,
+        figure="; ".join([figure, *problems[:1]]),
+        threshold=f"every page whole, all figures equal, no request, at most {MOST_BYTES / 1000:.0f} kB, "
+        f"drawn within {MOST_SECONDS:g} s",
+        counts={"pages": len(pages), "figures": sum(page.num_figures for page in pages.values()), "bytes": size},
+        details={"problems": [problem[:500] for problem in problems]},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
