@@ -170,9 +170,9 @@ def _standing(state: RunState, style: PanelStyle) -> Text:
     if goodput.num_interruptions:
         parts.append(f"{goodput.num_interruptions} interruption{'s' * (goodput.num_interruptions != 1)}")
     if run.window_iterations is not None:
-        parts.append(f"window of {run.window_iterations:.0f} iterations")
+        parts.append(f"window of {run.window_iterations:.0f}")
     if run.survival is not None:
-        parts.append(f"survives a lost domain {100 * run.survival:.0f} %")
+        parts.append(f"survives the next loss: {100 * run.survival:.0f} %")
     words = f" {style.glyphs.separator} ".join(parts)
     label = ("so far".ljust(_LABEL_WIDTH) if parts else "", "dim")
     return Text.assemble(label, words, no_wrap=True, overflow="ellipsis")

@@ -105,10 +105,11 @@ class Tab:
         """The value of a JavaScript expression in the page."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
+    def screenshot(self, path: Path, *, top: float = 0.0, bottom: float | None = None) -> None:
+        """The whole page as a PNG, or its pixels from ``top`` to ``bottom``."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        height = (size["height"] if bottom is None else bottom) - top
+        clip = {"x": 0, "y": top, "width": size["width"], "height": height, "scale": 1}
         shot = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 

@@ -101,7 +101,7 @@ def test_panel_says_how_well_the_run_goes_so_far() -> None:
         at(4.0, metrics_record(2)),
     ]
     (row,) = [line for line in render(fold(said)) if "so far" in line]
-    assert "ETTR 25.0 % · 1 interruption · survives a lost domain 100 %" in row
+    assert "ETTR 25.0 % · 1 interruption · survives the next loss: 100 %" in row
 
 
 def test_panel_of_a_run_that_reported_nothing_yet() -> None:
