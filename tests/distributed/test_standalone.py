@@ -16,6 +16,7 @@ from tests.helpers.slurm_cluster import wait_until
 
 LIMIT_SECONDS = 90
 RANK = ["-m", "tests.helpers.standalone_rank"]
+RANK_COMMAND = [sys.executable, *RANK]
 
 
 def torchrun(*options: str) -> list[str]:
@@ -78,9 +79,27 @@ def srun_environment(rank: int, port: int) -> dict[str, str]:
     }
 
 
+def ft_launcher_environment(rank: int, port: int, attempt: int) -> dict[str, str]:
+    """Of a node with one rank, as ft_launcher 0.4.1 sets it."""
+    return {
+        "FT_RANK_MONITOR_IPC_SOCKET": "none",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "RUN_NAME": "first",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "WORLD_SIZE": "2",
+    }
+
+
 def test_a_rank_that_comes_late_finds_the_store_of_one_that_is_done(tmp_path: Path) -> None:
     port = 20000 + free_port("127.0.0.1") % 20000
-    command = [sys.executable, *RANK, str(tmp_path), "2"]
+    command = [*RANK_COMMAND, str(tmp_path), "2"]
     first = start(command, environment=srun_environment(0, port))
     wait_until("rank 0 is done", lambda: any(tmp_path.glob("*/summary.json")), seconds=LIMIT_SECONDS)
     late = start(command, environment=srun_environment(1, port))
@@ -89,10 +108,22 @@ def test_a_rank_that_comes_late_finds_the_store_of_one_that_is_done(tmp_path: Pa
     assert (only_run(tmp_path) / "logs" / "started-1").exists()
 
 
+def test_nodes_that_count_starts_apart_start_together(tmp_path: Path) -> None:
+    """A spare of ft_launcher that takes part for the first time counts none, the others each that there has been."""
+    port = free_port("127.0.0.1")
+    ranks = [
+        start([*RANK_COMMAND, str(tmp_path), "2"], environment=ft_launcher_environment(rank, port, attempt))
+        for rank, attempt in ((0, 1), (1, 0))
+    ]
+    outputs = [wait(rank, LIMIT_SECONDS) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert {path.name for path in (tmp_path / "first" / "logs").glob("started-*")} == {"started-0", "started-1"}
+
+
 def test_a_rank_that_comes_late_hears_why_rank_0_was_refused(tmp_path: Path) -> None:
     port = 20000 + free_port("127.0.0.1") % 20000
     (tmp_path / "runs").touch()
-    command = [sys.executable, *RANK, str(tmp_path / "runs"), "2"]
+    command = [*RANK_COMMAND, str(tmp_path / "runs"), "2"]
     first = start(command, environment=srun_environment(0, port))
     rank_0 = psutil.Process(first.pid)
     wait_until("rank 0 serves the store", lambda: any(entry.laddr.port == port for entry in rank_0.net_connections()))
@@ -104,7 +135,7 @@ def test_a_rank_that_comes_late_hears_why_rank_0_was_refused(tmp_path: Path) -> 
 
 def test_srun_and_a_forwarded_signal(tmp_path: Path) -> None:
     port = 20000 + free_port("127.0.0.1") % 20000
-    command = [sys.executable, *RANK, str(tmp_path), "100000"]
+    command = [*RANK_COMMAND, str(tmp_path), "100000"]
     ranks = [start(command, environment=srun_environment(rank, port)) for rank in range(2)]
     run = None
     for _ in range(LIMIT_SECONDS * 20):

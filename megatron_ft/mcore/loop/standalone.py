@@ -200,7 +200,9 @@ def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) ->
 
 
 def _key(environment: RankEnvironment) -> str:
-    return f"megatron_ft/attempt-{environment.attempt}"
+    """A launcher's store outlives a start. One that rank 0 serves is new in each, which nodes may not count alike: one
+    that came later, as a spare, has counted fewer."""
+    return f"megatron_ft/attempt-{environment.attempt}" if environment.store_is_served else "megatron_ft/start"
 
 
 def _readers(environment: RankEnvironment) -> str:
