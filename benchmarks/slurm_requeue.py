@@ -4,8 +4,9 @@ On a real cluster (see ``slurm_node_death``) one job of four nodes is requeued t
 (``scancel --signal=USR1 --batch``) it writes a checkpoint and asks for it itself; an administrator requeues it in the
 middle of an iteration; the batch host dies, with it console and controller, and the nodes that are left ask for it.
 Each time it gets nodes again, finds its run, and every iteration it reports, first or again, has the bits of a run that
-nothing happened to. So does an array whose task 0 loses its node, with console and controller. A last job fails
-whenever it starts: after three attempts without progress it is over.
+nothing happened to; wandb, read back, has one run of it without gap or duplicate. So goes on an array whose task 0
+loses its node, with console and controller. A last job fails whenever it starts: after three attempts without progress
+it is over.
 """
 
 import random

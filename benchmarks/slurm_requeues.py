@@ -4,6 +4,7 @@ from typing import Any
 
 from benchmarks.elastic_jobs import failpoints
 from benchmarks.slurm_trials import NUM_ITERATIONS, PIPELINE, REFORM_SECONDS, Lab, Trial
+from benchmarks.wandb_readback import history_of
 from tests.helpers.jobs import JobResult
 from tests.helpers.slurm_cluster import wait_until
 from tests.helpers.slurm_jobs import SlurmJob
@@ -35,7 +36,9 @@ def requeued(lab: Lab) -> Trial:
         trial.require(len(starts) == 4, f"{len(starts)} starts")
         resumed = [start.get("resumed_from_iteration") for start in starts]
         trial.require(resumed[0] is None and all(resumed[1:]), f"started from {resumed}")
-        trial.figures |= {"resumed_from": resumed}
+        history = history_of(job.run_dir)
+        trial.problems += [f"wandb: {problem}" for problem in history.problems()]
+        trial.figures |= {"resumed_from": resumed, "iterations_in_wandb": len(history.steps)}
     _judge(trial, lab, run)
     return trial
 
