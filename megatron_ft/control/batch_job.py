@@ -18,7 +18,7 @@ from megatron_ft.control import slurm_calls
 from megatron_ft.control.attempts import Witness, add_attempt, leave_marker, marker_of, read_attempts
 from megatron_ft.control.drains import watch_drains
 from megatron_ft.control.environment import expand_nodelist
-from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, MegatronFtError
+from megatron_ft.errors import EXIT_OK, ConfigError, MegatronFtError
 from megatron_ft.planning.recovery.job_attempts import (
     Asked,
     Attempt,
@@ -109,11 +109,11 @@ class BatchJob:
                 "run.name", name, "must be given, and run.dir: a job that comes back finds its run by it"
             )
         self._run_dir = Path(run_dir) / name
-        num_nodes = self._value("launch.num_nodes")
-        self._num_nodes = len(site.hosts) - site.num_spares if num_nodes is None else int(num_nodes)
-        spares = self._value("launch.num_spare_nodes")
-        self._most_spares = site.num_spares if spares is None else int(spares)
+        self._num_nodes = self._count("launch.num_nodes", len(site.hosts) - site.num_spares)
+        self._most_spares = self._count("launch.num_spare_nodes", site.num_spares)
         self._asked: Asked | None = None
+        self._has_to_tell = False
+        """The console does not know yet that it is asked to stop."""
         self._console: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -162,8 +162,7 @@ class BatchJob:
         command = [sys.executable, *self._command, *words, *([] if is_first else ["run.resume=auto"])]
         witness = Witness.begin(self._run_dir, hosts)
         with subprocess.Popen(command, env=_environment(hosts)) as self._console:
-            if self._asked is not None:
-                self._console.terminate()
+            self._tell()
             with watch_drains(self._run_dir, hosts, poll_seconds=self._site.drain_poll_seconds):
                 exit_code = self._console.wait()
         self._console = None
@@ -181,7 +180,13 @@ class BatchJob:
         """A signal: the first lets ranks finish their iteration and write a checkpoint."""
         if self._asked is None or number == signal.SIGTERM:
             self._asked = Asked(signal.Signals(number).name)
-        if self._console is not None:
+        self._has_to_tell = True
+        self._tell()
+
+    def _tell(self) -> None:
+        """Pass a signal on, once: a second one ends ranks at once."""
+        if self._has_to_tell and self._console is not None:
+            self._has_to_tell = False
             self._console.terminate()
 
     def _end(self, attempt: Attempt, verdict: Verdict) -> int:
@@ -223,6 +228,11 @@ class BatchJob:
         while True:
             signal.pause()
 
+    def _count(self, key: str, default: int) -> int:
+        """A number that an override gives."""
+        text = self._value(key)
+        return default if text is None else _number({key: text}, key)
+
     def _value(self, key: str) -> str | None:
         """The last override of a key."""
         found = [word.partition("=")[2] for word in self._command if word.partition("=")[0].lstrip("+") == key]
@@ -248,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BatchJob(Site.read(os.environ), command).run()
     except MegatronFtError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code if error.exit_code else ControlError.exit_code
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -231,6 +231,12 @@ def test_a_site_says_little() -> None:
     assert (site.num_spares, site.max_fruitless, site.on_warning, site.final_exit_code) == (0, 3, Next.REQUEUE, None)
 
 
+def test_a_count_that_is_none_is_refused_before_anything_starts(play: Play) -> None:
+    code, errors = play.run([], "launch.num_nodes=many")
+    assert code == ConfigError.exit_code
+    assert "launch.num_nodes=many: must be a whole number" in errors
+
+
 def test_a_job_that_could_not_find_its_run_again_is_refused(play: Play) -> None:
     command = [sys.executable, "-m", "megatron_ft.control.batch_job", "console.py", "run.dir=runs"]
     environment = {**os.environ, **ALLOCATION}
