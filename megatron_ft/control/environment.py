@@ -20,7 +20,7 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """A rank that somebody else started. ``attempt`` counts restarts, for names that must not repeat."""
+    """A rank that somebody else started. ``attempt`` counts the restarts that its node took part in."""
 
     launcher: str
     rank: int

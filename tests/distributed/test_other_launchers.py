@@ -1,0 +1,102 @@
+"""The training loop under launchers of others: torchrun, and NVRx's ft_launcher where it is installed.
+
+``pip install --no-deps nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml`` is enough for it to run on a CPU.
+"""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.jobs import start, wait
+from tests.helpers.slurm_cluster import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+LIMIT_SECONDS = 180.0
+LAUNCHERS = {"torchrun": "torch.distributed.run", "ft_launcher": "nvidia_resiliency_ext.fault_tolerance.launcher"}
+SMALL = [
+    "model=moe_micro",
+    "training.train_iterations=40",
+    "training.eval_interval_iterations=0",
+    "checkpoint.save_interval_iterations=4",
+    "telemetry.progress=plain",
+]
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest) -> str:
+    """A launcher's module."""
+    module = LAUNCHERS[request.param]
+    package = module.partition(".")[0]
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package.replace('_', '-')}, see the top of this file")
+    return module
+
+
+def begin(launcher: str, runs: Path, *overrides: str, max_restarts: int = 2) -> "subprocess.Popen[str]":
+    """Start two ranks of a small job."""
+    options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={max_restarts}"]
+    command = [sys.executable, "-m", launcher, *options, "pretrain_moe.py", *SMALL, f"run.dir={runs}"]
+    return start([*command, *overrides], environment={"OMP_NUM_THREADS": "1"})
+
+
+def losses(run_dir: Path) -> dict[int, set[float]]:
+    """Each loss that an iteration has been reported with."""
+    path, found = run_dir / "metrics.jsonl", {}
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n"):
+            record = json.loads(line)
+            found.setdefault(record["iteration"], set()).add(record["loss"])
+    return found
+
+
+def starts(run_dir: Path) -> list[dict[str, object]]:
+    """What ranks said once all were ready, at each start."""
+    records = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "ranks_ready"]
+
+
+def rank_of(job: "subprocess.Popen[str]", rank: int) -> psutil.Process:
+    """The process of a rank."""
+    below = psutil.Process(job.pid).children(recursive=True)
+    (found,) = [one for one in below if "pretrain_moe.py" in one.cmdline() and one.environ().get("RANK") == str(rank)]
+    return found
+
+
+def test_a_killed_rank_costs_iterations_and_no_bit(launcher: str, tmp_path: Path) -> None:
+    left_alone = begin(launcher, tmp_path, "run.name=alone", "run.resume=auto")
+    output = wait(left_alone, LIMIT_SECONDS)
+    assert left_alone.returncode == 0, output
+    disturbed = begin(launcher, tmp_path, "run.name=killed", "run.resume=auto")
+    wait_until("ranks have trained for a while", lambda: max(losses(tmp_path / "killed"), default=0) >= 10)
+    rank_of(disturbed, 1).kill()
+    output = wait(disturbed, LIMIT_SECONDS)
+    assert disturbed.returncode == 0, output
+    assert [len(starts(tmp_path / name)) for name in ("alone", "killed")] == [1, 2], output
+    expected = losses(tmp_path / "alone")
+    assert list(expected) == list(range(1, 41))
+    assert losses(tmp_path / "killed") == expected, "each iteration, and each that was run again, to the bit"
+
+
+def test_a_start_that_would_not_find_its_run_again_is_refused(launcher: str, tmp_path: Path) -> None:
+    job = begin(launcher, tmp_path, "training.train_iterations=2", max_restarts=1)
+    output = wait(job, LIMIT_SECONDS)
+    remembers = launcher == LAUNCHERS["torchrun"]
+    assert (job.returncode == 0) == remembers, output
+    assert ("error: run.name=null: must be given, with run.resume=auto: ft_launcher" in output) != remembers, output
+
+
+@pytest.mark.parametrize(
+    "override", ["detector.hang_seconds=9", "launch.max_restarts=1", "launch.tls_dir=certificates"]
+)
+def test_what_there_is_no_control_plane_for_is_refused(launcher: str, tmp_path: Path, override: str) -> None:
+    job = begin(launcher, tmp_path, override, "run.name=refused", "run.resume=auto", max_restarts=0)
+    output = wait(job, LIMIT_SECONDS)
+    assert job.returncode != 0
+    assert output.count(f"error: {override}") == 1, output
+    assert not (tmp_path / "refused").exists()
