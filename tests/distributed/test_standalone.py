@@ -126,7 +126,8 @@ def test_a_rank_that_comes_late_hears_why_rank_0_was_refused(tmp_path: Path) -> 
     command = [*RANK_COMMAND, str(tmp_path / "runs"), "2"]
     first = start(command, environment=srun_environment(0, port))
     rank_0 = psutil.Process(first.pid)
-    wait_until("rank 0 serves the store", lambda: any(entry.laddr.port == port for entry in rank_0.net_connections()))
+    listens = lambda: any(entry.laddr.port == port for entry in rank_0.net_connections())  # noqa: E731
+    wait_until("rank 0 serves the store", listens, seconds=LIMIT_SECONDS)
     late = start(command, environment=srun_environment(1, port))
     outputs = [wait(rank, LIMIT_SECONDS) for rank in (late, first)]
     assert all(rank.returncode for rank in (late, first))
