@@ -23,16 +23,19 @@ from tests.helpers.jobs import forkserver
 
 ID = "slurm-requeue"
 SEED = 20261123
+NUM_TRIES, QUICK_TRIES = 3, 1
+"""Without progress."""
 WARM = "megatron_ft.mcore.loop.main:warm"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run both jobs and judge them."""
     arguments = parse_arguments(__doc__, argv)
+    num_tries = QUICK_TRIES if arguments.quick else NUM_TRIES
     with tempfile.TemporaryDirectory(prefix="slurm-requeue-") as folder, forkserver(WARM) as socket:
         lab = Lab(Bench(Path(folder) / "references", socket, base=()), Path(folder), random.Random(SEED))
         lab.bench.folder.mkdir()
-        trials = [attempt("no progress", lambda: hopeless(lab))]
+        trials = [attempt("no progress", lambda: hopeless(lab, num_tries))]
         if not arguments.quick:
             trials.append(attempt("requeued three times", lambda: requeued(lab)))
             trials.append(attempt("an array whose first node dies", lambda: array_goes_on(lab)))
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figure=(
             f"{len(trials) - len(failed)} of {len(trials)} jobs: requeued by itself, from outside, and by its nodes "
             f"when its batch host died, an array likewise; {again} iterations run again, all equal to the bit; "
-            "3 attempts without progress end it"
+            f"{num_tries} attempts without progress end it"
         ),
         threshold="all iterations equal, atol=0; 3 requeues; 3 attempts without progress end the job",
         counts={"jobs": len(trials), "passed": len(trials) - len(failed), "iterations_again": again},

@@ -60,17 +60,21 @@ def array_goes_on(lab: Lab) -> Trial:
     return trial
 
 
-def hopeless(lab: Lab) -> Trial:
-    """A rank dies in the second iteration of every start."""
+def hopeless(lab: Lab, max_fruitless: int) -> Trial:
+    """A rank dies in the second iteration of every start.
+
+    Args:
+        max_fruitless: attempts without progress that end it.
+    """
     trial = Trial("no progress")
     fault = failpoints([{"phase": "forward", "node": 0, "at_iteration": 2}])
-    extra = {"MFT_FINAL_EXIT_CODE": str(FINAL_EXIT_CODE)}
+    extra = {"MFT_FINAL_EXIT_CODE": str(FINAL_EXIT_CODE), "MFT_MAX_FRUITLESS": str(max_fruitless)}
     with lab.job([*PIPELINE, fault], num_nodes=2, spares=0, extra=extra) as job:
         end = job.end()
         attempts = job.attempts()
     trial.require(end["exit_code"] == FINAL_EXIT_CODE, f"exit code {end['exit_code']}: {end['reason']}")
     trial.require("made no progress" in end["reason"], end["reason"])
-    trial.require(len(attempts) == 4, f"{len(attempts)} attempts: the first one came to iteration 1, then three")
+    trial.require(len(attempts) == 1 + max_fruitless, f"{len(attempts)} attempts: the first came to iteration 1")
     trial.figures |= {"attempts": len(attempts)}
     return trial
 

@@ -155,15 +155,22 @@ def _same_loss(change: Mapping[str, Any], spares: int) -> list[str]:
     return [f"launch.num_spare_nodes={spares}", "launch.min_nodes=2", failpoints([fault])]
 
 
-def spare_takes_over(lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None], *, is_array: bool = False) -> Trial:
-    """A job of two stages with a spare to which ``fault`` happens, beside one that nothing happened to."""
+def spare_takes_over(
+    lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None], *, num_nodes: int = 4, is_array: bool = False
+) -> Trial:
+    """A job of two stages with a spare to which ``fault`` happens, beside one that nothing happened to.
+
+    Args:
+        num_nodes: an even number, without the spare.
+    """
     trial = Trial(name)
-    with lab.job([*PIPELINE, "launch.keep_layout=true"], num_nodes=5, spares=1, is_array=is_array) as job:
+    words = [*PIPELINE, "launch.keep_layout=true"]
+    with lab.job(words, num_nodes=num_nodes + 1, spares=1, is_array=is_array) as job:
         lab.some_moment(job)
         fault(job, trial)
         found = Followed.of(job.result())
         trial.require(job.num_consoles == 1, f"{job.num_consoles} consoles")
-    reference = Followed.of(lab.undisturbed(PIPELINE, 4))
+    reference = Followed.of(lab.undisturbed(PIPELINE, num_nodes))
     trial.problems += [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
     trial.require(found.changes, "its membership did not change")
     trial.problems += found.differences(reference)[:5]
