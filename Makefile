@@ -62,7 +62,7 @@ train: $(VENV)/installed-train  ## train the small default model (ARGS="model=..
 # Jobs on a Slurm cluster mostly wait for Slurm: beside the unit tests, which need one core, they take hardly any time.
 test: $(VENV)/installed-dev  ## all tests (ARGS="-k name")
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-unit test-on-slurm
+	@$(MAKE) --no-print-directory --jobs=2 test-unit test-on-slurm
 	$(PY) -m pytest --ignore=tests/unit --ignore=tests/slurm
 else
 	$(PY) -m pytest $(ARGS)
