@@ -22,7 +22,7 @@ def racks(_possible: None) -> Iterator[SlurmCluster]:
 
 def test_domains_are_read_where_the_job_starts(racks: SlurmCluster, tmp_path: Path) -> None:
     overrides = [*KEEPS_LAYOUT, ASKS_SLURM, "snapshot.num_peer_copies=1", "training.train_iterations=7"]
-    job = submit(racks, tmp_path, "run_in_domains", overrides, spares=1)
+    job = submit(racks, Site(tmp_path, dummy="run_in_domains", spares=1), overrides)
     assert job.end()["exit_code"] == 0, job.words()
     told = {record["node"]: record for record in job.records("domains")}
     domains = ["rack0", "rack1", "rack0", "rack1"]
@@ -35,7 +35,7 @@ def test_domains_are_read_where_the_job_starts(racks: SlurmCluster, tmp_path: Pa
 
 def test_two_racks_are_too_few_for_copies_in_two_others(racks: SlurmCluster, tmp_path: Path) -> None:
     overrides = [*KEEPS_LAYOUT, ASKS_SLURM, "snapshot.num_peer_copies=2", "training.train_iterations=7"]
-    job = submit(racks, tmp_path, "run_in_domains", overrides, spares=1)
+    job = submit(racks, Site(tmp_path, dummy="run_in_domains", spares=1), overrides)
     wait_until("the job has ended", lambda: racks.state_of(job.number) == "FAILED")
     assert "snapshot.num_peer_copies=2: must be below the number of failure domains, 2" in job.log.read_text()
     assert not job.run_dir.exists()
