@@ -32,9 +32,9 @@ class Witness:
 
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
-        """An attempt is about to begin."""
+        """An attempt is about to begin: it will cut off half a line that a crash left, and append."""
         path = run_dir / _EVENTS
-        return Witness(run_dir, hosts, path.stat().st_size if path.exists() else 0)
+        return Witness(run_dir, hosts, path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0)
 
     def iteration(self) -> int:
         """The newest iteration the run has reported, by any attempt; 0 for none."""
@@ -90,6 +90,21 @@ def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str) -> 
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".new"), path)
     return path
+
+
+def read_end(run_dir: Path, job_id: str) -> int | None:
+    """The exit code that a job has ended with; None as long as nobody says that it has.
+
+    Raises:
+        ControlError: what it says is damaged.
+    """
+    path = marker_of(run_dir, job_id)
+    try:
+        return int(json.loads(path.read_text())["exit_code"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ControlError(f"{path}: damaged: {error!r}") from None
 
 
 def marker_of(run_dir: Path, job_id: str) -> Path:

@@ -1,15 +1,12 @@
-"""A Slurm array with a task per node: what the console reads of it, how its nodes know that the job is over.
+"""A Slurm array with a task per node: what the console reads of it.
 
 Source: the manual page sbatch(1). An array keeps its id, ``SLURM_ARRAY_JOB_ID``, when a task of it is requeued.
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
-from megatron_ft.control.attempts import marker_of
 from megatron_ft.control.slurm import Allocation
-from megatron_ft.errors import ConfigError, ControlError
+from megatron_ft.errors import ConfigError
 
 _KEY = "launch.node_launcher"
 _NAMES = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX")
@@ -33,18 +30,3 @@ def read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
         wanted = f"needs an array of {most_nodes} tasks, --array=0-{most_nodes - 1}, for the job's nodes and spares"
         raise ConfigError.of(_KEY, "none", f"{wanted}; array {job} has {count}, from {first} to {last}")
     return Allocation(job, ())
-
-
-def read_end(run_dir: Path, job_id: str) -> int | None:
-    """The exit code that a job has ended with; None as long as nobody says that it has.
-
-    Raises:
-        ControlError: what it says is damaged.
-    """
-    path = marker_of(run_dir, job_id)
-    try:
-        return int(json.loads(path.read_text())["exit_code"])
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ControlError(f"{path}: damaged: {error!r}") from None

@@ -1,13 +1,10 @@
 """What is read from a Slurm array. ``tests/slurm`` has jobs on a real cluster."""
 
-from pathlib import Path
-
 import pytest
 
-from megatron_ft.control.attempts import leave_marker
 from megatron_ft.control.slurm import Allocation
-from megatron_ft.control.slurm_array import read_array, read_end
-from megatron_ft.errors import ConfigError, ControlError
+from megatron_ft.control.slurm_array import read_array
+from megatron_ft.errors import ConfigError
 
 ARRAY = {
     "SLURM_ARRAY_JOB_ID": "17",
@@ -39,15 +36,3 @@ def test_outside_of_an_array_nothing_is_started(missing: str) -> None:
 def test_tasks_are_the_nodes(changes: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"needs an array of 4 tasks, --array=0-3"):
         read_array({**ARRAY, **changes}, most_nodes=4)
-
-
-def test_the_end_is_that_of_this_array(tmp_path: Path) -> None:
-    assert read_end(tmp_path, "17") is None
-    leave_marker(tmp_path, "16", exit_code=7, reason="because")
-    assert read_end(tmp_path, "17") is None
-    leave_marker(tmp_path, "17", exit_code=0, reason="because")
-    assert (read_end(tmp_path, "16"), read_end(tmp_path, "17")) == (7, 0)
-    for content in ("", "[]", "{}", '{"exit_code": null}'):
-        (tmp_path / "slurm" / "17.json").write_text(content)
-        with pytest.raises(ControlError, match=r"17\.json: damaged"):
-            read_end(tmp_path, "17")

@@ -1,0 +1,50 @@
+"""What a batch job keeps of its consoles, and what is read of a run's reports about one."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.control.attempts import Witness, add_attempt, leave_marker, read_attempts, read_end
+from megatron_ft.errors import ControlError
+from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
+from megatron_ft.telemetry.jsonl import JsonlSink
+
+ATTEMPT = Attempt(
+    job_id="17", hosts=("a", "b"), exit_code=-9, asked=Asked.TO_GO_ON_LATER, iteration=4, lost_hosts=("b", "b")
+)
+LOST = '{"kind": "node_lost", "node": 1, "reason": "silent"}\n'
+
+
+def test_what_an_attempt_reports_is_read_also_behind_half_a_line_of_the_one_before(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    log.write_text('{"kind": "node_lost", "node": 0, "reason": "silent"}\n{"kind": "window_comm')
+    witness = Witness.begin(tmp_path, ("a", "b"))
+    sink = JsonlSink(log, metrics=False)
+    assert sink.healed is not None
+    sink.write(sink.healed)
+    with log.open("a") as file:
+        file.write(LOST)
+    assert witness.lost_hosts() == ("b",)
+
+
+def test_attempts_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert read_attempts(tmp_path) == []
+    add_attempt(tmp_path, ATTEMPT)
+    add_attempt(tmp_path, ATTEMPT)
+    assert read_attempts(tmp_path) == [ATTEMPT, ATTEMPT]
+    path = tmp_path / "slurm" / "attempts.jsonl"
+    path.write_text(path.read_text() + '{"job_id": "18"}\n')
+    with pytest.raises(ControlError, match=r"attempts\.jsonl: damaged"):
+        read_attempts(tmp_path)
+
+
+def test_the_end_is_that_of_this_job(tmp_path: Path) -> None:
+    assert read_end(tmp_path, "17") is None
+    leave_marker(tmp_path, "16", exit_code=7, reason="because")
+    assert read_end(tmp_path, "17") is None
+    leave_marker(tmp_path, "17", exit_code=0, reason="because")
+    assert (read_end(tmp_path, "16"), read_end(tmp_path, "17")) == (7, 0)
+    for content in ("", "[]", "{}", '{"exit_code": null}'):
+        (tmp_path / "slurm" / "17.json").write_text(content)
+        with pytest.raises(ControlError, match=r"17\.json: damaged"):
+            read_end(tmp_path, "17")
