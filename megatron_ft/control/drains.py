@@ -15,7 +15,8 @@ from megatron_ft.errors import ControlError
 def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
     """Within the block, a thread asks Slurm which nodes are being drained, and the job's controller to let each go.
 
-    A node is asked for once; what the controller refuses is told. When Slurm does not answer nothing follows from it.
+    A node is asked for once each time that it is drained; what the controller refuses is told. When Slurm does not
+    answer nothing follows from it.
 
     Args:
         hosts: of the job, by node.
@@ -42,6 +43,7 @@ def _watch(run_dir: Path, hosts: Sequence[str], poll_seconds: float, is_over: th
                 _say(f"which nodes are drained is unknown for now: {error}")
             is_silent = True
             continue
+        asked_for.intersection_update(drained)
         for host in drained:
             if host not in asked_for and _drain(run_dir, list(hosts).index(host), host):
                 asked_for.add(host)

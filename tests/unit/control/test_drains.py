@@ -1,0 +1,80 @@
+"""Nodes that are drained are let go; Slurm and the controller follow a script, ``tests/slurm`` has real ones."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.control import drains, slurm_calls
+from megatron_ft.control.operating import JobNotRunning
+from megatron_ft.control.slurm_calls import SlurmError
+from megatron_ft.errors import ControlError
+
+HOSTS = ("a", "b", "c")
+
+
+class Play:
+    """Answers of Slurm in turn, and of the controller."""
+
+    def __init__(self, answers: Sequence[Sequence[str] | SlurmError], refusals: Sequence[ControlError | None]) -> None:
+        self.answers, self.refusals = list(answers), list(refusals)
+        self.asked: list[int] = []
+        self.is_over = threading.Event()
+
+    def drained_hosts(self, hosts: Sequence[str]) -> Sequence[str]:
+        assert hosts == HOSTS
+        answer = self.answers.pop(0)
+        if not self.answers:
+            self.is_over.set()
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+    def __enter__(self) -> "Play":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def drain(self, node: int) -> None:
+        self.asked.append(node)
+        refusal = self.refusals.pop(0) if self.refusals else None
+        if refusal is not None:
+            raise refusal
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
+    """The nodes that the controller was asked to let go."""
+    monkeypatch.setattr(slurm_calls, "drained_hosts", play.drained_hosts)
+    monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
+    drains._watch(Path("run"), HOSTS, 0.0, play.is_over)
+    return play.asked
+
+
+@pytest.mark.parametrize(
+    ("answers", "refusals", "asked"),
+    [
+        ([["c"], ["c"], ["b", "c"]], [], [2, 1]),
+        ([["c"], [], ["c"]], [], [2, 2]),
+        ([["c"], SlurmError("does not answer"), ["c"]], [], [2]),
+        ([["c"], ["c"]], [ControlError("its place has nobody else")], [2]),
+        ([["c"], ["c"], ["c"]], [JobNotRunning("not yet")], [2, 2]),
+    ],
+    ids=["once each", "drained again", "Slurm is silent", "refused", "nobody to ask yet"],
+)
+def test_a_node_is_asked_for_when_it_is_drained(
+    monkeypatch: pytest.MonkeyPatch,
+    answers: Sequence[Sequence[str] | SlurmError],
+    refusals: Sequence[ControlError | None],
+    asked: list[int],
+) -> None:
+    assert watch(monkeypatch, Play(answers, refusals)) == asked
+
+
+def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    silent = SlurmError("does not answer")
+    watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("its place has nobody else")]))
+    said = capsys.readouterr().err
+    assert said.count("unknown for now: does not answer") == 1
+    assert said.count("b is drained, but node 1 does not leave: its place has nobody else") == 1
