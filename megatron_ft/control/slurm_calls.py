@@ -6,7 +6,7 @@ dead nodes from ``NodeList``; ``BatchHost`` goes on naming the dead one.
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.control.environment import expand_nodelist
@@ -33,6 +33,8 @@ class JobView:
     """Nodes it has."""
     num_restarts: int = 0
     """How often it was requeued: counted at once, while its processes still end."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that it does not get."""
 
     @property
     def has_batch_host(self) -> bool:
@@ -58,9 +60,17 @@ def parse_job(text: str) -> JobView:
     found = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if "JobState" not in found:
         raise SlurmError(f"scontrol show job: names no JobState: {text.strip()[:200]!r}")
-    nodes = found.get("NodeList", "")
-    hosts = () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(nodes))
-    return JobView(found["JobState"], found.get("BatchHost", ""), hosts, int(found.get("Restarts", "0")))
+    return JobView(
+        state=found["JobState"],
+        batch_host=found.get("BatchHost", ""),
+        hosts=_hosts(found.get("NodeList", "")),
+        num_restarts=int(found.get("Restarts", "0")),
+        excluded=_hosts(found.get("ExcNodeList", "")),
+    )
+
+
+def _hosts(nodes: str) -> tuple[str, ...]:
+    return () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(nodes))
 
 
 def requeue(job_id: str) -> None:
@@ -73,13 +83,14 @@ def requeue(job_id: str) -> None:
 
 
 def exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """Have a job that waits in the queue not get these hosts.
+    """Have a job that waits in the queue not get these hosts, beside those that it does not get anyway.
 
     Raises:
         SlurmError: Slurm refuses, e.g. because the job runs.
     """
     if hosts:
-        _call(["scontrol", "update", f"jobid={job_id}", f"ExcNodeList={','.join(hosts)}"])
+        every = dict.fromkeys([*view_job(job_id).excluded, *hosts])
+        _call(["scontrol", "update", f"jobid={job_id}", f"ExcNodeList={','.join(every)}"])
 
 
 def cancel_waiting(name: str) -> None:
@@ -106,11 +117,31 @@ def parse_drained(text: str) -> list[str]:
     return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
 
 
-def _call(command: Sequence[str]) -> str:
+def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run a command of Slurm to its end, whatever it says.
+
+    Args:
+        environment: None for this process's.
+
+    Raises:
+        SlurmError: it cannot be run, or does not answer.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, check=False)
+        return subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CALL_SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmError(f"{command[0]}: {error}") from None
+
+
+def _call(command: Sequence[str]) -> str:
+    done = run(command)
     if done.returncode != 0:
         raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout

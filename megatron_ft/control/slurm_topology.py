@@ -6,10 +6,10 @@ tests read was printed by Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` would be of one n
 
 import dataclasses
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.control import slurm_calls
 from megatron_ft.control.environment import expand_nodelist
 from megatron_ft.control.slurm import read_allocation
 from megatron_ft.errors import ConfigError
@@ -17,7 +17,6 @@ from megatron_ft.errors import ConfigError
 KEY = "launch.failure_domain_source"
 SOURCE = "slurm_topology"
 _COMMAND = ("scontrol", "show", "topology")
-_ANSWER_SECONDS = 60.0
 _SWITCH = re.compile(r"SwitchName=(?P<name>\S+) Level=(?P<level>\d+)(?: LinkSpeed=\S+)?(?: Nodes=(?P<nodes>\S+))?")
 
 
@@ -47,16 +46,8 @@ def read_topology(variables: Mapping[str, str]) -> str:
     """
     whole_lines = {name: value for name, value in variables.items() if name != "SLURM_TOPO_LEN"}
     try:
-        done = subprocess.run(
-            _COMMAND,
-            env=whole_lines,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ANSWER_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = slurm_calls.run(_COMMAND, environment=whole_lines)
+    except slurm_calls.SlurmError as error:
         raise _refused(f"needs an answer of `{' '.join(_COMMAND)}`: {error}") from None
     if done.returncode != 0 or not done.stdout.strip():  # without a plugin it ends with 0 and prints nothing
         said = done.stderr.strip() or f"nothing, and ended with {done.returncode}"

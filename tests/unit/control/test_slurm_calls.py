@@ -9,13 +9,14 @@ from megatron_ft.control.slurm_calls import JobView, SlurmError, parse_drained, 
 
 SHOWN = (
     "JobId=2 JobName=lm UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Restarts=0 ExitCode=0:0 "
-    "RunTime=00:00:31 NodeList=node[1,3] BatchHost=node0 NumNodes=2 Command=/a b=c\n"
+    "RunTime=00:00:31 ReqNodeList=(null) ExcNodeList=node[4-5] NodeList=node[1,3] BatchHost=node0 "
+    "NumNodes=2 Command=/a b=c\n"
 )
 
 
 def test_a_job_whose_batch_host_has_died() -> None:
     job = parse_job(SHOWN)
-    assert job == JobView("RUNNING", "node0", ("node1", "node3"))
+    assert job == JobView("RUNNING", "node0", ("node1", "node3"), excluded=("node4", "node5"))
     assert not job.has_batch_host
 
 
