@@ -74,6 +74,9 @@ class Site:
         ways = {"requeue": Next.REQUEUE, "end": Next.END}
         if values["MFT_ON_WARNING"] not in ways:
             raise ConfigError.of("MFT_ON_WARNING", values["MFT_ON_WARNING"], "must be one of requeue, end")
+        is_chained = values.get("MFT_CHAINED", "") == "1"
+        if is_chained and "SLURM_JOB_NAME" not in values:
+            raise ConfigError.of("SLURM_JOB_NAME", "", "must be set with MFT_CHAINED=1: a chain is known by its name")
         final = values.get("MFT_FINAL_EXIT_CODE")
         return Site(
             job_id=values["SLURM_JOB_ID"],
@@ -81,7 +84,7 @@ class Site:
             num_spares=_number(values, "MFT_SPARE_NODES"),
             max_fruitless=_number(values, "MFT_MAX_FRUITLESS", least=1),
             on_warning=ways[values["MFT_ON_WARNING"]],
-            is_chained=values.get("MFT_CHAINED", "") == "1",
+            is_chained=is_chained,
             job_name=values.get("SLURM_JOB_NAME", ""),
             final_exit_code=None if final is None else _number(values, "MFT_FINAL_EXIT_CODE", least=1, most=255),
             num_restarts=_number(values, "SLURM_RESTART_COUNT"),
@@ -197,8 +200,16 @@ class BatchJob:
         if self._run_dir.is_dir():
             leave_marker(self._run_dir, self._site.job_id, exit_code=exit_code, reason=verdict.reason)
         if verdict.is_final and self._site.is_chained:
-            slurm_calls.cancel_waiting(self._site.job_name)
+            self._cancel_chain()
         return exit_code
+
+    def _cancel_chain(self) -> None:
+        """The jobs that wait to go on with the run; one that begins all the same finds out for itself."""
+        site = self._site
+        try:
+            slurm_calls.cancel_waiting(site.job_name)
+        except slurm_calls.SlurmError as error:
+            print(f"job {site.job_id}: jobs named {site.job_name} still wait: {error}", file=sys.stderr, flush=True)
 
     def _view(self, hosts: Sequence[str]) -> slurm_calls.JobView:
         """The job as Slurm sees it; unchanged where Slurm does not answer."""

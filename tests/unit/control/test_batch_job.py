@@ -45,8 +45,9 @@ SCONTROL = """\
 #!/bin/bash
 echo "${0##*/} $*" >> "$CALLS"
 case "${0##*/} $1" in
-  "scontrol --oneliner") echo "JobId=17 JobState=RUNNING BatchHost=n0 NodeList=$NODES_NOW Restarts=$RESTARTS" ;;
-  "scontrol requeue") [ -z "$REFUSES" ] || { echo "$REFUSES" >&2; exit 1; } ;;
+  "scontrol --oneliner")
+    echo "JobId=17 JobState=RUNNING Restarts=$RESTARTS ExcNodeList=$EXCLUDED NodeList=$NODES_NOW BatchHost=n0" ;;
+  "scontrol requeue" | scancel*) [ -z "$REFUSES" ] || { echo "$REFUSES" >&2; exit 1; } ;;
   sinfo*) echo "n0 mixed" ;;
 esac
 """
@@ -77,6 +78,7 @@ class Play:
         environment = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "MFT_"))}
         environment |= {"PATH": f"{programs}:{os.environ['PATH']}", "ACTS": str(self.folder / "acts.json")}
         environment |= {"CALLS": str(self.folder / "calls"), "NODES_NOW": nodes_now, "REFUSES": ""}
+        environment["EXCLUDED"] = "(null)"
         environment["RESTARTS"] = variables.get("SLURM_RESTART_COUNT", "0")
         environment |= {**ALLOCATION, "PYTHONPATH": str(REPOSITORY), **variables}
         command = [str(self.folder / "console.py"), f"run.dir={self.folder}", "run.name=run", *words]
@@ -110,6 +112,13 @@ class Play:
         """How the job ended, if it says so."""
         path = self.folder / "run" / "slurm" / "17.json"
         return json.loads(path.read_text()) if path.exists() else None
+
+
+def ignored_by(process: "subprocess.Popen[str]") -> set[int]:
+    """Signals that a process takes no notice of (proc(5), ``SigIgn``)."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    mask = int(status["SigIgn"], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 @pytest.fixture
@@ -156,14 +165,13 @@ def test_a_warning_lets_the_console_save_and_requeues_without_an_end_marker(play
         {"exit_code": 7, "writes": {"events.jsonl": [failed, failed], "metrics.jsonl": [loss(3)]}},
         {"exit_code": 130, "waits": True, "writes": {"metrics.jsonl": [loss(9)]}},
     ]
-    process = play.start(acts, MFT_SPARE_NODES="1")
+    process = play.start(acts, MFT_SPARE_NODES="1", EXCLUDED="n[8-9]")
     wait_until("the console waits", (play.folder / "run" / "waits").exists)
     process.send_signal(signal.SIGUSR1)
     wait_until("Slurm was told", lambda: len(play.calls) == 2)
-    assert play.calls == ["scontrol requeue 17", "scontrol update jobid=17 ExcNodeList=n2"]
+    assert play.calls == ["scontrol requeue 17", "scontrol update jobid=17 ExcNodeList=n8,n9,n2"]
     assert play.marker is None
-    process.send_signal(signal.SIGTERM)  # as Slurm does, and again by SIGKILL
-    assert process.poll() is None
+    assert {signal.SIGUSR1, signal.SIGTERM} <= ignored_by(process), "Slurm sends it while it is still told something"
     process.kill()
     process.communicate()
 
@@ -209,6 +217,18 @@ def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
         assert code == 7, errors
     assert play.calls == ["scancel --me --name=lm --state=PENDING"], "only the last one: no progress in three jobs"
     assert all("run.resume=auto" in told["words"] for told in play.told)
+
+
+def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
+    code, errors = play.run([{"exit_code": 0}], MFT_CHAINED="1", REFUSES="slurmctld is down")
+    assert (code, play.marker) == (0, {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip()})
+    assert "jobs named lm still wait: " in errors and "slurmctld is down" in errors
+
+
+def test_a_chain_without_a_name_is_refused() -> None:
+    """To cancel what waits under no name would be to cancel all that the user has waiting."""
+    with pytest.raises(ConfigError, match="SLURM_JOB_NAME"):
+        Site.read({**ALLOCATION, "SLURM_JOB_NAME": "", "MFT_CHAINED": "1"})
 
 
 @pytest.mark.parametrize(
