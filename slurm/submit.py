@@ -7,10 +7,11 @@ overrides written into it; the job keeps it in its run's folder, as ``slurm/JOBI
 
 import argparse
 import datetime
+import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def read_site(path: Path) -> dict[str, str]:
     """The values of a site's file, as the batch script will read them.
 
     Raises:
-        Refused: the file cannot be read, or names no network interface.
+        Refused: the file cannot be read, names no network interface, or has a count that is none.
     """
     script = 'source "$1" && shift && for name; do printf "%s\\0" "${!name}"; done'
     done = subprocess.run(
@@ -38,6 +39,9 @@ def read_site(path: Path) -> dict[str, str]:
     site = dict(zip(NAMES, done.stdout.split("\0"), strict=False))
     if not site["MFT_INTERFACE"]:
         raise Refused(f"MFT_INTERFACE: must name a network interface, see {path}")
+    for name in ("MFT_RANKS_PER_NODE", "MFT_SPARE_NODES"):
+        if not (site[name].isascii() and site[name].isdigit()):
+            raise Refused(f"{name}={site[name]}: must be a whole number, see {path}")
     return site
 
 
@@ -81,17 +85,13 @@ def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequenc
         raise Refused("the dry run refuses this job: nothing was submitted")
 
 
-def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, is_chained: bool) -> str:
-    """A script of this folder with these options of sbatch and overrides written into it.
-
-    Args:
-        is_chained: jobs of the same name go on with the run, one after the other.
-    """
+def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, variables: Mapping[str, str]) -> str:
+    """A script of this folder with these options of sbatch, overrides and environment variables written into it."""
     script = (HERE / name).read_text(encoding="utf-8")
     assert script.count(_START) == 1, "its first command, behind the directives: of two the later one counts"
     directives = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
-    chained = "export MFT_CHAINED=1\n" if is_chained else ""
-    return script.replace(_START, f'{directives}{_START}{chained}set -- {shlex.join(overrides)} "$@"\n')
+    exports = "".join(f"export {variable}={shlex.quote(text)}\n" for variable, text in variables.items())
+    return script.replace(_START, f'{directives}{_START}{exports}set -- {shlex.join(overrides)} "$@"\n')
 
 
 def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
@@ -122,14 +122,32 @@ def submit(script: str) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
+def submit_chain(script: str, length: int) -> list[str]:
+    """Hand the script to ``sbatch`` so often; the jobs' ids.
+
+    Raises:
+        Refused: Slurm does not take one; those before it stay, and are named.
+    """
+    jobs: list[str] = []
+    for _ in range(length):
+        try:
+            jobs.append(submit(script))
+        except Refused as refusal:
+            if not jobs:
+                raise
+            raise Refused(f"{refusal}\nof {length} jobs these were submitted, and stay: {', '.join(jobs)}") from None
+    return jobs
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the command; its exit code."""
+    default_site = Path(os.environ.get("MFT_SITE") or HERE / "site.env")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--nodes", type=int, required=True, help="of the allocation or the array, spares included")
     parser.add_argument("--shape", choices=SHAPES, default="allocation", help="one allocation, or a task per node")
     parser.add_argument("--queued", type=int, default=0, help="spares of an array that wait in Slurm's queue")
     parser.add_argument("--chain", type=int, default=1, help="jobs, one after the other until the run is done")
-    parser.add_argument("--site", type=Path, default=HERE / "site.env", help="file of the site's values")
+    parser.add_argument("--site", type=Path, default=default_site, help="file of the site's values (MFT_SITE)")
     parser.add_argument("overrides", nargs="*", help="of Hydra, e.g. model=mixtral_8x7b")
     chosen = parser.parse_args(arguments)
     overrides = list(chosen.overrides)
@@ -138,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [f"job-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}"]
         overrides.append(f"run.name={names[0]}")
     try:
-        site, shape = read_site(chosen.site), SHAPES[chosen.shape]
+        site_file, shape = chosen.site.resolve(), SHAPES[chosen.shape]
+        site = read_site(site_file)
         refuse(chosen, int(site["MFT_SPARE_NODES"]))
         check(site, shape, chosen.nodes, overrides)
         runs = HERE.parent / site["MFT_RUNS"]
@@ -147,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = [*shlex.split(site["MFT_SBATCH"]), *shape.options(chosen.nodes, chosen.queued)]
         options += [f"--job-name={names[-1]}", "--dependency=singleton"] if is_chained else []
         options += [f"--output={runs}/slurm-{shape.log}.log"]
-        script = make_script(shape.script, options, overrides, is_chained=is_chained)
-        jobs = [submit(script) for _ in range(chosen.chain)]
+        variables = {"MFT_SITE": str(site_file)} | ({"MFT_CHAINED": "1"} if is_chained else {})
+        jobs = submit_chain(make_script(shape.script, options, overrides, variables=variables), chosen.chain)
     except Refused as refusal:
         print(refusal, file=sys.stderr)
         return 2

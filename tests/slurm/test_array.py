@@ -1,10 +1,7 @@
 """Jobs that ``slurm/pretrain_array.sbatch`` starts: each node is a task of an array. Ranks have no model."""
 
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -121,19 +118,3 @@ def test_a_refused_configuration_ends_all_tasks(
     wait_until("all tasks are gone", lambda: not array.tasks())
     assert not array.marker.exists()
     assert message in array.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--queued=1"], "--queued is of --shape array"),
-        (["--shape=array", "--queued=2"], r"--queued=2: must be in 0\.\.1, MFT_SPARE_NODES"),
-        (["--shape=array", "--chain=0"], "--chain=0: must be at least 1"),
-    ],
-)
-def test_submit_refuses_what_a_shape_cannot_have(words: Sequence[str], message: str) -> None:
-    command = [sys.executable, "slurm/submit.py", "--nodes=4", *words]
-    site = {**os.environ, "MFT_INTERFACE": "eth0", "MFT_SPARE_NODES": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=site, check=False)
-    assert done.returncode == 2
-    assert re.match(message, done.stderr), done.stderr

@@ -1,0 +1,73 @@
+"""``slurm/submit.py`` with an ``sbatch`` that follows a script: no cluster is needed."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.jobs import REPOSITORY
+
+SBATCH = """\
+#!/bin/bash
+number=$(ls "$JOBS" | wc -l)
+[ "$number" -lt "$MOST_JOBS" ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }
+cat > "$JOBS/$number"
+echo "$((17 + number))"
+"""
+
+
+def submit(folder: Path, *words: str, most_jobs: int = 9, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Submit jobs of four nodes whose dry run is a formality."""
+    (folder / "jobs").mkdir()
+    sbatch = folder / "sbatch"
+    sbatch.write_text(SBATCH)
+    sbatch.chmod(0o755)
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("MFT_")}
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "JOBS": str(folder / "jobs"), "MOST_JOBS": str(most_jobs)}
+    environment |= {"MFT_INTERFACE": "eth0", "MFT_PYTHON": "true", "MFT_RUNS": str(folder / "runs"), **variables}
+    command = [sys.executable, "slurm/submit.py", "--nodes=4", *words, "run.name=first"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
+
+
+@pytest.mark.parametrize("is_option", [True, False])
+def test_a_job_reads_the_site_that_it_was_checked_with(tmp_path: Path, is_option: bool) -> None:
+    site = tmp_path / "our site.env"
+    site.write_text(f"{(REPOSITORY / 'slurm' / 'site.env').read_text()}\nMFT_SPARE_NODES=2\n")
+    words, variables = ([f"--site={site}"], {}) if is_option else ([], {"MFT_SITE": str(site)})
+    done = submit(tmp_path, "--shape=array", "--queued=2", *words, **variables)
+    assert done.returncode == 0, done.stderr
+    (job,) = (tmp_path / "jobs").iterdir()
+    assert f"export MFT_SITE='{site}'\n" in job.read_text()
+
+
+@pytest.mark.parametrize(
+    ("most_jobs", "said"), [(2, "\nof 3 jobs these were submitted, and stay: 17, 18\n"), (0, "\n")]
+)
+def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(tmp_path: Path, most_jobs: int, said: str) -> None:
+    done = submit(tmp_path, "--chain=3", most_jobs=most_jobs)
+    assert done.returncode == 2
+    assert done.stderr == f"sbatch: sbatch: error: QOSMaxSubmitJobPerUserLimit{said}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--queued=1"], "--queued is of --shape array"),
+        (["--shape=array", "--queued=2"], r"--queued=2: must be in 0\.\.1, MFT_SPARE_NODES"),
+        (["--shape=array", "--chain=0"], "--chain=0: must be at least 1"),
+    ],
+)
+def test_what_a_shape_cannot_have_is_refused(tmp_path: Path, words: Sequence[str], message: str) -> None:
+    done = submit(tmp_path, *words, MFT_SPARE_NODES="1")
+    assert done.returncode == 2
+    assert re.match(message, done.stderr), done.stderr
+
+
+def test_a_count_that_is_none_is_refused(tmp_path: Path) -> None:
+    done = submit(tmp_path, MFT_SPARE_NODES="one")
+    assert (done.returncode, done.stderr.partition(",")[0]) == (2, "MFT_SPARE_NODES=one: must be a whole number")
+    assert list((tmp_path / "jobs").iterdir()) == []
