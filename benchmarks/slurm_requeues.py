@@ -5,6 +5,7 @@ from typing import Any
 from benchmarks.elastic_jobs import failpoints
 from benchmarks.slurm_trials import NUM_ITERATIONS, PIPELINE, REFORM_SECONDS, Lab, Trial
 from benchmarks.wandb_readback import history_of
+from megatron_ft.control.slurm_calls import JobView, parse_job
 from tests.helpers.jobs import JobResult
 from tests.helpers.slurm_cluster import wait_until
 from tests.helpers.slurm_jobs import SlurmJob
@@ -29,8 +30,11 @@ def requeued(lab: Lab) -> Trial:
         _warned(job, lab)
         _from_outside(job, lab)
         _batch_host_dies(job, lab, trial)
-        end = job.end()
-        run = JobResult(end["exit_code"], job.run_dir, job.log.read_text())
+        run = job.result()
+        num_restarts = _view(job).num_restarts
+        trial.require(num_restarts == 3, f"requeued {num_restarts} times: a start was in the allocation before")
+        logs = "".join(path.read_text() for path in job.run_dir.glob("logs/node-*.log"))
+        trial.require(f"job {job.number} is requeued" in logs, "no node has asked for the job's return")
         starts = [event for event in run.records() if event["kind"] == "run_started"]
         trial.require(run.exit_code == 0, f"exit code {run.exit_code}: {run.output[-3000:]}")
         trial.require(len(starts) == 4, f"{len(starts)} starts")
@@ -101,15 +105,14 @@ def _from_outside(job: SlurmJob, lab: Lab) -> None:
 
 def _batch_host_dies(job: SlurmJob, lab: Lab, trial: Trial) -> None:
     lab.some_moment(job, job.iteration + STEP)
-    host = _batch_host(job)
-    trial.require(host is not None, "no batch host")
-    job.cluster.kill_node(int(str(host).removeprefix("node")))
+    view = _view(job)
+    trial.require(view.has_batch_host, f"no batch host: {view}")
+    job.cluster.kill_node(int(view.batch_host.removeprefix("node")))
     _await_start(job, 4)
 
 
-def _batch_host(job: SlurmJob) -> str | None:
-    words = job.cluster.run("scontrol", "--oneliner", "show", "job", job.number).split()
-    return next((word.partition("=")[2] for word in words if word.startswith("BatchHost=")), None)
+def _view(job: SlurmJob) -> JobView:
+    return parse_job(job.cluster.run("scontrol", "--oneliner", "show", "job", job.number))
 
 
 def _await_start(job: SlurmJob, number: int) -> None:
