@@ -6,7 +6,7 @@ the job is over.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class Witness:
     def _events(self) -> list[Mapping[str, Any]]:
         return _lines(self.run_dir / _EVENTS, self.first_byte)
 
-    def _hosts_of(self, events: Any) -> tuple[str, ...]:
-        nodes = [event["node"] for event in events]
+    def _hosts_of(self, events: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+        nodes = [event.get("node") for event in events]
         return tuple(self.hosts[node] for node in nodes if node is not None and node < len(self.hosts))
 
 

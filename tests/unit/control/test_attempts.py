@@ -1,11 +1,13 @@
 """What a batch job keeps of its consoles, and what is read of a run's reports about one."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_ft.control.attempts import Witness, add_attempt, leave_marker, read_attempts, read_end
 from megatron_ft.errors import ControlError
+from megatron_ft.events import RankFailed
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 from megatron_ft.telemetry.jsonl import JsonlSink
 
@@ -25,6 +27,12 @@ def test_what_an_attempt_reports_is_read_also_behind_half_a_line_of_the_one_befo
     with log.open("a") as file:
         file.write(LOST)
     assert witness.lost_hosts() == ("b",)
+
+
+def test_a_failure_of_which_no_node_is_known_is_held_against_none(tmp_path: Path) -> None:
+    events = [RankFailed(rank=3, first=True), RankFailed(rank=2, node=1, first=True), RankFailed(rank=1, node=0)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event.to_record()) + "\n" for event in events))
+    assert Witness(tmp_path, ("a", "b"), 0).failed_hosts() == ("b",)
 
 
 def test_attempts_are_read_as_they_were_written(tmp_path: Path) -> None:
