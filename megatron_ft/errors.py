@@ -67,6 +67,10 @@ EXIT_OK = 0
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C or SIGTERM; the run can be resumed."""
 
+FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
+"""Errors that come again when the ranks, or the job, are started again."""
+FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
+
 EXIT_CODES: dict[int, str] = {
     EXIT_OK: "the run ended as planned",
     MegatronFtError.exit_code: "an error without a class of its own; see the traceback",

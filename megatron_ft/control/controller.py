@@ -24,7 +24,7 @@ from megatron_ft.control.facts import (
     Tick,
 )
 from megatron_ft.control.front_desk import FrontDesk, Item, Origin, Posted
-from megatron_ft.control.job_end import FINAL_EXIT_CODES, JobEnd, add_words, end_of
+from megatron_ft.control.job_end import JobEnd, add_words, end_of
 from megatron_ft.control.journal import Journal
 from megatron_ft.control.membership_state import (
     Decision,
@@ -35,7 +35,7 @@ from megatron_ft.control.membership_state import (
 )
 from megatron_ft.control.operator_calls import OperatorCalls
 from megatron_ft.control.store_place import StorePlace
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import FINAL_EXIT_CODES, ControlError
 from megatron_ft.framing import Message
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position

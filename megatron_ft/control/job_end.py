@@ -4,12 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_ft.control.membership_state import Failure, Outcome, State, first_of
-from megatron_ft.errors import CheckpointError, ConfigError, DataError, SoftwareError, TrainingStopped
 from megatron_ft.framing import Message
-
-FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
-"""Errors that come again when the ranks are started again."""
-FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
 
 _NOT_NOTED = ("op", "rank", "generation", "position")
 _LONG = ("traceback", "log_tail")

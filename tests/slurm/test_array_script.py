@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES
 from tests.helpers.jobs import REPOSITORY
 from tests.helpers.slurm_cluster import wait_until
 
@@ -39,6 +40,11 @@ def start(folder: Path, *, task: int) -> "subprocess.Popen[bytes]":
     environment["SLURM_JOB_NAME"] = "lm"
     command = ["bash", str(REPOSITORY / "slurm" / "pretrain_array.sbatch"), "run.name=first"]
     return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def test_a_chain_ends_after_what_would_come_again_and_after_a_run_that_is_done() -> None:
+    codes = "".join(map(str, sorted({EXIT_OK, *FINAL_EXIT_CODES})))
+    assert f"$code == [{codes}]" in (REPOSITORY / "slurm" / "pretrain_array.sbatch").read_text()
 
 
 @pytest.mark.timeout(60)

@@ -8,20 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ft.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    SoftwareError,
-    TrainingStopped,
-)
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
-FINAL_EXIT_CODES = frozenset(
-    error.exit_code for error in (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
-)
-"""Another attempt would end in the same way."""
 MOST_FAILURES = 2
 """A node with so many is not used again while there are others."""
 

@@ -12,11 +12,11 @@ from benchmarks.attacks import malformed_items
 from megatron_ft.control.controller import Controller
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.facts import DrainRequested, KillRequested, NodeLost
-from megatron_ft.control.job_end import FINAL_ERRORS, JobEnd
+from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.control.store_place import StorePlace
-from megatron_ft.errors import MegatronFtError
+from megatron_ft.errors import FINAL_ERRORS, MegatronFtError
 from tests.helpers.votes import vote_of
 
 TOKEN = new_token()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from megatron_ft.errors import FINAL_EXIT_CODES
 from megatron_ft.planning.recovery.job_attempts import (
-    FINAL_EXIT_CODES,
     Asked,
     Attempt,
     AttemptPolicy,
