@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from megatron_ft.control import slurm_calls
 from megatron_ft.control.attempts import Witness, add_attempt, leave_marker, marker_of, read_attempts
 from megatron_ft.control.drains import watch_drains
 from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.rundir import is_claimed
 from megatron_ft.errors import EXIT_OK, ConfigError, MegatronFtError
 from megatron_ft.planning.recovery.job_attempts import (
     Asked,
@@ -38,7 +41,9 @@ _DEFAULTS = {
     "MFT_MAX_FRUITLESS": "3",
     "MFT_ON_WARNING": "requeue",
     "MFT_DRAIN_POLL_SECONDS": "60",
+    "MFT_CONSOLE_SECONDS": "1800",
 }
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,8 @@ class Site:
     num_restarts: int
     """How often it has been requeued."""
     drain_poll_seconds: float
+    patience_seconds: float
+    """Longest wait for a console that somebody else has left behind."""
 
     @staticmethod
     def read(variables: Mapping[str, str]) -> "Site":
@@ -89,6 +96,7 @@ class Site:
             final_exit_code=None if final is None else _number(values, "MFT_FINAL_EXIT_CODE", least=1, most=255),
             num_restarts=_number(values, "SLURM_RESTART_COUNT"),
             drain_poll_seconds=float(_number(values, "MFT_DRAIN_POLL_SECONDS", least=1)),
+            patience_seconds=float(_number(values, "MFT_CONSOLE_SECONDS")),
         )
 
 
@@ -127,6 +135,8 @@ class BatchJob:
         marker_of(self._run_dir, site.job_id).unlink(missing_ok=True)  # of this job before it was requeued from outside
         attempts = self._earlier()
         is_first = not attempts and site.num_restarts == 0 and not site.is_chained
+        if not is_first:
+            self._await_folder()
         while True:
             hosts = in_order_of_trust(hosts, attempts)
             attempt = self._attempt(hosts, is_first=is_first)
@@ -157,6 +167,14 @@ class BatchJob:
             for attempt in read_attempts(self._run_dir)
             if self._site.is_chained or attempt.job_id == self._site.job_id
         ]
+
+    def _await_folder(self) -> None:
+        """The console before may live on where Slurm does not reach it: one has the run's folder at a time."""
+        deadline = time.monotonic() + self._site.patience_seconds
+        if is_claimed(self._run_dir):
+            print(f"job {self._site.job_id}: waits: an earlier console has the run still", file=sys.stderr, flush=True)
+        while is_claimed(self._run_dir) and self._asked is None and time.monotonic() < deadline:
+            threading.Event().wait(_LOOK_SECONDS)
 
     def _attempt(self, hosts: Sequence[str], *, is_first: bool) -> Attempt:
         """Run a console to its end."""

@@ -100,6 +100,21 @@ def _take(run: RunConfig, path: Path) -> tuple[Path, bool]:
     return path, False
 
 
+def is_claimed(path: Path) -> bool:
+    """Whether a job has the folder of a run, which may not exist."""
+    try:
+        descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _lock(path: Path) -> int:
     descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ft.config.run import RunConfig
 from megatron_ft.control.batch_job import Site
+from megatron_ft.control.rundir import RunDir, claim
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.recovery.job_attempts import Next
 from tests.helpers.jobs import REPOSITORY
@@ -94,6 +96,12 @@ class Play:
         process = self.start(acts, *words, **about)
         _, errors = process.communicate(timeout=60)
         return process.returncode, errors
+
+    def claim(self) -> RunDir:
+        """Have the run's folder, as a console that lives."""
+        return claim(
+            RunConfig(dir=str(self.folder), name="run", resume="auto"), model_name="tiny", config_yaml="a: 1\n"
+        )
 
     @property
     def told(self) -> list[dict[str, Any]]:
@@ -199,6 +207,25 @@ def test_a_job_that_somebody_else_requeues_leaves_no_marker(play: Play) -> None:
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, play.marker) == (130, None)
     assert "requeued from outside" in errors
+
+
+def test_a_requeued_job_waits_until_the_console_before_has_ended(play: Play) -> None:
+    earlier = play.claim()
+    process = play.start([{"exit_code": 0}], SLURM_RESTART_COUNT="1")
+    assert process.stderr is not None
+    assert "an earlier console has the run still" in process.stderr.readline()
+    assert not (earlier.path / "told.jsonl").exists()
+    earlier.release()
+    assert process.wait(timeout=60) == 0
+    process.stderr.close()
+    assert len(play.told) == 1
+
+
+def test_who_does_not_end_is_not_waited_for_for_ever(play: Play) -> None:
+    earlier = play.claim()
+    code, _ = play.run([{"exit_code": 2}], SLURM_RESTART_COUNT="1", MFT_CONSOLE_SECONDS="0")
+    earlier.release()
+    assert (code, len(play.told)) == (2, 1), "it is refused, and says why"
 
 
 def test_a_requeued_job_goes_on_and_takes_back_its_marker(play: Play) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.rundir import RunDir, claim
+from megatron_ft.control.rundir import RunDir, claim, is_claimed
 from megatron_ft.errors import ConfigError
 
 
@@ -33,6 +33,15 @@ def test_a_folder_has_its_configuration_and_places_for_logs_and_checkpoints(tmp_
     assert (run.path / "config.yaml").read_text() == "a: 1\n"
     assert (run.path / "logs").is_dir() and (run.path / "checkpoints").is_dir()
     assert run.resume_from is None
+
+
+def test_who_has_a_folder_is_seen_without_taking_it(tmp_path: Path) -> None:
+    assert not is_claimed(tmp_path / "x")
+    run = claimed(tmp_path, "x")
+    assert is_claimed(run.path)
+    run.release()
+    assert not is_claimed(run.path)
+    claimed(tmp_path, "x", "auto").release()
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "a b", "ü", "x" * 129])
