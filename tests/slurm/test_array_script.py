@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES
 from tests.helpers.jobs import REPOSITORY
+from tests.helpers.programs import write_program
 from tests.helpers.slurm_cluster import wait_until
 
 PROGRAMS = {
@@ -31,8 +32,7 @@ esac
 def start(folder: Path, *, task: int) -> "subprocess.Popen[bytes]":
     """A task of an array of three."""
     for name, body in PROGRAMS.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}")
-        (folder / name).chmod(0o755)
+        write_program(folder, name, body)
     environment = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "MFT_"))}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "FOLDER": str(folder), "MFT_HOME": str(REPOSITORY)}
     environment |= {"MFT_PYTHON": str(folder / "python"), "MFT_INTERFACE": "eth0", "MFT_RUNS": str(folder / "runs")}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs import REPOSITORY
+from tests.helpers.programs import write_program
 
 SBATCH = """\
-#!/bin/bash
 number=$(ls "$JOBS" | wc -l)
 [ "$number" -lt "$MOST_JOBS" ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }
 cat > "$JOBS/$number"
@@ -23,9 +23,7 @@ echo "$((17 + number))"
 def submit(folder: Path, *words: str, most_jobs: int = 9, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Submit jobs of four nodes whose dry run is a formality."""
     (folder / "jobs").mkdir()
-    sbatch = folder / "sbatch"
-    sbatch.write_text(SBATCH)
-    sbatch.chmod(0o755)
+    write_program(folder, "sbatch", SBATCH)
     environment = {name: text for name, text in os.environ.items() if not name.startswith("MFT_")}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "JOBS": str(folder / "jobs"), "MOST_JOBS": str(most_jobs)}
     environment |= {"MFT_INTERFACE": "eth0", "MFT_PYTHON": "true", "MFT_RUNS": str(folder / "runs"), **variables}

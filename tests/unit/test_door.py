@@ -14,6 +14,7 @@ import pretrain_moe
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import EXIT_CODES, ConfigError
+from tests.helpers.programs import write_program
 
 ROOT = Path(__file__).parents[2]
 LARGE = ("gpt_s", "gpt_m", "gpt_l", "gpt_350m_16e", "mixtral_8x7b", "deepseek_moe_16b", "qwen_moe")
@@ -220,9 +221,7 @@ def test_only_fields_of_a_policy_are_open(override: str) -> None:
 def test_domains_that_slurm_names_are_in_the_configuration_that_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node[0-1]\n")
-    scontrol.chmod(0o755)
+    write_program(tmp_path, "scontrol", "echo SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node[0-1]")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     given = pretrain_moe.compose(["launch=slurm", "launch.num_nodes=2", "launch.failure_domain_source=slurm_topology"])
     for name, value in (("SLURM_JOB_ID", "17"), ("SLURM_JOB_NODELIST", "node[0-1]")):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from megatron_ft.control.rundir import RunDir, claim
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.recovery.job_attempts import Next
 from tests.helpers.jobs import REPOSITORY
+from tests.helpers.programs import write_program
 from tests.helpers.slurm_cluster import wait_until
 
 ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_JOB_NAME": "lm", "SLURM_NTASKS": "4"}
@@ -44,7 +44,6 @@ if act["exit_code"] < 0:
 sys.exit(act["exit_code"])
 """
 SCONTROL = """\
-#!/bin/bash
 echo "${0##*/} $*" >> "$CALLS"
 case "${0##*/} $1" in
   "scontrol --oneliner")
@@ -73,10 +72,8 @@ class Play:
         (self.folder / "acts.json").write_text(json.dumps(acts))
         (self.folder / "console.py").write_text(CONSOLE)
         programs = self.folder / "bin"
-        programs.mkdir(exist_ok=True)
         for name in ("scontrol", "scancel", "sinfo"):
-            (programs / name).write_text(SCONTROL)
-            (programs / name).chmod(stat.S_IRWXU)
+            write_program(programs, name, SCONTROL)
         environment = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "MFT_"))}
         environment |= {"PATH": f"{programs}:{os.environ['PATH']}", "ACTS": str(self.folder / "acts.json")}
         environment |= {"CALLS": str(self.folder / "calls"), "NODES_NOW": nodes_now, "REFUSES": ""}

@@ -9,6 +9,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.slurm_topology import domains_of, read_topology, summary, with_failure_domains
 from megatron_ft.errors import ConfigError
+from tests.helpers.programs import write_program
 
 TREE = """\
 SwitchName=a Level=0 LinkSpeed=1 Nodes=node[0-1]
@@ -24,9 +25,7 @@ NO_PLUGIN = "echo 'scontrol: error: No topology information available' >&2"
 
 def site(folder: Path, script: str) -> dict[str, str]:
     """The environment of a batch job whose ``scontrol`` is a script."""
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f"#!/bin/bash\n{script}\n")
-    scontrol.chmod(0o755)
+    write_program(folder, "scontrol", script)
     path = f"{folder}:{os.environ['PATH']}"
     return {"PATH": path, "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[0-3]"}
 
