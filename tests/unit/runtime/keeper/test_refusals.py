@@ -218,6 +218,8 @@ def test_due_windows_are_written_and_old_ones_deleted(tmp_path: Path) -> None:
         rank = nodes.client(0, node=0, peer_nodes=[], **place)
         arena = rank.allocate(2 * PAGE)
         for number in range(8):
+            is_free = lambda buffer=number % 3: not arena.status(words.PINNED_BUFFERS) & (1 << buffer)  # noqa: E731
+            wait_until(is_free, f"buffer {number % 3} is written to storage")
             window(rank, arena, 0, number % 3, 2 * number)
             wait_replicated(arena, 2 * number)
             rank.committed(2 * number)
