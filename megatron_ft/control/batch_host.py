@@ -5,13 +5,15 @@ With ``--no-kill`` Slurm keeps an allocation whose batch host has died, and noth
 end it or go on: measured with 22.05, until its time limit. The nodes that live can ask for its return.
 """
 
+import random
 import threading
 from collections.abc import Callable
 
 from megatron_ft.control import slurm_calls
 
-POLL_SECONDS = 5.0
-"""Between two questions."""
+FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
+"""Between two questions: at first, and in the end. Each node waits up to half of it longer, for all of them ask."""
+_GROWTH = 1.5
 
 
 def watch(job_id: str, is_over: threading.Event, *, say: Callable[[str], None]) -> bool:
@@ -30,11 +32,15 @@ def watch(job_id: str, is_over: threading.Event, *, say: Callable[[str], None]) 
     Raises:
         SlurmError: Slurm refuses to requeue it.
     """
-    while not is_over.wait(POLL_SECONDS):
+    pause_seconds, complaint = FIRST_SECONDS, ""
+    while not is_over.wait(pause_seconds * random.uniform(1.0, 1.5)):
+        pause_seconds = min(LONGEST_SECONDS, pause_seconds * _GROWTH)
         try:
             job = slurm_calls.view_job(job_id)
         except slurm_calls.SlurmError as error:
-            say(f"Slurm cannot be asked for job {job_id}: {error}")
+            if str(error) != complaint:
+                complaint = str(error)
+                say(f"Slurm cannot be asked for job {job_id}: {error}")
             continue
         if job.state != "RUNNING":
             return False

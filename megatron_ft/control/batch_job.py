@@ -21,7 +21,7 @@ from megatron_ft.control.attempts import Witness, add_attempt, leave_marker, mar
 from megatron_ft.control.drains import watch_drains
 from megatron_ft.control.environment import expand_nodelist
 from megatron_ft.control.rundir import is_claimed
-from megatron_ft.errors import EXIT_OK, ConfigError, MegatronFtError
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronFtError
 from megatron_ft.planning.recovery.job_attempts import (
     Asked,
     Attempt,
@@ -177,19 +177,24 @@ class BatchJob:
             threading.Event().wait(_LOOK_SECONDS)
 
     def _attempt(self, hosts: Sequence[str], *, is_first: bool) -> Attempt:
-        """Run a console to its end."""
+        """Run a console to its end; none where the job was asked to stop before."""
         spares = max(0, min(self._most_spares, len(hosts) - self._num_nodes))
         words = [f"launch.num_nodes={self._num_nodes}", f"launch.num_spare_nodes={spares}"]
         command = [sys.executable, *self._command, *words, *([] if is_first else ["run.resume=auto"])]
         witness = Witness.begin(self._run_dir, hosts)
+        if self._asked is not None:
+            return self._attempt_of(witness, EXIT_INTERRUPTED)
         with subprocess.Popen(command, env=_environment(hosts)) as self._console:
             self._tell()
             with watch_drains(self._run_dir, hosts, poll_seconds=self._site.drain_poll_seconds):
                 exit_code = self._console.wait()
         self._console = None
+        return self._attempt_of(witness, exit_code)
+
+    def _attempt_of(self, witness: Witness, exit_code: int) -> Attempt:
         return Attempt(
             job_id=self._site.job_id,
-            hosts=tuple(hosts),
+            hosts=tuple(witness.hosts),
             exit_code=exit_code,
             asked=self._asked,
             iteration=witness.iteration(),

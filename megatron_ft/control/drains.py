@@ -15,8 +15,8 @@ from megatron_ft.errors import ControlError
 def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
     """Within the block, a thread asks Slurm which nodes are being drained, and the job's controller to let each go.
 
-    A node is asked for once each time that it is drained; what the controller refuses is told. When Slurm does not
-    answer nothing follows from it.
+    A node that the controller refuses to let go is asked for again while it is drained; why not is told once. While
+    Slurm does not answer nothing follows from it.
 
     Args:
         hosts: of the job, by node.
@@ -32,7 +32,8 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
 
 
 def _watch(run_dir: Path, hosts: Sequence[str], poll_seconds: float, is_over: threading.Event) -> None:
-    asked_for: set[str] = set()
+    leaving: set[str] = set()
+    refused: dict[str, str] = {}
     is_silent = False
     while not is_over.wait(poll_seconds):
         try:
@@ -43,24 +44,25 @@ def _watch(run_dir: Path, hosts: Sequence[str], poll_seconds: float, is_over: th
                 _say(f"which nodes are drained is unknown for now: {error}")
             is_silent = True
             continue
-        asked_for.intersection_update(drained)
-        for host in drained:
-            if host not in asked_for and _drain(run_dir, list(hosts).index(host), host):
-                asked_for.add(host)
+        leaving.intersection_update(drained)
+        for host in [host for host in drained if host not in leaving]:
+            node = list(hosts).index(host)
+            try:
+                _drain(run_dir, node)
+            except JobNotRunning:  # it begins, or ends
+                continue
+            except ControlError as error:
+                if refused.get(host) != str(error):
+                    refused[host] = str(error)
+                    _say(f"{host} is drained, but node {node} does not leave: {error}")
+                continue
+            leaving.add(host)
+            _say(f"{host} is drained: node {node} leaves at the next iteration boundary")
 
 
-def _drain(run_dir: Path, node: int, host: str) -> bool:
-    """Whether there was somebody to ask."""
-    try:
-        with Operator(run_dir) as operator:
-            operator.drain(node)
-    except JobNotRunning:  # it begins, or ends
-        return False
-    except ControlError as error:
-        _say(f"{host} is drained, but node {node} does not leave: {error}")
-        return True
-    _say(f"{host} is drained: node {node} leaves at the next iteration boundary")
-    return True
+def _drain(run_dir: Path, node: int) -> None:
+    with Operator(run_dir) as operator:
+        operator.drain(node)
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.control.environment import expand_nodelist
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import ConfigError, ControlError
 
 CALL_SECONDS = 60.0
 """Longest wait for an answer; Slurm's own limit (``MessageTimeout``) is 10 s by default."""
@@ -55,7 +55,7 @@ def parse_job(text: str) -> JobView:
     """What ``scontrol --oneliner show job`` says of one job.
 
     Raises:
-        SlurmError: it says no state.
+        SlurmError: it says no state, or nodes that are none.
     """
     found = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if "JobState" not in found:
@@ -70,7 +70,10 @@ def parse_job(text: str) -> JobView:
 
 
 def _hosts(nodes: str) -> tuple[str, ...]:
-    return () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(nodes))
+    try:
+        return () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(nodes))
+    except ConfigError as error:
+        raise SlurmError(f"scontrol show job: names nodes that are none: {error}") from None
 
 
 def requeue(job_id: str) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 MOST_FAILURES = 2
-"""A node with so many is not used again while there are others."""
+"""A node with so many, in the newest attempts, is not used again while there are others."""
+MEMORY = 10
+"""Attempts that failures are remembered for: in weeks every machine fails at some time."""
 
 
 class Asked(enum.Enum):
@@ -122,4 +124,4 @@ def in_order_of_trust(hosts: Sequence[str], attempts: Sequence[Attempt]) -> list
 
 
 def _failures(attempts: Sequence[Attempt]) -> Counter[str]:
-    return Counter(host for attempt in attempts for host in (*attempt.lost_hosts, *attempt.failed_hosts))
+    return Counter(host for attempt in attempts[-MEMORY:] for host in (*attempt.lost_hosts, *attempt.failed_hosts))

@@ -225,6 +225,18 @@ def test_who_does_not_end_is_not_waited_for_for_ever(play: Play) -> None:
     assert (code, len(play.told)) == (2, 1), "it is refused, and says why"
 
 
+def test_a_warning_before_a_console_has_begun_starts_none(play: Play) -> None:
+    earlier = play.claim()
+    process = play.start([], SLURM_RESTART_COUNT="1", MFT_ON_WARNING="end")
+    assert process.stderr is not None and "an earlier console has the run still" in process.stderr.readline()
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    earlier.release()
+    assert process.returncode == 130
+    assert not (play.folder / "run" / "told.jsonl").exists()
+    assert play.marker is not None and "warned" in play.marker["reason"]
+
+
 def test_a_requeued_job_goes_on_and_takes_back_its_marker(play: Play) -> None:
     assert play.run([{"exit_code": 130}])[0] == 130
     assert play.marker is not None

@@ -58,7 +58,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
         ([["c"], ["c"], ["b", "c"]], [], [2, 1]),
         ([["c"], [], ["c"]], [], [2, 2]),
         ([["c"], SlurmError("does not answer"), ["c"]], [], [2]),
-        ([["c"], ["c"]], [ControlError("its place has nobody else")], [2]),
+        ([["c"], ["c"], ["c"]], [ControlError("its place has nobody else")] * 2, [2, 2, 2]),
         ([["c"], ["c"], ["c"]], [JobNotRunning("not yet")], [2, 2]),
     ],
     ids=["once each", "drained again", "Slurm is silent", "refused", "nobody to ask yet"],
@@ -74,7 +74,7 @@ def test_a_node_is_asked_for_when_it_is_drained(
 
 def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     silent = SlurmError("does not answer")
-    watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("its place has nobody else")]))
+    watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("its place has nobody else")] * 2))
     said = capsys.readouterr().err
     assert said.count("unknown for now: does not answer") == 1
     assert said.count("b is drained, but node 1 does not leave: its place has nobody else") == 1

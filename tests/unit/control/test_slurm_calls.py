@@ -29,6 +29,11 @@ def test_an_answer_that_is_none_is_refused() -> None:
         parse_job("slurm_load_jobs error")
 
 
+def test_nodes_that_are_none_are_refused() -> None:
+    with pytest.raises(SlurmError, match="names nodes that are none"):
+        parse_job("JobId=2 JobState=RUNNING NodeList=node[1-")
+
+
 def test_nodes_that_are_drained() -> None:
     said = "node0 mixed\nnode1 draining\nnode1 draining\nnode2 drained*\nnode3 drng@\nnode4 down*\nnode5 idle\n"
     assert parse_drained(said) == ["node1", "node2", "node3"]
@@ -50,7 +55,7 @@ class Slurm:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_host, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(batch_host, "FIRST_SECONDS", 0.0)
 
 
 def watch(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> bool:

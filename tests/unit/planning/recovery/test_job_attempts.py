@@ -8,6 +8,7 @@ from hypothesis import strategies as some
 
 from megatron_ft.errors import FINAL_EXIT_CODES
 from megatron_ft.planning.recovery.job_attempts import (
+    MEMORY,
     Asked,
     Attempt,
     AttemptPolicy,
@@ -56,6 +57,13 @@ def test_hosts_that_failed_twice_are_not_counted_on() -> None:
     assert to_exclude([earlier, later]) == ["a", "b"]
     assert decide([earlier, later], POLICY, HOSTS).next is Next.REQUEUE
     assert to_exclude([earlier]) == []
+
+
+def test_failures_are_forgotten() -> None:
+    twice = [replace(FAILED, failed_hosts=("a",), iteration=number) for number in (1, 2)]
+    later = [replace(FAILED, iteration=3 + number) for number in range(MEMORY)]
+    assert to_exclude([*twice, *later[:-2]]) == ["a"]
+    assert to_exclude([*twice, *later[:-1]]) == []
 
 
 def test_without_progress_it_ends() -> None:
