@@ -12,7 +12,18 @@ from tests.helpers.slurm_cluster import SlurmCluster, wait_until
 
 SOON = ["detector.heartbeat_interval_seconds=0.5", "detector.heartbeat_timeout_seconds=3"]
 """Overrides: lost nodes are seen soon."""
-UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+OVER = (
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+)
+"""States of a job that comes to no other."""
 START_SECONDS = 180.0
 """Six nodes of a small machine have imported what they need, and trained for a while."""
 END_SECONDS = 300.0
@@ -64,7 +75,7 @@ class SlurmJob:
         """Whether ``condition`` holds already; it has to before the job ends."""
         state = self.cluster.state_of(self.number)
         holds = condition()
-        assert holds or (state in UNDER_WAY and not self.marker.exists()), f"{state}:\n{self.words()}"
+        assert holds or (state not in OVER and not self.marker.exists()), f"{state}:\n{self.words()}"
         return holds
 
     def await_iteration(self, iteration: int) -> None:
