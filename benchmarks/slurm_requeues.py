@@ -52,8 +52,13 @@ def array_goes_on(lab: Lab) -> Trial:
     trial = Trial("an array whose first node dies")
     with lab.job([*PIPELINE, *KEPT], num_nodes=4, spares=0, is_array=True) as job:
         lab.some_moment(job, 2 * STEP)
-        job.cluster.kill_node(job.host_of(0))
+        before = [job.host_of(node) for node in range(4)]
+        job.cluster.kill_node(before[0])
         _await_start(job, 2)
+        after = [job.host_of(node) for node in range(4)]
+        moved = [node for node in range(4) if before[node] != after[node]]
+        trial.require(moved == [0], f"tasks {moved} are on other machines: {before}, then {after}")
+        trial.require(job.num_consoles == 2, f"{job.num_consoles} consoles")
         run = job.result()
         starts = [event for event in run.records() if event["kind"] == "run_started"]
         resumed = [start.get("resumed_from_iteration") for start in starts]

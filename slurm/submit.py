@@ -160,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         site = read_site(site_file)
         refuse(chosen, int(site["MFT_SPARE_NODES"]))
         check(site, shape, chosen.nodes, overrides)
-        runs = HERE.parent / site["MFT_RUNS"]
+        folders = [word.partition("=")[2] for word in overrides if word.startswith("run.dir=")]
+        runs = HERE.parent / [site["MFT_RUNS"], *folders][-1]
         runs.mkdir(parents=True, exist_ok=True)
         is_chained = chosen.shape == "array" or chosen.chain > 1
         options = [*shlex.split(site["MFT_SBATCH"]), *shape.options(chosen.nodes, chosen.queued)]

@@ -42,6 +42,14 @@ def test_a_job_reads_the_site_that_it_was_checked_with(tmp_path: Path, is_option
     assert f"export MFT_SITE='{site}'\n" in job.read_text()
 
 
+def test_it_says_where_a_run_is_that_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    done = submit(tmp_path, f"run.dir={tmp_path / 'elsewhere'}")
+    assert done.returncode == 0, done.stderr
+    assert f"run       {tmp_path / 'elsewhere' / 'first'}" in done.stdout
+    (job,) = (tmp_path / "jobs").iterdir()
+    assert f"--output={tmp_path / 'elsewhere'}/slurm-%j.log" in job.read_text()
+
+
 @pytest.mark.parametrize(
     ("most_jobs", "said"), [(2, "\nof 3 jobs these were submitted, and stay: 17, 18\n"), (0, "\n")]
 )
