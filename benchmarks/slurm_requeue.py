@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="slurm-requeue-") as folder, forkserver(WARM) as socket:
         lab = Lab(Bench(Path(folder) / "references", socket, base=()), Path(folder), random.Random(SEED))
         lab.bench.folder.mkdir()
-        trials = [attempt("no progress", lambda: hopeless(lab, num_tries))]
+        trials = [attempt("one without progress", lambda: hopeless(lab, num_tries))]
         if not arguments.quick:
-            trials.append(attempt("requeued three times", lambda: requeued(lab)))
+            trials.append(attempt("requeued", lambda: requeued(lab)))
             trials.append(attempt("an array whose first node dies", lambda: array_goes_on(lab)))
     print(summary(trials), flush=True)
     failed = [trial for trial in trials if trial.problems]
@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ID,
         passed=not failed,
         figure=(
-            f"{len(trials) - len(failed)} of {len(trials)} jobs: requeued by itself, from outside, and by its nodes "
-            f"when its batch host died, an array likewise; {again} iterations run again, all equal to the bit; "
-            f"{num_tries} attempts without progress end it"
+            f"{len(trials) - len(failed)} of {len(trials)} jobs ({', '.join(trial.name for trial in trials)}): {again} "
+            f"iterations run again, all equal to the bit; {num_tries} attempts without progress end it"
         ),
         threshold="all iterations equal, atol=0; 3 requeues; 3 attempts without progress end the job",
         counts={"jobs": len(trials), "passed": len(trials) - len(failed), "iterations_again": again},

@@ -25,7 +25,7 @@ FINAL_EXIT_CODE = 93
 
 def requeued(lab: Lab) -> Trial:
     """Three requeues: of its own, by an administrator, by the nodes that a dead batch host leaves."""
-    trial = Trial("requeued three times")
+    trial = Trial("requeued by itself, from outside, and by its nodes")
     with lab.job([*PIPELINE, *KEPT, "telemetry.wandb=offline"], num_nodes=4, spares=0) as job:
         _warned(job, lab)
         _from_outside(job, lab)
@@ -75,7 +75,7 @@ def hopeless(lab: Lab, max_fruitless: int) -> Trial:
     Args:
         max_fruitless: attempts without progress that end it.
     """
-    trial = Trial("no progress")
+    trial = Trial("one without progress")
     fault = failpoints([{"phase": "forward", "node": 0, "at_iteration": 2}])
     extra = {"MFT_FINAL_EXIT_CODE": str(FINAL_EXIT_CODE), "MFT_MAX_FRUITLESS": str(max_fruitless)}
     with lab.job([*PIPELINE, fault], num_nodes=2, spares=0, extra=extra) as job:
