@@ -195,7 +195,7 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
     from omegaconf import OmegaConf
 
     from megatron_ft.config.validate import validate
-    from megatron_ft.control.slurm_topology import summary, with_failure_domains
+    from megatron_ft.control.slurm.topology import summary, with_failure_domains
 
     validate(config)
     config = with_failure_domains(config, os.environ)

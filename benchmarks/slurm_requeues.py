@@ -5,7 +5,7 @@ from typing import Any
 from benchmarks.elastic_jobs import failpoints
 from benchmarks.slurm_trials import NUM_ITERATIONS, PIPELINE, REFORM_SECONDS, Lab, Trial
 from benchmarks.wandb_readback import history_of
-from megatron_ft.control.slurm_calls import JobView, parse_job
+from megatron_ft.control.slurm.calls import JobView, parse_job
 from tests.helpers.jobs import JobResult
 from tests.helpers.slurm_cluster import wait_until
 from tests.helpers.slurm_jobs import SlurmJob

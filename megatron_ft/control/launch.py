@@ -25,7 +25,6 @@ from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import facts, join_file, report
 from megatron_ft.control.agent import AgentSpec
-from megatron_ft.control.attempts import leave_marker
 from megatron_ft.control.certificates import read_certificates
 from megatron_ft.control.controller_link import ControllerLink
 from megatron_ft.control.controller_main import FOLDER, JOURNAL, ControllerSpec
@@ -43,8 +42,9 @@ from megatron_ft.control.ranks import tail_of
 from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_state
 from megatron_ft.control.services import STOP_SECONDS
-from megatron_ft.control.slurm import TERM_SECONDS, Allocation, address_of, read_allocation
-from megatron_ft.control.slurm_array import read_array
+from megatron_ft.control.slurm.array import read_array
+from megatron_ft.control.slurm.attempts import leave_marker
+from megatron_ft.control.slurm.nodes import TERM_SECONDS, Allocation, address_of, read_allocation
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerReplaced, StopRequested
 from megatron_ft.framing import Message

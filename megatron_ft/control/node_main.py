@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ft.control import agent, batch_host
+from megatron_ft.control import agent
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.processes import Processes, kill, make_runtime_dir
-from megatron_ft.control.slurm import own_address
+from megatron_ft.control.slurm import batch_host
+from megatron_ft.control.slurm.nodes import own_address
 from megatron_ft.control.store_place import find_store_place
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import read_line

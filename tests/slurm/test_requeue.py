@@ -5,8 +5,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ft.control import slurm_calls
 from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.slurm import calls
 from tests.helpers.slurm_cluster import SlurmCluster, wait_until
 from tests.helpers.slurm_jobs import Site, SlurmJob, submit
 
@@ -88,7 +88,7 @@ def test_a_console_that_is_killed_is_followed_by_another(cluster: SlurmCluster, 
 def _is_child(process: psutil.Process) -> bool:
     """Whether it is the console: a child of the process behind the batch script."""
     parent = process.parent()
-    return parent is not None and "megatron_ft.control.batch_job" in parent.cmdline()
+    return parent is not None and "megatron_ft.control.slurm.batch_job" in parent.cmdline()
 
 
 def test_a_node_that_is_drained_leaves_well(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -113,12 +113,12 @@ def test_a_host_that_is_excluded_is_not_given_again(
     begun = lambda count: lambda: len(_lines(tmp_path / "nodes")) == count  # noqa: E731
     wait_until("it runs", begun(1))
     assert _lines(tmp_path / "nodes") == ["node[0-1]"]
-    slurm_calls.requeue(number)
-    slurm_calls.exclude(number, ["node1"])
+    calls.requeue(number)
+    calls.exclude(number, ["node1"])
     wait_until("it runs again", begun(2), seconds=REQUEUE_SECONDS)
     assert expand_nodelist(_lines(tmp_path / "nodes")[1]) == ["node0", "node3"], "nor what it was submitted without"
-    assert slurm_calls.view_job(number).num_restarts == 1
-    assert slurm_calls.drained_hosts(["node0", "node1"]) == []
+    assert calls.view_job(number).num_restarts == 1
+    assert calls.drained_hosts(["node0", "node1"]) == []
     cluster.run("scancel", number)
 
 

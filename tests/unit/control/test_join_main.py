@@ -14,12 +14,12 @@ import pytest
 
 from megatron_ft.control import join_file, join_main
 from megatron_ft.control.agent import AgentSpec
-from megatron_ft.control.attempts import leave_marker
 from megatron_ft.control.controller import Controller
 from megatron_ft.control.facts import KillRequested
 from megatron_ft.control.join_file import JoinFile
 from megatron_ft.control.membership_state import Phase
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
+from megatron_ft.control.slurm.attempts import leave_marker
 from megatron_ft.errors import ControlError
 from tests.helpers.slurm_cluster import wait_until
 from tests.unit.control.test_controller import ONE_NODE_IS_ENOUGH, start_order

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.control.attempts import FOLDER
 from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.slurm.attempts import FOLDER
 from megatron_ft.errors import ConfigError
 
 _KEY = "launch.node_launcher"

@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import Callable
 
-from megatron_ft.control import slurm_calls
+from megatron_ft.control.slurm import calls
 
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
 """Between two questions: at first, and in the end. Each node waits up to half of it longer, for all of them ask."""
@@ -36,8 +36,8 @@ def watch(job_id: str, is_over: threading.Event, *, say: Callable[[str], None]) 
     while not is_over.wait(pause_seconds * random.uniform(1.0, 1.5)):
         pause_seconds = min(LONGEST_SECONDS, pause_seconds * _GROWTH)
         try:
-            job = slurm_calls.view_job(job_id)
-        except slurm_calls.SlurmError as error:
+            job = calls.view_job(job_id)
+        except calls.SlurmError as error:
             if str(error) != complaint:
                 complaint = str(error)
                 say(f"Slurm cannot be asked for job {job_id}: {error}")
@@ -46,6 +46,6 @@ def watch(job_id: str, is_over: threading.Event, *, say: Callable[[str], None]) 
             return False
         if not job.has_batch_host:
             say(f"batch host {job.batch_host} is dead: job {job_id} is requeued")
-            slurm_calls.requeue(job_id)
+            calls.requeue(job_id)
             return True
     return False

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from megatron_ft.control.agent import AgentSpec
-from megatron_ft.control.attempts import leave_marker
 from megatron_ft.control.node_main import NodeSpec
-from megatron_ft.control.slurm import Allocation, address_of, own_address, read_allocation
+from megatron_ft.control.slurm.attempts import leave_marker
+from megatron_ft.control.slurm.nodes import Allocation, address_of, own_address, read_allocation
 from megatron_ft.errors import ConfigError, ControlError
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "gpu[03-05],big1"}

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ft.control import slurm_calls
 from megatron_ft.control.operating import JobNotRunning, Operator
+from megatron_ft.control.slurm import calls
 from megatron_ft.errors import ControlError
 
 
@@ -37,9 +37,9 @@ def _watch(run_dir: Path, hosts: Sequence[str], poll_seconds: float, is_over: th
     is_silent = False
     while not is_over.wait(poll_seconds):
         try:
-            drained = slurm_calls.drained_hosts(hosts)
+            drained = calls.drained_hosts(hosts)
             is_silent = False
-        except slurm_calls.SlurmError as error:
+        except calls.SlurmError as error:
             if not is_silent:
                 _say(f"which nodes are drained is unknown for now: {error}")
             is_silent = True

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from megatron_ft.control import batch_host, slurm_calls
-from megatron_ft.control.slurm_calls import JobView, SlurmError, parse_drained, parse_job
+from megatron_ft.control.slurm import batch_host, calls
+from megatron_ft.control.slurm.calls import JobView, SlurmError, parse_drained, parse_job
 
 SHOWN = (
     "JobId=2 JobName=lm UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Restarts=0 ExitCode=0:0 "
@@ -59,8 +59,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watch(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(slurm_calls, "requeue", slurm.requeued.append)
-    monkeypatch.setattr(slurm_calls, "view_job", slurm.view)
+    monkeypatch.setattr(calls, "requeue", slurm.requeued.append)
+    monkeypatch.setattr(calls, "view_job", slurm.view)
     return batch_host.watch("17", threading.Event(), say=lambda _: None)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.control.slurm_topology import domains_of, read_topology, summary, with_failure_domains
+from megatron_ft.control.slurm.topology import domains_of, read_topology, summary, with_failure_domains
 from megatron_ft.errors import ConfigError
 from tests.helpers.programs import write_program
 

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control import slurm_calls
 from megatron_ft.control.environment import expand_nodelist
-from megatron_ft.control.slurm import read_allocation
+from megatron_ft.control.slurm import calls
+from megatron_ft.control.slurm.nodes import read_allocation
 from megatron_ft.errors import ConfigError
 
 KEY = "launch.failure_domain_source"
@@ -46,8 +46,8 @@ def read_topology(variables: Mapping[str, str]) -> str:
     """
     whole_lines = {name: value for name, value in variables.items() if name != "SLURM_TOPO_LEN"}
     try:
-        done = slurm_calls.run(_COMMAND, environment=whole_lines)
-    except slurm_calls.SlurmError as error:
+        done = calls.run(_COMMAND, environment=whole_lines)
+    except calls.SlurmError as error:
         raise _refused(f"needs an answer of `{' '.join(_COMMAND)}`: {error}") from None
     if done.returncode != 0 or not done.stdout.strip():  # without a plugin it ends with 0 and prints nothing
         said = done.stderr.strip() or f"nothing, and ended with {done.returncode}"

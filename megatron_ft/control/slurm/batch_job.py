@@ -1,8 +1,8 @@
 """What a batch script runs: one console after the other, until the run is over or goes on in another allocation.
 
-``python -m megatron_ft.control.batch_job pretrain_moe.py OVERRIDES...`` starts ``python pretrain_moe.py OVERRIDES...``
-as a child. ``SIGUSR1`` means that the nodes will be taken away (``sbatch --signal=B:USR1@300``): the console writes a
-checkpoint and ends, the job is requeued. ``SIGTERM`` means that the job is to end.
+``python -m megatron_ft.control.slurm.batch_job pretrain_moe.py OVERRIDES...`` starts ``python pretrain_moe.py
+OVERRIDES...`` as a child. ``SIGUSR1`` means that the nodes will be taken away (``sbatch --signal=B:USR1@300``): the
+console writes a checkpoint and ends, the job is requeued. ``SIGTERM`` means that the job is to end.
 """
 
 import os
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_ft.control import slurm_calls
-from megatron_ft.control.attempts import Witness, add_attempt, leave_marker, marker_of, read_attempts
-from megatron_ft.control.drains import watch_drains
 from megatron_ft.control.environment import expand_nodelist
 from megatron_ft.control.rundir import is_claimed
+from megatron_ft.control.slurm import calls
+from megatron_ft.control.slurm.attempts import Witness, add_attempt, leave_marker, marker_of, read_attempts
+from megatron_ft.control.slurm.drains import watch_drains
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronFtError
 from megatron_ft.planning.recovery.job_attempts import (
     Asked,
@@ -230,17 +230,17 @@ class BatchJob:
         """The jobs that wait to go on with the run; one that begins all the same finds out for itself."""
         site = self._site
         try:
-            slurm_calls.cancel_waiting(site.job_name)
-        except slurm_calls.SlurmError as error:
+            calls.cancel_waiting(site.job_name)
+        except calls.SlurmError as error:
             print(f"job {site.job_id}: jobs named {site.job_name} still wait: {error}", file=sys.stderr, flush=True)
 
-    def _view(self, hosts: Sequence[str]) -> slurm_calls.JobView:
+    def _view(self, hosts: Sequence[str]) -> calls.JobView:
         """The job as Slurm sees it; unchanged where Slurm does not answer."""
         try:
-            return slurm_calls.view_job(self._site.job_id)
-        except slurm_calls.SlurmError as error:
+            return calls.view_job(self._site.job_id)
+        except calls.SlurmError as error:
             print(f"job {self._site.job_id}: taken to have all its nodes: {error}", file=sys.stderr, flush=True)
-            return slurm_calls.JobView("RUNNING", "", tuple(hosts), self._site.num_restarts)
+            return calls.JobView("RUNNING", "", tuple(hosts), self._site.num_restarts)
 
     def _was_requeued(self, attempt: Attempt) -> int:
         """By somebody else, who had Slurm end this process: it is no end, so no marker is left."""
@@ -252,12 +252,12 @@ class BatchJob:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # there is still something to say, to Slurm
         try:
-            slurm_calls.requeue(self._site.job_id)
-        except slurm_calls.SlurmError as error:
+            calls.requeue(self._site.job_id)
+        except calls.SlurmError as error:
             return Verdict(Next.END, f"it was not requeued: {error}")
         try:
-            slurm_calls.exclude(self._site.job_id, exclude)
-        except slurm_calls.SlurmError as error:
+            calls.exclude(self._site.job_id, exclude)
+        except calls.SlurmError as error:
             print(f"job {self._site.job_id}: may get {', '.join(exclude)} again: {error}", file=sys.stderr, flush=True)
         while True:
             signal.pause()

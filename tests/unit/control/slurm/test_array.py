@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_ft.control.slurm import Allocation
-from megatron_ft.control.slurm_array import read_array
+from megatron_ft.control.slurm.array import read_array
+from megatron_ft.control.slurm.nodes import Allocation
 from megatron_ft.errors import ConfigError
 
 ARRAY = {

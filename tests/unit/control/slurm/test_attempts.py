@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.attempts import Witness, add_attempt, leave_marker, read_attempts, read_end
+from megatron_ft.control.slurm.attempts import Witness, add_attempt, leave_marker, read_attempts, read_end
 from megatron_ft.errors import ControlError
 from megatron_ft.events import RankFailed
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt

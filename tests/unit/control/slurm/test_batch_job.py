@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.batch_job import Site
 from megatron_ft.control.rundir import RunDir, claim
+from megatron_ft.control.slurm.batch_job import Site
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.recovery.job_attempts import Next
 from tests.helpers.jobs import REPOSITORY
@@ -82,7 +82,7 @@ class Play:
         environment |= {**ALLOCATION, "PYTHONPATH": str(REPOSITORY), **variables}
         command = [str(self.folder / "console.py"), f"run.dir={self.folder}", "run.name=run", *words]
         return subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.control.batch_job", *command],
+            [sys.executable, "-m", "megatron_ft.control.slurm.batch_job", *command],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -294,7 +294,7 @@ def test_a_count_that_is_none_is_refused_before_anything_starts(play: Play) -> N
 
 
 def test_a_job_that_could_not_find_its_run_again_is_refused(play: Play) -> None:
-    command = [sys.executable, "-m", "megatron_ft.control.batch_job", "console.py", "run.dir=runs"]
+    command = [sys.executable, "-m", "megatron_ft.control.slurm.batch_job", "console.py", "run.dir=runs"]
     environment = {**os.environ, **ALLOCATION}
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == ConfigError.exit_code

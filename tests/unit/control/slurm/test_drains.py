@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control import drains, slurm_calls
 from megatron_ft.control.operating import JobNotRunning
-from megatron_ft.control.slurm_calls import SlurmError
+from megatron_ft.control.slurm import calls, drains
+from megatron_ft.control.slurm.calls import SlurmError
 from megatron_ft.errors import ControlError
 
 HOSTS = ("a", "b", "c")
@@ -46,7 +46,7 @@ class Play:
 
 def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
     """The nodes that the controller was asked to let go."""
-    monkeypatch.setattr(slurm_calls, "drained_hosts", play.drained_hosts)
+    monkeypatch.setattr(calls, "drained_hosts", play.drained_hosts)
     monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
     drains._watch(Path("run"), HOSTS, 0.0, play.is_over)
     return play.asked

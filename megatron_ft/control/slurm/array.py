@@ -5,7 +5,7 @@ Source: the manual page sbatch(1). An array keeps its id, ``SLURM_ARRAY_JOB_ID``
 
 from collections.abc import Mapping
 
-from megatron_ft.control.slurm import Allocation
+from megatron_ft.control.slurm.nodes import Allocation
 from megatron_ft.errors import ConfigError
 
 _KEY = "launch.node_launcher"
