@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.config.run import RunConfig
+from megatron_ft.durable import fsync_folder
 from megatron_ft.errors import ConfigError
 
 _LOCK_FILE = ".lock"
@@ -157,8 +158,4 @@ def _write_config(path: Path, config_yaml: str) -> None:
         file.write(config_yaml)
         file.flush()
         os.fsync(file.fileno())
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    fsync_folder(path)

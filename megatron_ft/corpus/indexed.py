@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron_ft.durable import fsync_folder
 from megatron_ft.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -44,15 +45,6 @@ def bin_path(prefix: str | Path) -> Path:
 def idx_path(prefix: str | Path) -> Path:
     """The file of the index."""
     return Path(f"{prefix}.idx")
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class IndexedWriter:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ft.durable import fsync_folder
 from megatron_ft.errors import ControlError
 from megatron_ft.failures.processes import HeldProcess, processes_of
 from megatron_ft.failures.schedule import FailureSchedule
@@ -171,11 +172,7 @@ class Injector:
             if file.write(line) != len(line):
                 raise OSError(f"{INJECTED_FILE}: a line was written in part")
             os.fsync(file.fileno())
-        folder = os.open(self.run_dir, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync_folder(self.run_dir)
 
 
 def _send(processes: Sequence[HeldProcess], number: signal.Signals) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from megatron_ft.durable import fsync_folder
 from megatron_ft.events import Record
 from megatron_ft.strict_json import encode
 from megatron_ft.telemetry.sink import Outcome
@@ -41,7 +42,7 @@ class SummarySink:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._path)
-        sync_folder(self._path.parent)
+        fsync_folder(self._path.parent)
 
     def figures(self, outcome: Outcome) -> dict[str, object]:
         """What the file says; the page ``docs/telemetry.md`` explains each key."""
@@ -64,12 +65,3 @@ class SummarySink:
             "failed_sinks": state.failed_sinks,
             "refused_records": state.num_refused_records,
         }
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

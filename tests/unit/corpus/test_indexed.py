@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_ft.corpus import indexed
 from megatron_ft.corpus.indexed import HEADER, IndexedWriter, IndexInfo, bin_path, idx_path
 from megatron_ft.errors import DataError
+from tests.helpers.disk import note_steps
 
 UINT16 = np.dtype("<u2")
 
@@ -56,19 +57,7 @@ def test_an_exception_leaves_the_old_files_alone(tmp_path: Path) -> None:
 
 
 def test_index_is_renamed_last_and_after_its_bytes_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(descriptor: int) -> None:
-        steps.append("fsync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split(".tmp")[0])
-        fsync(descriptor)
-
-    def note_replace(source: Path, target: Path) -> None:
-        steps.append("rename " + target.name)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
+    steps = note_steps(monkeypatch)
     write(tmp_path / "set", [[1]])
     folder = f"fsync {tmp_path.name}"
     assert steps == ["fsync set.bin", "fsync set.idx", folder, "rename set.bin", folder, "rename set.idx", folder]

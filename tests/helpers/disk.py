@@ -1,0 +1,27 @@
+"""In which order files come to the disk."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def note_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done from now on, in order: ``fsync NAME`` of a file or folder, ``rename NAME`` to a name.
+
+    Of a temporary file it is the name without what ``.tmp`` begins.
+    """
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        steps.append("fsync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split(".tmp")[0])
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        steps.append("rename " + target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    return steps
