@@ -4,6 +4,7 @@ import os
 import stat
 from pathlib import Path
 
+from megatron_ft.durable import fsync_folder
 from megatron_ft.errors import ControlError
 
 MAX_BYTES = 64 * 1024
@@ -19,6 +20,7 @@ def write_private(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(descriptor)
     os.replace(new, path)
+    fsync_folder(path.parent)
 
 
 def read_private(path: Path) -> bytes:

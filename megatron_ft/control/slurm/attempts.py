@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.durable import fsync_folder
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 
@@ -73,22 +74,26 @@ def add_attempt(run_dir: Path, attempt: Attempt) -> None:
     """Append one, on disk when this returns. The run's folder must be there."""
     path = run_dir / FOLDER / _FILE
     path.parent.mkdir(exist_ok=True)
+    fsync_folder(run_dir)
     content = {**asdict(attempt), "asked": None if attempt.asked is None else attempt.asked.value}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(content) + "\n")
         file.flush()
         os.fsync(file.fileno())
+    fsync_folder(path.parent)
 
 
 def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str) -> Path:
-    """Say that the job is over and how, in ``slurm/JOB.json``: there all at once or not."""
+    """Say that the job is over and how, in ``slurm/JOB.json``: there all at once or not, on disk when this returns."""
     path = marker_of(run_dir, job_id)
     path.parent.mkdir(parents=True, exist_ok=True)
+    fsync_folder(run_dir)
     with path.with_suffix(".new").open("w", encoding="utf-8") as file:
         file.write(json.dumps({"job_id": job_id, "exit_code": exit_code, "reason": reason}) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".new"), path)
+    fsync_folder(path.parent)
     return path
 
 

@@ -9,6 +9,7 @@ import pytest
 from megatron_ft.control import private_file
 from megatron_ft.control.private_file import MAX_BYTES, read_private, write_private
 from megatron_ft.errors import ControlError
+from tests.helpers.disk import note_steps
 
 
 def test_it_is_the_users_alone_whatever_the_mask(tmp_path: Path) -> None:
@@ -41,6 +42,12 @@ def test_a_reader_has_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     write_private(path, b"newest")
     assert read_private(path) == b"newest", "what a writer left that died is in nobody's way"
+
+
+def test_it_has_its_name_on_the_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = note_steps(monkeypatch)
+    write_private(tmp_path / "token.json", b"secret")
+    assert steps == ["fsync token.new", "rename token.json", f"fsync {tmp_path.name}"]
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o602])

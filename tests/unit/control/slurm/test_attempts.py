@@ -10,6 +10,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.events import RankFailed
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 from megatron_ft.telemetry.jsonl import JsonlSink
+from tests.helpers.disk import note_steps
 
 ATTEMPT = Attempt(
     job_id="17", hosts=("a", "b"), exit_code=-9, asked=Asked.TO_GO_ON_LATER, iteration=4, lost_hosts=("b", "b")
@@ -56,3 +57,14 @@ def test_the_end_is_that_of_this_job(tmp_path: Path) -> None:
         (tmp_path / "slurm" / "17.json").write_text(content)
         with pytest.raises(ControlError, match=r"17\.json: damaged"):
             read_end(tmp_path, "17")
+
+
+def test_what_a_job_leaves_is_found_after_the_death_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, run = note_steps(monkeypatch), f"fsync {tmp_path.name}"
+    add_attempt(tmp_path, ATTEMPT)
+    assert steps == [run, "fsync attempts.jsonl", "fsync slurm"]
+    steps.clear()
+    leave_marker(tmp_path, "17", exit_code=0, reason="because")
+    assert steps == [run, "fsync 17.new", "rename 17.json", "fsync slurm"]
