@@ -16,7 +16,8 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
     """Within the block, a thread asks Slurm which nodes are being drained, and the job's controller to let each go.
 
     A node that the controller refuses to let go is asked for again while it is drained; why not is told once. While
-    Slurm does not answer nothing follows from it.
+    Slurm does not answer nothing follows from it. A question that is under way at the end of the block has as long as a
+    call of Slurm may take; a thread that has not ended by then is left behind, and that is told.
 
     Args:
         hosts: of the job, by node.
@@ -28,7 +29,9 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
         yield
     finally:
         is_over.set()
-        thread.join()
+        thread.join(calls.CALL_SECONDS)
+        if thread.is_alive():
+            _say(f"the question which nodes are drained did not end within {calls.CALL_SECONDS:g} s: it is left behind")
 
 
 def _watch(run_dir: Path, hosts: Sequence[str], poll_seconds: float, is_over: threading.Event) -> None:

@@ -78,3 +78,27 @@ def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsy
     said = capsys.readouterr().err
     assert said.count("unknown for now: does not answer") == 1
     assert said.count("b is drained, but node 1 does not leave: its place has nobody else") == 1
+
+
+def test_the_end_waits_for_a_question_no_longer_than_a_call_may_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_asked, may_answer, threads = threading.Event(), threading.Event(), set(threading.enumerate())
+
+    def never(_hosts: Sequence[str]) -> Sequence[str]:
+        is_asked.set()
+        assert may_answer.wait(60)
+        return []
+
+    monkeypatch.setattr(calls, "drained_hosts", never)
+    monkeypatch.setattr(calls, "CALL_SECONDS", 0.1)
+    with drains.watch_drains(Path("run"), HOSTS, poll_seconds=0.0):
+        assert is_asked.wait(60)
+    assert "which nodes are drained did not end within 0.1 s" in capsys.readouterr().err
+    may_answer.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+    monkeypatch.setattr(calls, "drained_hosts", lambda hosts: [])
+    with drains.watch_drains(Path("run"), HOSTS, poll_seconds=60.0):
+        pass
+    assert capsys.readouterr().err == "", "one that ends is not spoken of"
