@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES
+from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES, ControlError
 from tests.helpers.jobs import REPOSITORY
 from tests.helpers.programs import write_program
 from tests.helpers.slurm_cluster import wait_until
@@ -15,10 +15,15 @@ from tests.helpers.slurm_cluster import wait_until
 PROGRAMS = {
     "squeue": """\
 case $* in
-  *State*) ;;  # task 0 waits for no slot
+  *State*) # the state of task 0 and how often it was requeued; nothing where it waits for no slot
+    echo >> "$FOLDER/states"
+    [ "$(wc -l < "$FOLDER/states")" -gt "${FAILURES:-0}" ] || { echo "no answer" >&2; exit 1; }
+    echo "${STATE:-}" ;;
   *) echo >> "$FOLDER/asked"; [ "$(wc -l < "$FOLDER/asked")" -gt 1 ] || exit 1; printf '%s\\n' 0 1 2 ;;
 esac
 """,
+    "scontrol": 'echo "$*" >> "$FOLDER/requeued"\n',
+    "sleep": 'echo "$*" >> "$FOLDER/slept"\n',
     "scancel": 'echo "$*" >> "$FOLDER/cancelled"; exit 1\n',
     "python": """\
 case $* in
@@ -29,17 +34,22 @@ esac
 }
 
 
-def start(folder: Path, *, task: int) -> "subprocess.Popen[bytes]":
-    """A task of an array of three."""
+def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[bytes]":
+    """A task of an array of three.
+
+    Args:
+        variables: ``FAILURES`` and ``STATE`` of what ``squeue`` says of task 0.
+    """
     for name, body in PROGRAMS.items():
         write_program(folder, name, body)
     environment = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "MFT_"))}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "FOLDER": str(folder), "MFT_HOME": str(REPOSITORY)}
     environment |= {"MFT_PYTHON": str(folder / "python"), "MFT_INTERFACE": "eth0", "MFT_RUNS": str(folder / "runs")}
     environment |= {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
-    environment["SLURM_JOB_NAME"] = "lm"
+    environment |= {"SLURM_JOB_NAME": "lm", **variables}
     command = ["bash", str(REPOSITORY / "slurm" / "pretrain_array.sbatch"), "run.name=first"]
-    return subprocess.Popen(command, env=environment, start_new_session=True)
+    with (folder / "said").open("wb") as said:
+        return subprocess.Popen(command, env=environment, start_new_session=True, stderr=said)
 
 
 def test_a_chain_ends_after_what_would_come_again_and_after_a_run_that_is_done() -> None:
@@ -65,3 +75,33 @@ def test_a_node_whose_time_limit_nobody_can_be_told_of_stays(tmp_path: Path) -> 
     wait_until("task 0 is told", lambda: told.exists() and "--signal=USR1 17_0" in told.read_text())
     (tmp_path / "over").touch()
     assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_spare_in_the_slot_of_task_0_goes_back_when_slurm_answers_again(tmp_path: Path) -> None:
+    process = start(tmp_path, task=1, FAILURES="3", STATE="PENDING   1")
+    assert process.wait(timeout=30) == 0
+    assert (tmp_path / "requeued").read_text() == "requeue 17_1\n"
+    assert (tmp_path / "slept").read_text() == "5\n" * 3
+    assert (tmp_path / "said").read_text().count("squeue is asked again: no answer") == 1, "one line, not three"
+    assert not (tmp_path / "joined").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_node_joins_when_slurm_answers_again(tmp_path: Path) -> None:
+    process = start(tmp_path, task=1, FAILURES="3", STATE="RUNNING   1")
+    wait_until("it waits for a console", (tmp_path / "joined").exists)
+    (tmp_path / "over").touch()
+    assert process.wait(timeout=30) == 0
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_node_without_an_answer_frees_a_slot_that_may_be_that_of_task_0(tmp_path: Path) -> None:
+    process = start(tmp_path, task=1, FAILURES="1000")
+    assert process.wait(timeout=30) == ControlError.exit_code
+    said = (tmp_path / "said").read_text()
+    assert said.count("no answer") == 2
+    assert "task 1 ends, for its slot may be task 0's: squeue failed 60 times, 5 s apart: no answer" in said
+    assert len((tmp_path / "states").read_text().splitlines()) == 60
+    assert not (tmp_path / "joined").exists() and not (tmp_path / "requeued").exists()
