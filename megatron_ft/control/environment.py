@@ -130,9 +130,9 @@ def _torchrun(variables: Mapping[str, str]) -> RankEnvironment:
 
 
 def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
-    nodes = expand_nodelist(_text(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+    nodes = expand_nodelist(*_read(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    per_node = expand_counts(_text(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    per_node = expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_node) != len(nodes) or sum(per_node) != world_size:
         raise ConfigError.of(_KEY, "srun", f"tasks per node {per_node} must fit {len(nodes)} nodes, {world_size} tasks")
     if len(set(per_node)) != 1:
@@ -167,15 +167,21 @@ def _check(environment: RankEnvironment) -> None:
     )
 
 
-def expand_nodelist(text: str) -> list[str]:
+def expand_nodelist(name: str, text: str) -> list[str]:
     """Host names of a Slurm nodelist in its order, e.g. ``a[01-03,7],b`` gives ``a01 a02 a03 a7 b``.
+
+    Args:
+        name: where it was read, e.g. the variable.
 
     Raises:
         ConfigError: the text is no nodelist.
     """
-    hosts = [host for part in _split_outside_brackets(text) for host in _expand_part(part, text)]
+    try:
+        hosts = [host for part in _split_outside_brackets(text) for host in _expand_part(part)]
+    except ValueError as error:
+        raise ConfigError.of(name, text, str(error)) from None
     if not hosts:
-        raise ConfigError.of("SLURM_STEP_NODELIST", text, "must name at least one node")
+        raise ConfigError.of(name, text, "must name at least one node")
     return hosts
 
 
@@ -187,29 +193,32 @@ def _is_balanced(text: str) -> bool:
     return re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])*", text) is not None
 
 
-def _expand_part(part: str, text: str) -> list[str]:
+def _expand_part(part: str) -> list[str]:
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", part)
     if match is None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", part):
-            raise ConfigError.of("SLURM_STEP_NODELIST", text, "must be a Slurm nodelist such as node[0-3,7]")
+            raise ValueError("must be a Slurm nodelist such as node[0-3,7]")
         return [part]
     prefix, ranges, rest = match.groups()
-    numbers = [number for piece in ranges.split(",") for number in _expand_range(piece, text)]
-    return [host for number in numbers for host in _expand_part(f"{prefix}{number}{rest}", text)]
+    numbers = [number for piece in ranges.split(",") for number in _expand_range(piece)]
+    return [host for number in numbers for host in _expand_part(f"{prefix}{number}{rest}")]
 
 
-def _expand_range(piece: str, text: str) -> list[str]:
+def _expand_range(piece: str) -> list[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
     if match is None:
-        raise ConfigError.of("SLURM_STEP_NODELIST", text, f"has a range {piece!r} that is no number or low-high")
+        raise ValueError(f"has a range {piece!r} that is no number or low-high")
     first, last = match.group(1), match.group(2) or match.group(1)
     if not int(first) <= int(last) < int(first) + 1_000_000:
-        raise ConfigError.of("SLURM_STEP_NODELIST", text, f"has a range {piece!r} that does not rise")
+        raise ValueError(f"has a range {piece!r} that does not rise")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 
-def expand_counts(text: str) -> list[int]:
+def expand_counts(name: str, text: str) -> list[int]:
     """Slurm's tasks per node, e.g. ``2(x3),1`` gives ``2 2 2 1``.
+
+    Args:
+        name: where it was read, e.g. the variable.
 
     Raises:
         ConfigError: the text is no such list.
@@ -218,21 +227,25 @@ def expand_counts(text: str) -> list[int]:
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
         if match is None:
-            raise ConfigError.of("SLURM_STEP_TASKS_PER_NODE", text, "must look like 2(x3),1")
+            raise ConfigError.of(name, text, "must look like 2(x3),1")
         counts += [int(match.group(1))] * int(match.group(2) or "1")
     return counts
 
 
-def _text(variables: Mapping[str, str], *names: str) -> str:
-    """The first of ``names`` that is set."""
+def _read(variables: Mapping[str, str], *names: str) -> tuple[str, str]:
+    """The first of ``names`` that is set, and its value."""
     for name in names:
         if variables.get(name):
-            return variables[name]
+            return name, variables[name]
     raise ConfigError.of(" or ".join(names), None, "must be set by the launcher that launch.mode names")
 
 
+def _text(variables: Mapping[str, str], *names: str) -> str:
+    return _read(variables, *names)[1]
+
+
 def _number(variables: Mapping[str, str], *names: str) -> int:
-    text = _text(variables, *names)
+    name, text = _read(variables, *names)
     if not re.fullmatch(r"\d+", text):
-        raise ConfigError.of(" or ".join(names), text, "must be a whole number")
+        raise ConfigError.of(name, text, "must be a whole number")
     return int(text)

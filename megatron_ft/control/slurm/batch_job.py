@@ -87,7 +87,7 @@ class Site:
         final = values.get("MFT_FINAL_EXIT_CODE")
         return Site(
             job_id=values["SLURM_JOB_ID"],
-            hosts=tuple(expand_nodelist(values["SLURM_JOB_NODELIST"])),
+            hosts=tuple(expand_nodelist("SLURM_JOB_NODELIST", values["SLURM_JOB_NODELIST"])),
             num_spares=_number(values, "MFT_SPARE_NODES"),
             max_fruitless=_number(values, "MFT_MAX_FRUITLESS", least=1),
             on_warning=ways[values["MFT_ON_WARNING"]],

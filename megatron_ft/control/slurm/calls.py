@@ -63,15 +63,16 @@ def parse_job(text: str) -> JobView:
     return JobView(
         state=found["JobState"],
         batch_host=found.get("BatchHost", ""),
-        hosts=_hosts(found.get("NodeList", "")),
+        hosts=_hosts("NodeList", found),
         num_restarts=int(found.get("Restarts", "0")),
-        excluded=_hosts(found.get("ExcNodeList", "")),
+        excluded=_hosts("ExcNodeList", found),
     )
 
 
-def _hosts(nodes: str) -> tuple[str, ...]:
+def _hosts(field: str, found: Mapping[str, str]) -> tuple[str, ...]:
+    nodes = found.get(field, "")
     try:
-        return () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(nodes))
+        return () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(field, nodes))
     except ConfigError as error:
         raise SlurmError(f"scontrol show job: names nodes that are none: {error}") from None
 

@@ -72,7 +72,7 @@ def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocat
     job, nodes = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_JOB_NODELIST", "")
     if not job or not nodes:
         raise ConfigError.of(_KEY, "srun", "needs a Slurm allocation: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
-    hosts = tuple(expand_nodelist(nodes))
+    hosts = tuple(expand_nodelist("SLURM_JOB_NODELIST", nodes))
     if len(hosts) < most_nodes:
         constraint = f"needs {most_nodes} nodes, spares included; job {job} has {len(hosts)}: {nodes}"
         raise ConfigError.of(_KEY, "srun", constraint)

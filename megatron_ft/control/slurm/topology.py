@@ -65,7 +65,8 @@ def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
         topology: what ``scontrol show topology`` prints.
 
     Raises:
-        ConfigError: a line is of something else than a switch, or a host is on no leaf switch, or on two.
+        ConfigError: a line is of something else than a switch, or names nodes that are none, or a host is on no leaf
+            switch, or on two.
     """
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for line in filter(None, map(str.strip, topology.splitlines())):
@@ -73,13 +74,20 @@ def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
         if switch is None:
             raise _refused(f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm says: {line}")
         if switch["level"] == "0" and switch["nodes"]:
-            for host in expand_nodelist(switch["nodes"]):
+            for host in _nodes_below(switch["name"], switch["nodes"]):
                 found.get(host, []).append(switch["name"])
     for host, switches in found.items():
         if len(switches) != 1:
             shown = ", ".join(switches) or "none"
             raise _refused(f"needs one leaf switch for each node of the job; of {host} Slurm's topology has {shown}")
     return [switches[0] for switches in found.values()]
+
+
+def _nodes_below(switch: str, nodes: str) -> list[str]:
+    try:
+        return expand_nodelist("Nodes", nodes)
+    except ConfigError as error:
+        raise _refused(f"needs nodes that can be read; of switch {switch} Slurm says {error}") from None
 
 
 def summary(config: JobConfig) -> str:

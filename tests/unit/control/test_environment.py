@@ -104,22 +104,38 @@ def test_contradictions_are_refused(mode: str, change: dict[str, str | None], wo
     ],
 )
 def test_nodelists(text: str, hosts: list[str]) -> None:
-    assert expand_nodelist(text) == hosts
+    assert expand_nodelist("NODES", text) == hosts
 
 
 @pytest.mark.parametrize(
     "text", ["", "a[", "a]", "a[1-", "a[3-1]", "a[x]", "a[[1]]", "a b", "a[]", "a[0-99999999]", "$(x)"]
 )
 def test_what_is_no_nodelist(text: str) -> None:
-    with pytest.raises(ConfigError):
-        expand_nodelist(text)
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'NODES={text}: ')}(must|has)"):
+        expand_nodelist("NODES", text)
 
 
 def test_counts() -> None:
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-    assert expand_counts("8") == [8]
-    with pytest.raises(ConfigError):
-        expand_counts("2x3")
+    assert expand_counts("COUNTS", "2(x3),1") == [2, 2, 2, 1]
+    assert expand_counts("COUNTS", "8") == [8]
+    with pytest.raises(ConfigError, match="^COUNTS=2x3: must look like"):
+        expand_counts("COUNTS", "2x3")
+
+
+@pytest.mark.parametrize(
+    ("of_step", "of_job", "wrong"),
+    [
+        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "gpu[9-7]"),
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "2x3"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "six"),
+    ],
+)
+def test_an_error_names_the_variable_that_was_read(of_step: str, of_job: str, wrong: str) -> None:
+    others = {name: value for name, value in SRUN.items() if name not in (of_step, of_job)}
+    with pytest.raises(ConfigError, match=f"^{of_step}={re.escape(wrong)}: "):
+        read_environment("srun", {**others, of_step: wrong, of_job: "1"})
+    with pytest.raises(ConfigError, match=f"^{of_job}={re.escape(wrong)}: "):
+        read_environment("srun", {**others, of_job: wrong})
 
 
 FT_LAUNCHER = {

@@ -278,7 +278,7 @@ def test_a_chain_without_a_name_is_refused() -> None:
     ],
 )
 def test_a_site_that_makes_no_sense_is_refused(name: str, text: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
+    with pytest.raises(ConfigError, match=f"^{name}=.*{part}"):
         Site.read({**ALLOCATION, name: text})
 
 

@@ -30,8 +30,10 @@ def test_an_answer_that_is_none_is_refused() -> None:
 
 
 def test_nodes_that_are_none_are_refused() -> None:
-    with pytest.raises(SlurmError, match="names nodes that are none"):
+    with pytest.raises(SlurmError, match=r"names nodes that are none: NodeList=node\[1-: must be"):
         parse_job("JobId=2 JobState=RUNNING NodeList=node[1-")
+    with pytest.raises(SlurmError, match=r"names nodes that are none: ExcNodeList=node\[2-1\]: has a range"):
+        parse_job("JobId=2 JobState=PENDING NodeList=(null) ExcNodeList=node[2-1]")
 
 
 def test_nodes_that_are_drained() -> None:

@@ -36,6 +36,11 @@ def test_outside_of_an_allocation_nothing_is_started(missing: str) -> None:
         read_allocation({**JOB, missing: ""}, most_nodes=1)
 
 
+def test_an_allocation_whose_nodes_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^SLURM_JOB_NODELIST=gpu\[3-: must be a Slurm nodelist"):
+        read_allocation({**JOB, "SLURM_JOB_NODELIST": "gpu[3-"}, most_nodes=1)
+
+
 def test_an_allocation_has_room_for_spares() -> None:
     with pytest.raises(ConfigError, match="needs 5 nodes, spares included; job 17 has 4"):
         read_allocation(JOB, most_nodes=5)

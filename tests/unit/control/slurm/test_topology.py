@@ -48,6 +48,7 @@ def test_a_nodes_domain_is_its_leaf_switch() -> None:
     [
         (TREE.replace("b Level=0 LinkSpeed=1 Nodes=node2", "b Level=0 LinkSpeed=1"), "of node2 Slurm's .* has none"),
         (TREE.replace("Nodes=node2", "Nodes=node[2-3]"), "of node3 Slurm's topology has b, c"),
+        (TREE.replace("Nodes=node2", "Nodes=node[2-1]"), r"of switch b Slurm says Nodes=node\[2-1\]: has a range"),
         ("BlockName=b1 BlockIndex=0 Nodes=node[0-3] BlockSize=4\n", "topology/tree, .*: BlockName=b1"),
     ],
 )
