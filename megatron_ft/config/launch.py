@@ -101,3 +101,16 @@ class LaunchConfig:
     def may_lose_nodes(self) -> bool:
         """Whether nodes are lost, leave and join while the processes of the others live."""
         return self.keep_layout or self.fewest_nodes < self.most_nodes
+
+    @property
+    def why_nodes_change(self) -> str | None:
+        """The key by which ``may_lose_nodes`` holds, as in ``launch.min_nodes=1``; None where it does not hold."""
+        if not self.may_lose_nodes:
+            return None
+        if self.keep_layout:
+            return "launch.keep_layout=true"
+        if self.fewest_nodes < self.num_nodes:
+            return f"launch.min_nodes={self.min_nodes}"
+        if self.max_nodes is not None:
+            return f"launch.max_nodes={self.max_nodes}"
+        return f"launch.num_spare_nodes={self.num_spare_nodes}"

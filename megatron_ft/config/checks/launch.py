@@ -44,12 +44,16 @@ def check_launch(launch: LaunchConfig) -> None:
     _check_socket(launch.forkserver_socket)
     _check_most_nodes(launch)
     domains, most = len(launch.failure_domains), launch.most_nodes
-    nodes = "launch.num_nodes" if most == launch.num_nodes else "launch.max_nodes"
+    nodes = f"launch.num_nodes={launch.num_nodes}"
+    if launch.max_nodes is not None:
+        nodes = f"launch.max_nodes={launch.max_nodes}"
+    elif launch.num_spare_nodes:
+        nodes += f" and launch.num_spare_nodes={launch.num_spare_nodes}"
     require(
         domains in (0, most),
         "launch.failure_domains",
         launch.failure_domains,
-        f"must name one domain for each of {nodes}={most}, or none; it names {domains}",
+        f"must name one domain for each of {nodes}, or none; it names {domains}",
     )
     _check_domain_source(launch)
 

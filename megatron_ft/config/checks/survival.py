@@ -28,10 +28,7 @@ def check_survival(config: JobConfig) -> None:
         return
     if not changes and not launch.may_lose_nodes:
         return
-    reason = "a launch.membership_schedule"
-    if launch.may_lose_nodes:
-        grows = launch.fewest_nodes == launch.num_nodes
-        reason = f"launch.max_nodes={launch.most_nodes}" if grows else f"launch.min_nodes={launch.min_nodes}"
+    reason = launch.why_nodes_change or "a launch.membership_schedule"
     _check_covered(config, reason)
     _check_slots(config, fewest, reason)
 
@@ -58,12 +55,11 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
         require(inside, key, text, f"must name an iteration in {bounds}; iterations must not fall")
         earliest = change.before_iteration
         changes.append(change)
-    reason = "launch.keep_layout=true" if launch.keep_layout else f"launch.min_nodes={launch.min_nodes}"
     require(
         not changes or not launch.may_lose_nodes,
         key,
         launch.membership_schedule,
-        f"must be empty with {reason}: losses come from a script or from faults",
+        f"must be empty with {launch.why_nodes_change}: losses come from a script or from faults",
     )
     require(
         not changes or launch.max_restarts == 0,

@@ -61,11 +61,8 @@ def _check(trainer: Trainer, history: ScriptedHistory) -> None:
     """
     launch, iteration = trainer.job.launch, trainer.engine.iteration
     if trainer.device.type != "cpu" and (launch.may_lose_nodes or launch.membership_schedule):
-        key = "launch.min_nodes" if launch.may_lose_nodes else "launch.membership_schedule"
-        value = launch.min_nodes if launch.may_lose_nodes else launch.membership_schedule
-        raise ConfigError.of(
-            key, value, f"must be left out on {trainer.device.type}: only gloo's ranks can be lost yet"
-        )
+        why = launch.why_nodes_change or f"launch.membership_schedule={launch.membership_schedule}"
+        raise ConfigError(f"{why}: must be left out on {trainer.device.type}: only gloo's ranks can be lost yet")
     if history.next is not None and history.next.target.iteration < iteration:
         reason = f"must begin after iteration {iteration}, which the run continues from with all nodes"
         raise ConfigError.of("launch.membership_schedule", launch.membership_schedule, reason)

@@ -52,6 +52,36 @@ def test_what_is_not_covered_is_refused_by_key(asked: dict[str, Any], changes: d
         validate(job(changes | asked | {"model.num_layers": 6}))
 
 
+WHY: list[tuple[dict[str, Any], str]] = [
+    ({"launch.min_nodes": 1, "launch.max_nodes": 5, "launch.num_spare_nodes": 1}, "launch.min_nodes=1"),
+    ({"launch.max_nodes": 5, "launch.num_spare_nodes": 1}, "launch.max_nodes=5"),
+    ({"launch.min_nodes": 3, "launch.num_spare_nodes": 1}, "launch.num_spare_nodes=1"),
+    ({"launch.num_spare_nodes": 1}, "launch.num_spare_nodes=1"),
+]
+
+
+@pytest.mark.parametrize(("asked", "why"), WHY, ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"launch.mode": "torchrun"}, {"launch.membership_schedule": LOSE_ONE}], ids=["torchrun", "a script"]
+)
+def test_a_refusal_names_the_key_that_asked_for_it(asked: dict[str, Any], why: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(changes))}=.* must be .*with {why}(:|$)"):
+        validate(job(asked | changes))
+
+
+DOMAINS: list[tuple[dict[str, Any], str]] = [
+    ({}, "launch.num_nodes=3"),
+    ({"launch.num_spare_nodes": 1}, "launch.num_nodes=3 and launch.num_spare_nodes=1"),
+    ({"launch.num_spare_nodes": 1, "launch.max_nodes": 5}, "launch.max_nodes=5"),
+]
+
+
+@pytest.mark.parametrize(("asked", "nodes"), DOMAINS, ids=str)
+def test_a_domain_is_missing_of_nodes_that_some_key_gives(asked: dict[str, Any], nodes: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^launch\.failure_domains=.* one domain for each of {nodes}, or none"):
+        validate(job({**asked, "launch.failure_domains": ["a", "b"]}))
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"launch.min_nodes": 0}, "launch.min_nodes"),
     ({"launch.min_nodes": 4}, "launch.min_nodes"),
