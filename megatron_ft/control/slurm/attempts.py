@@ -34,8 +34,7 @@ class Witness:
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
         """An attempt is about to begin: it will cut off half a line that a crash left, and append."""
-        path = run_dir / _EVENTS
-        return Witness(run_dir, hosts, path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0)
+        return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
     def iteration(self) -> int:
         """The newest iteration the run has reported, by any attempt; 0 for none."""
@@ -71,13 +70,18 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
 
 
 def add_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Append one, on disk when this returns. The run's folder must be there."""
+    """Append one, on disk when this returns, in the place of half a line that the death of a machine left.
+
+    The run's folder must be there.
+    """
     path = run_dir / FOLDER / _FILE
     path.parent.mkdir(exist_ok=True)
     fsync_folder(run_dir)
     content = {**asdict(attempt), "asked": None if attempt.asked is None else attempt.asked.value}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(content) + "\n")
+    num_whole_bytes = _num_whole_bytes(path)
+    with path.open("ab") as file:
+        file.truncate(num_whole_bytes)
+        file.write(json.dumps(content).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     fsync_folder(path.parent)
@@ -128,6 +132,11 @@ def _parse(line: Mapping[str, Any]) -> Attempt:
         lost_hosts=tuple(line["lost_hosts"]),
         failed_hosts=tuple(line["failed_hosts"]),
     )
+
+
+def _num_whole_bytes(path: Path) -> int:
+    """Bytes of a log's whole lines."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def _lines(path: Path, first_byte: int) -> list[Mapping[str, Any]]:

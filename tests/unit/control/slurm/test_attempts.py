@@ -47,6 +47,14 @@ def test_attempts_are_read_as_they_were_written(tmp_path: Path) -> None:
         read_attempts(tmp_path)
 
 
+def test_half_an_attempt_spoils_no_later_one(tmp_path: Path) -> None:
+    add_attempt(tmp_path, ATTEMPT)
+    path = tmp_path / "slurm" / "attempts.jsonl"
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:20])
+    add_attempt(tmp_path, ATTEMPT)
+    assert read_attempts(tmp_path) == [ATTEMPT, ATTEMPT]
+
+
 def test_the_end_is_that_of_this_job(tmp_path: Path) -> None:
     assert read_end(tmp_path, "17") is None
     leave_marker(tmp_path, "16", exit_code=7, reason="because")
