@@ -290,6 +290,8 @@ class AlertRaised(Record):
     """What the key says."""
     iteration: int
     """Newest iteration of the run."""
+    rank: int | None = None
+    """Whose figure it is, where it is one rank's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

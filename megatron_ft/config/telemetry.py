@@ -29,3 +29,5 @@ class TelemetryConfig:
     """Alert when more windows than this are due and none was committed: peers or storage are behind; null never."""
     alert_free_disk_share: float | None = 0.05
     """Alert when less than this share of the file system of the run's folder is free; null never."""
+    alert_slowest_rank_over_median: float | None = 2.0
+    """Alert when the slowest rank takes longer than so many times the median rank for the same work; null never."""

@@ -16,6 +16,8 @@ class AlertLimits:
     """Most windows that may be due without one being committed."""
     free_disk_share: float | None = None
     """Lowest share of the run's file system that is free."""
+    slowest_rank_over_median: float | None = None
+    """Most that the slowest rank may take for the same work, over what the median rank takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,7 @@ class AlertFigures:
     stall_share: float | None = None
     windows_behind: float | None = None
     free_disk_share: float | None = None
+    slowest_rank_over_median: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class Alert:
 
 _LOWEST = ("single_loss_survival", "free_disk_share")
 """Figures whose limit is the lowest that is in order."""
-NAMES = ("single_loss_survival", "stall_share", "windows_behind", "free_disk_share")
+NAMES = ("single_loss_survival", "stall_share", "windows_behind", "free_disk_share", "slowest_rank_over_median")
 """All figures that are watched."""
 
 

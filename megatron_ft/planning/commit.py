@@ -13,6 +13,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from functools import reduce
 from typing import Any
 
+from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import TrainingStopped
 
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
@@ -58,6 +59,8 @@ class Ballot(WindowReport):
     z_loss_sum: float
     stop_requested: int = 0
     change_requested: int = 0
+    pass_seconds: float = 0.0
+    """What this rank takes for work that is the same on every rank; 0 while it does not know. Never in a vote."""
 
     def to_row(self) -> tuple[float, ...]:
         """The ballot as numbers that float64 holds exactly."""
@@ -204,6 +207,19 @@ class CommitPolicy:
     loss_spike_window: int
     loss_spike_policy: str
     loss_scaling: bool
+
+    @classmethod
+    def of(cls, config: JobConfig) -> "CommitPolicy":
+        """The policy of a job."""
+        training = config.training
+        return cls(
+            non_finite_policy=training.non_finite_policy,
+            max_consecutive_skips=training.max_consecutive_skips,
+            loss_spike_factor=training.loss_spike_factor,
+            loss_spike_window=training.loss_spike_window,
+            loss_spike_policy=training.loss_spike_policy,
+            loss_scaling=config.precision.params_dtype == "fp16",
+        )
 
     def decide(self, vote: Vote, history: History) -> Decision:
         """Commit, skip or stop."""

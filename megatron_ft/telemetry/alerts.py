@@ -5,11 +5,12 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_ft import events
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
-from megatron_ft.planning.alerts import NAMES, AlertFigures, AlertLimits, judge, windows_behind
+from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits, judge, windows_behind
 from megatron_ft.telemetry.sink import Outcome
 
 NUM_WINDOWS = 5
@@ -52,6 +53,8 @@ class AlertSink:
         self._looked: float | None = None
         self._free: float | None = None
         self._survival: float | None = None
+        self._slowest: tuple[int, float] | None = None
+        """The slowest rank, and its time over the median rank's."""
         self._seconds: deque[float] = deque(maxlen=NUM_ITERATIONS)
         self._interval: int | None = None
         self._since = 0
@@ -98,6 +101,8 @@ class AlertSink:
         self._iteration = record.iteration
         if (seconds := record.values.get("iteration_seconds")) is not None and 0.0 < float(seconds) < float("inf"):
             self._seconds.append(float(seconds))
+        over, rank = record.values.get("slowest_rank_over_median"), record.values.get("slowest_rank")
+        self._slowest = None if over is None or rank is None else (int(rank), over)
         now = record.time_unix_seconds
         if now is not None and (self._looked is None or abs(now - self._looked) >= DISK_SECONDS):
             self._looked = now
@@ -110,13 +115,19 @@ class AlertSink:
             stall_share=self._stall_share(),
             windows_behind=self._windows_behind(),
             free_disk_share=self._free,
+            slowest_rank_over_median=None if self._slowest is None else self._slowest[1],
         )
         for alert in judge(self._limits, figures):
             if alert.is_beyond != (alert.name in self._raised):
                 self._raised ^= {alert.name}
-                kind = AlertRaised if alert.is_beyond else AlertCleared
-                told = kind(alert=alert.name, value=alert.value, limit=alert.limit, iteration=self._iteration)
-                self._found.append(told)
+                self._found.append(self._told(alert))
+
+    def _told(self, alert: Alert) -> AlertRaised | AlertCleared:
+        about: dict[str, Any] = {"alert": alert.name, "value": alert.value, "limit": alert.limit}
+        if not alert.is_beyond:
+            return AlertCleared(iteration=self._iteration, **about)
+        is_of_a_rank = alert.name == "slowest_rank_over_median" and self._slowest is not None
+        return AlertRaised(iteration=self._iteration, rank=self._slowest[0] if is_of_a_rank else None, **about)
 
     def _stall_share(self) -> float | None:
         """Over the newest windows, once there are enough of them: the first one may wait for memory."""

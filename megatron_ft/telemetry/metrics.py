@@ -53,6 +53,16 @@ _ALL = (
         unit="microbatches",
         meaning="Of all pipelines' microbatches, those that only fill up an uneven division and weigh nothing.",
     ),
+    Metric(
+        name="slowest_rank",
+        unit="rank",
+        meaning="Rank that has lately taken longest for the attention of its first layer: the same work on all.",
+    ),
+    Metric(
+        name="slowest_rank_over_median",
+        unit="1",
+        meaning="What it takes for it over what the median rank takes: 1 where nobody holds the others up.",
+    ),
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})

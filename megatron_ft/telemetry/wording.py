@@ -188,10 +188,13 @@ def _ranks_restarted(record: events.RanksRestarted) -> str:
 
 def _alert(record: events.AlertRaised | events.AlertCleared) -> str:
     value, limit = record.value, record.limit
+    rank = record.rank if isinstance(record, events.AlertRaised) else None
+    who = "the slowest rank" if rank is None else f"rank {rank}"
     told = {
         "single_loss_survival": f"all experts outlive the loss of one failure domain with probability {value:.3f}",
         "stall_share": f"training waits for captures for {100 * value:.1f} % of its iterations",
         "windows_behind": f"{value:.1f} windows are due and none was committed: peers or storage are behind",
         "free_disk_share": f"{100 * value:.1f} % of the run's file system are free",
+        "slowest_rank_over_median": f"{who} takes {value:.1f} times as long as the median rank for the same work",
     }
     return f"{told.get(record.alert, record.alert)} (telemetry.alert_{record.alert}={limit:g})"

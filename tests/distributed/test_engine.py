@@ -63,6 +63,10 @@ def _scenarios() -> dict[str, Any]:
     jobs["again"] = (f"{SCENARIOS}:build_again", 2, {"overrides": {**base, **EP2, "model.hidden_dropout": 0.1}})
     jobs["overflow"] = (f"{SCENARIOS}:overflow_of_experts", 2, {})
     jobs["disagree"] = (f"{SCENARIOS}:disagree", 2, {})
+    for layout, world in (("dp3", 3), ("ep2", 2), ("pp2", 2)):
+        overrides = {**FOUR_LAYERS, **LAYOUTS[layout][1]}
+        paced = {"overrides": overrides, "slow_rank": 1, "iterations": 10}
+        jobs[f"pace:{layout}"] = (f"{SCENARIOS}:pace", world, paced)
     for kind, overrides in BALANCING.items():
         for name, world, extra in (
             ("whole", 1, {"training.micro_batch_size": 4}),
@@ -151,6 +155,17 @@ def test_a_rank_with_another_norm_is_named(outcomes: dict[str, list[Any]]) -> No
         assert rank["error_type"] == "TrainingStopped"
         assert "grad_norm" in rank["said"] and "rank 1" in rank["said"]
         assert rank["unchanged"]
+
+
+@pytest.mark.parametrize("layout", ["dp3", "ep2", "pp2"])
+def test_a_slow_rank_is_named_though_all_take_as_long(outcomes: dict[str, list[Any]], layout: str) -> None:
+    """Every rank's iterations are as long as the slow one's; only its own work tells it from those that wait."""
+    ranks = of_ranks(outcomes, f"pace:{layout}")
+    assert all(rank == ranks[0] for rank in ranks), "everybody knows the same"
+    first, *_, late, last = ranks[0]
+    assert first == {}, "one iteration says nothing"
+    for figures in (late, last):
+        assert figures["slowest_rank"] == 1 and figures["slowest_rank_over_median"] > 4.0
 
 
 @pytest.mark.parametrize(

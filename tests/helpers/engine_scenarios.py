@@ -10,10 +10,13 @@ import torch.distributed as dist
 import xxhash
 
 from megatron_ft.mcore.groups import dissolve_groups, form_groups
-from megatron_ft.mcore.model.names import named_parameters
+from megatron_ft.mcore.loop.reporting import metrics_record
+from megatron_ft.mcore.model.names import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.commit import grad_scalers
 from tests.helpers import engines
 
+SLOW_SECONDS = 0.02
+"""What a slow rank's attention takes longer: many times what it takes, on a busy machine, too."""
 SHARDED_BY_ROWS_IN_TWO = "linear_fc1."
 
 
@@ -38,6 +41,20 @@ def train(
             "load": load,
             "evaluation": evaluation,
         }
+
+
+def pace(
+    *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], slow_rank: int, iterations: int
+) -> list[dict[str, float]]:
+    """What this rank would report of everybody's pace after each iteration, while one rank's attention is slow."""
+    config = engines.micro_config(overrides, world_size=world_size)
+    with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
+        attention = unwrap(engine.model_chunks[0]).decoder.layers[0].self_attention.core_attention  # type: ignore[union-attr, operator]
+        if rank == slow_rank:
+            attention.register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
+        results = [engine.run_iteration(number) for number in range(1, iterations + 1)]
+        values = [metrics_record(config, result, engine.batch, 1.0).values for result in results]
+        return [{name: value for name, value in figures.items() if name.startswith("slowest_")} for figures in values]
 
 
 def weights(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -174,6 +174,7 @@ def check_telemetry(telemetry: TelemetryConfig) -> None:
         require(share is None or 0 < share <= 1, f"telemetry.alert_{name}", share, "must be above 0 and at most 1")
     above(0, "telemetry.alert_stall_share", telemetry.alert_stall_share)
     above(1, "telemetry.alert_windows_behind", telemetry.alert_windows_behind)
+    above(1, "telemetry.alert_slowest_rank_over_median", telemetry.alert_slowest_rank_over_median)
 
 
 def check_names(config: JobConfig) -> None:

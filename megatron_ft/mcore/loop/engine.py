@@ -22,6 +22,7 @@ from megatron_ft.mcore.checkpoint.rng import seed_rng
 from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.forward import forward_step
+from megatron_ft.mcore.loop.pace import Pace
 from megatron_ft.mcore.loop.underway import IterationResult, Prepared, Underway
 from megatron_ft.mcore.loop.undo import UndoRecord
 from megatron_ft.mcore.model.build import build_model
@@ -41,7 +42,7 @@ from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
 
-_BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
+_BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers", "_pace")
 _OPTIONAL = ("replica_gradients", "state_copies")
 
 
@@ -93,15 +94,7 @@ class TrainingEngine:
         self.boundaries = Boundaries()
         self.num_forward_passes = 0  # of a microbatch through a chunk
         self._router = router_builder(config)
-        training = config.training
-        self.policy = CommitPolicy(
-            non_finite_policy=training.non_finite_policy,
-            max_consecutive_skips=training.max_consecutive_skips,
-            loss_spike_factor=training.loss_spike_factor,
-            loss_spike_window=training.loss_spike_window,
-            loss_spike_policy=training.loss_spike_policy,
-            loss_scaling=config.precision.params_dtype == "fp16",
-        )
+        self.policy = CommitPolicy.of(config)
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -153,6 +146,7 @@ class TrainingEngine:
         self._mixture_layers = [
             m for chunk in self.model_chunks for m in chunk.modules() if isinstance(m, MixtureLayer)
         ]
+        self._pace = Pace.of(self.config, self.model_chunks, self.device)
 
     def keep_copies(self, plan: StateCopyPlan, placement: PlacementPlan) -> StateCopies:
         """Have optimizer state kept on other ranks as ``plan`` says, from the present state on; collective."""
@@ -214,6 +208,7 @@ class TrainingEngine:
             learning_rate=self._learning_rate(),
             median_loss=self.history.median_loss,
             expert_load=self._of(vote.iteration).expert_load,
+            pass_seconds=self._of(vote.iteration).pass_seconds,
         )
 
     def carry_out(self, result: IterationResult) -> None:
@@ -279,6 +274,7 @@ class TrainingEngine:
             z_loss_sum=z_loss_sum,
             stop_requested=int(self.stop_requested()),
             change_requested=int(self.change_requested()),
+            pass_seconds=self._pace.end_iteration(),
             **asdict(self.window_report()),
         )
 
@@ -288,7 +284,9 @@ class TrainingEngine:
         failpoints.hit("vote_before", iteration)
         underway = self._of(iteration)
         underway.contributed = True
-        underway.vote = self.tally(exchange(prepared.ballot, self.groups.vote))
+        ballots = exchange(prepared.ballot, self.groups.vote)
+        underway.pass_seconds = tuple(ballot.pass_seconds for ballot in ballots)
+        underway.vote = self.tally(ballots)
         failpoints.hit("vote_after", iteration)
         return underway.vote
 

@@ -21,6 +21,7 @@ from megatron_ft.planning.placement.survival import single_loss_survival
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.report import dense_plan
+from megatron_ft.planning.stragglers import slowest
 
 _PACKAGES = ("torch", "megatron-core", "numpy")
 
@@ -83,6 +84,9 @@ def metrics_record(config: JobConfig, result: IterationResult, batch: BatchPlan,
     if model.num_moe_experts:
         values["aux_loss"] = vote.aux_loss * model.moe_aux_loss_coeff
         values["z_loss"] = vote.z_loss * (model.moe_z_loss_coeff or 0.0)
+    if (last := slowest(result.pass_seconds)) is not None:
+        values["slowest_rank"] = last.rank
+        values["slowest_rank_over_median"] = last.over_median
     return Metrics(iteration=vote.iteration, values=values)
 
 

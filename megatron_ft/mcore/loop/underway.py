@@ -31,6 +31,8 @@ class IterationResult:
     """Median of the committed losses before it; NaN where there are none."""
     expert_load: torch.Tensor | None = None
     """Tokens per expert over the job: int64 [num_layers, num_moe_experts], CPU; None where nobody wants them."""
+    pass_seconds: tuple[float, ...] = ()
+    """By rank, as its ballot says it."""
 
 
 @dataclass(kw_only=True)
@@ -45,6 +47,8 @@ class Underway:
     """Whether this rank has given its ballot: from then on others may have settled the vote."""
     vote: Vote | None = None
     """Once it is settled here."""
+    pass_seconds: tuple[float, ...] = ()
+    """By rank, as the ballots of that vote say it."""
     update: Literal["none", "begun", "done"] = "none"
     """Of master weights, moments and compute weights."""
 

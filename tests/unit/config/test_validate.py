@@ -134,6 +134,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"telemetry.alert_free_disk_share": 0.0}, "telemetry.alert_free_disk_share"),
     ({"telemetry.alert_stall_share": 0.0}, "telemetry.alert_stall_share"),
     ({"telemetry.alert_windows_behind": 1.0}, "telemetry.alert_windows_behind"),
+    ({"telemetry.alert_slowest_rank_over_median": 1.0}, "telemetry.alert_slowest_rank_over_median"),
     ({"checkpoint.keep_last": -1}, "checkpoint.keep_last"),
     ({"dry_run_format": "xml"}, "dry_run_format"),
 ]

@@ -6,7 +6,9 @@ from hypothesis import strategies as some
 
 from megatron_ft.planning.alerts import NAMES, AlertFigures, AlertLimits, judge, windows_behind
 
-LIMITS = AlertLimits(single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1)
+LIMITS = AlertLimits(
+    single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1, slowest_rank_over_median=2.0
+)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +18,7 @@ LIMITS = AlertLimits(single_loss_survival=1.0, stall_share=0.05, windows_behind=
         ("stall_share", 0.05, 0.051),
         ("windows_behind", 3.0, 3.1),
         ("free_disk_share", 0.1, 0.09),
+        ("slowest_rank_over_median", 2.0, 2.1),
     ],
 )
 def test_each_figure_has_its_side(name: str, in_order: float, beyond: float) -> None:

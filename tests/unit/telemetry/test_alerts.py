@@ -8,7 +8,7 @@ import pytest
 from megatron_ft import events
 from megatron_ft.config.job import JobConfig
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
-from megatron_ft.planning.alerts import AlertLimits
+from megatron_ft.planning.alerts import NAMES, AlertLimits
 from megatron_ft.telemetry.alerts import DISK_SECONDS, NUM_WINDOWS, AlertSink, free_share, limits_of
 from megatron_ft.telemetry.read import read_events
 from megatron_ft.telemetry.sinks import open_sinks
@@ -16,7 +16,9 @@ from megatron_ft.telemetry.wording import note
 
 from .conftest import RUN_STARTED, FakeClock, metrics_record
 
-LIMITS = AlertLimits(single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1)
+LIMITS = AlertLimits(
+    single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1, slowest_rank_over_median=2.0
+)
 
 
 class Disk:
@@ -115,7 +117,7 @@ def test_limits_are_those_of_the_keys(config: JobConfig) -> None:
     config.telemetry.alert_stall_share = None
     config.telemetry.alert_free_disk_share = 0.25
     assert limits_of(config.telemetry) == AlertLimits(
-        single_loss_survival=1.0, windows_behind=3.0, free_disk_share=0.25
+        single_loss_survival=1.0, windows_behind=3.0, free_disk_share=0.25, slowest_rank_over_median=2.0
     )
 
 
@@ -146,7 +148,24 @@ def test_alerts_reach_the_files_and_the_terminal(config: JobConfig, tmp_path: Pa
     assert "+ no longer an alert" in stream.getvalue()
 
 
-@pytest.mark.parametrize("name", ["single_loss_survival", "stall_share", "windows_behind", "free_disk_share"])
+def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
+    def paced(iteration: int, over: float, rank: int = 3) -> Metrics:
+        return Metrics(iteration=iteration, values={"slowest_rank": rank, "slowest_rank_over_median": over})
+
+    sink.write(paced(1, 1.9))
+    sink.write(paced(2, 2.5))
+    (raised,) = sink.take_found()
+    assert isinstance(raised, AlertRaised) and (raised.rank, raised.value, raised.iteration) == (3, 2.5, 2)
+    said = note(raised)
+    assert said is not None and "rank 3 takes 2.5 times as long as the median rank" in said.text
+    assert told(sink, trained(3), paced(4, 4.0, rank=1)) == [], "it stands already"
+    assert told(sink, paced(5, 1.2)) == [("alert_cleared", "slowest_rank_over_median", 1.2)]
+    sink.write(placed(0.5))
+    (other,) = sink.take_found()
+    assert isinstance(other, AlertRaised) and other.rank is None
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_alert_has_words_and_names_its_key(name: str) -> None:
     said = note(AlertRaised(alert=name, value=0.25, limit=0.5, iteration=3))
     assert said is not None and f"(telemetry.alert_{name}=0.5)" in said.text and len(said.text) > 60
