@@ -56,7 +56,7 @@ class Steps:
         is_first_time, self._highest = self._iteration > self._highest, max(self._highest, self._iteration)
         figures, self._figures = self._figures, {}
         if not figures:
-            if is_first_time:
+            if is_first_time and self._iteration <= self._sent:
                 self.run.hand_out()  # it is in the step that the tracker has of this iteration
             return None
         return Step(iteration=self._iteration, figures=figures | self.run.hand_out())

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import pytest
+
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record
 from megatron_ft.telemetry.steps import Step, Steps
 from tests.unit.telemetry.test_goodput import decided, failed, started, trained
@@ -50,6 +52,15 @@ def test_what_was_sent_is_not_given_again_and_what_was_not_is_replaced() -> None
     found = taken(steps, [*train(4, 4, 8.0), changed, *train(6, 6, 8.0)])
     assert iterations(found) == [5] and found[0].figures["loss"] == 9.0, "the 5 that was lost is void"
     assert "recovery/window_seconds" in found[0].figures, "iteration 4 brought it, and could not take it along"
+
+
+def test_a_recovery_whose_iteration_is_void_is_told_with_the_next() -> None:
+    steps = Steps(sent=0)
+    first = [started(0.0), *train(1, 4, 0.0), failed(5.0), decided(6.0, 4), *train(5, 5, 8.0)]
+    again = [failed(15.0), decided(16.0, 4), *train(5, 6, 20.0)]
+    *_, fifth = taken(steps, [*first, *again])
+    assert fifth.iteration == 5
+    assert fifth.figures["recovery/window_seconds"] == pytest.approx(steps.run.goodput.recovery_seconds)
 
 
 def test_a_start_that_goes_back_voids_the_iteration_at_hand_and_one_that_does_not_completes_it() -> None:
