@@ -1,0 +1,36 @@
+"""A rank's pace on a GPU is the time of its work there, not of the calls that start it."""
+
+import time
+
+import torch
+
+from megatron_ft.mcore.loop.pace import MIN_ITERATIONS, Pace, StreamClock
+
+
+class Products(torch.nn.Module):
+    """So many products of large matrices, one after the other."""
+
+    def forward(self, matrix: torch.Tensor, count: int) -> torch.Tensor:
+        for _ in range(count):
+            matrix = (matrix @ matrix).clamp(-1.0, 1.0)
+        return matrix
+
+
+def pace_of(matrix: torch.Tensor, count: int) -> float:
+    work = Products()
+    pace = Pace(work, StreamClock())
+    said = 0.0
+    for _ in range(2 * MIN_ITERATIONS):
+        work(matrix, count)
+        said = pace.end_iteration()
+    return said
+
+
+def test_it_is_the_time_on_the_stream() -> None:
+    matrix = torch.rand((4096, 4096), device="cuda")
+    few, many = pace_of(matrix, 2), pace_of(matrix, 20)
+    assert many > 3.0 * few > 0.0
+    began = time.perf_counter()
+    Products()(matrix, 20)
+    torch.cuda.synchronize()
+    assert many < 2.0 * (time.perf_counter() - began)
