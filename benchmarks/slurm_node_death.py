@@ -44,6 +44,11 @@ TRIALS: dict[str, Callable[[Lab, str], Trial]] = {
         lab, name, dead_node(1), is_array=True
     ),
     "a drained node": lambda lab, name: replicas(lab, name, drained(4)),
+    "an array: a dead node while slurmctld is dead": lambda lab, name: replicas(
+        lab, name, without_slurmctld(3), is_array=True
+    ),
+    "an array: a partition from which the node wakes": lambda lab, name: replicas(lab, name, zombie(2), is_array=True),
+    "an array: a drained node": lambda lab, name: replicas(lab, name, drained(4), is_array=True),
 }
 QUICK_NODES = 2
 """Of the quick variant's only job, two stages and a spare."""

@@ -196,8 +196,9 @@ def without_slurmctld(node: int) -> Callable[[SlurmJob, Trial], None]:
     """The same while slurmctld is dead; it comes back before the job ends."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
+        host = job.host_of(node)
         job.cluster.stop_controller()
-        job.cluster.kill_node(job.host_of(node))
+        job.cluster.kill_node(host)
         changed = lambda: [c for c in job.records("membership_changed") if node not in c["nodes"]]  # noqa: E731
         wait_until("the others go on", changed, seconds=REFORM_SECONDS)
         reached = job.iteration
@@ -213,12 +214,13 @@ def zombie(node: int) -> Callable[[SlurmJob, Trial], None]:
     """A node is cut off, the others go on, it comes back while its ranks live: they must not matter, and end."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
-        before = ranks_on(job.cluster, node)
+        host = job.host_of(node)
+        before = ranks_on(job.cluster, host)
         trial.require(before, "no rank was seen on the node")
-        job.cluster.cut(node)
+        job.cluster.cut(host)
         await_change(job, without=node)
         trial.require(any(process.is_running() for process in before), "its ranks had ended before it came back")
-        job.cluster.heal(node)
+        job.cluster.heal(host)
         gone = lambda: not any(process.is_running() for process in before)  # noqa: E731
         wait_until("what ran on the node has ended", gone, seconds=REFORM_SECONDS)
 
@@ -229,7 +231,7 @@ def drained(node: int) -> Callable[[SlurmJob, Trial], None]:
     """An administrator drains a node."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
-        job.cluster.run("scontrol", "update", f"nodename=node{node}", "state=drain", "reason=test")
+        job.cluster.run("scontrol", "update", f"nodename=node{job.host_of(node)}", "state=drain", "reason=test")
         await_change(job, without=node)
         trial.require(not job.records("node_lost") and not job.records("rank_failed"), "something was lost")
 
@@ -242,9 +244,9 @@ def await_change(job: SlurmJob, *, without: int) -> None:
     wait_until(f"the others go on without node {without}", changed, seconds=REFORM_SECONDS)
 
 
-def ranks_on(cluster: SlurmCluster, node: int) -> list[Any]:
-    """Processes of ranks: children of the node's fork server."""
-    servers = [process for process in cluster.processes(node) if "forkserver" in " ".join(process.cmdline())]
+def ranks_on(cluster: SlurmCluster, host: int) -> list[Any]:
+    """Processes of ranks: children of the fork server there."""
+    servers = [process for process in cluster.processes(host) if "forkserver" in " ".join(process.cmdline())]
     return [child for server in servers for child in server.children(recursive=True)]
 
 

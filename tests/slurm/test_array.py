@@ -72,6 +72,21 @@ def test_a_spare_in_the_queue_takes_the_place_of_a_node_that_dies(cluster: Slurm
     assert array.end()["exit_code"] == 130
 
 
+def test_a_node_that_is_drained_leaves_well(cluster: SlurmCluster, tmp_path: Path) -> None:
+    array = submit_array(
+        cluster, Site(tmp_path, dummy="run_surviving"), [*LOSES_NODES, "launch.min_nodes=2", LONG], tasks="0-3"
+    )
+    array.await_records("started", 4)
+    host = array.hosts()[2]
+    cluster.run("scontrol", "update", f"nodename=node{host}", "state=drain", "reason=test")
+    (left,) = array.await_records("left", 1)
+    assert left["leaving"] == [2]
+    assert array.tasks() == dict.fromkeys(range(4), "RUNNING"), "its task waits for the end"
+    assert f"node{host} is drained: node 2 leaves" in array.log.read_text()
+    array.stop(0)
+    assert array.end()["exit_code"] == 130
+
+
 def test_the_next_console_goes_on_with_the_nodes_that_are_there(cluster: SlurmCluster, tmp_path: Path) -> None:
     overrides = [*KEEPS_LAYOUT, "training.train_iterations=500"]
     array = submit_array(cluster, Site(tmp_path, dummy="run_surviving", spares=1), overrides, tasks="0-3%3")

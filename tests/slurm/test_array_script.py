@@ -1,10 +1,12 @@
 """``slurm/pretrain_array.sbatch`` where Slurm's commands fail: they follow a script, no cluster is needed."""
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES, ControlError
@@ -28,7 +30,9 @@ esac
     "python": """\
 case $* in
   *join_main*) touch "$FOLDER/joined"; until [ -e "$FOLDER/over" ]; do read -rt 0.05 <> <(:) || true; done; exit 0 ;;
-  *) exit 7 ;;
+  *control.slurm.drains*) # what it waits with ends by itself: nobody is left behind
+    echo $$ > "$FOLDER/watcher.new"; mv "$FOLDER/watcher.new" "$FOLDER/watcher"; exec "$SLEEP" 60 ;;
+  *) until [ -e "$FOLDER/watcher" ]; do read -rt 0.05 <> <(:) || true; done; exit 7 ;;
 esac
 """,
 }
@@ -43,7 +47,12 @@ def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[byt
     for name, body in PROGRAMS.items():
         write_program(folder, name, body)
     environment = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "MFT_"))}
-    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "FOLDER": str(folder), "MFT_HOME": str(REPOSITORY)}
+    environment |= {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "FOLDER": str(folder),
+        "SLEEP": shutil.which("sleep"),
+        "MFT_HOME": str(REPOSITORY),
+    }
     environment |= {"MFT_PYTHON": str(folder / "python"), "MFT_INTERFACE": "eth0", "MFT_RUNS": str(folder / "runs")}
     environment |= {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
     environment |= {"SLURM_JOB_NAME": "lm", **variables}
@@ -63,6 +72,8 @@ def test_the_rest_is_cancelled_when_slurm_answers_again(tmp_path: Path) -> None:
     wait_until("a node waits for the console", (tmp_path / "joined").exists)
     assert process.wait(timeout=30) == 7
     (tmp_path / "over").touch()  # Slurm would have ended it
+    watcher = int((tmp_path / "watcher").read_text())
+    wait_until("nobody asks which nodes are drained", lambda: not psutil.pid_exists(watcher))
     assert (tmp_path / "cancelled").read_text().splitlines()[-2:] == ["--quiet 17_1", "--quiet 17_2"]
 
 

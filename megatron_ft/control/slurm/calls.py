@@ -121,6 +121,29 @@ def parse_drained(text: str) -> list[str]:
     return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
 
 
+def array_hosts(job_id: str) -> dict[int, str]:
+    """Host of each task of an array that runs, by its index; of an array with one node for each task.
+
+    Raises:
+        SlurmError: the array is unknown, or Slurm does not answer.
+    """
+    return parse_array_hosts(
+        _call(["squeue", "--noheader", "--array", f"--job={job_id}", "--states=RUNNING", "--format=%K %N"])
+    )
+
+
+def parse_array_hosts(text: str) -> dict[int, str]:
+    """What ``squeue --array --format='%K %N'`` says of tasks that run.
+
+    Raises:
+        SlurmError: a line is no index and a host.
+    """
+    pairs = [line.split() for line in text.splitlines()]
+    if strange := [pair for pair in pairs if len(pair) != 2 or not (pair[0].isascii() and pair[0].isdigit())]:
+        raise SlurmError(f"squeue: names no task and its host: {' '.join(strange[0])[:200]!r}")
+    return {int(index): host for index, host in pairs}
+
+
 def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
     """Run a command of Slurm to its end, whatever it says.
 

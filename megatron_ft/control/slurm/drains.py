@@ -1,29 +1,38 @@
-"""Nodes that Slurm's administrators want back leave a running job well, where the job can let them go."""
+"""Nodes that Slurm's administrators want back leave a running job well, where the job can let them go.
 
+In an allocation this is a thread of the batch script's process. An array has it as a process beside its console:
+``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID --poll-seconds 60``, until it is killed.
+"""
+
+import argparse
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_ft.control.operating import JobNotRunning, Operator
 from megatron_ft.control.slurm import calls
 from megatron_ft.errors import ControlError
 
+_Hosts = Callable[[], Mapping[int, str]]
+"""Asks where each node of the job is; may raise SlurmError."""
+
 
 @contextlib.contextmanager
 def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
     """Within the block, a thread asks Slurm which nodes are being drained, and the job's controller to let each go.
 
-    A node that the controller refuses to let go is asked for again while it is drained; why not is told once. While
-    Slurm does not answer nothing follows from it. A question that is under way at the end of the block has as long as a
-    call of Slurm may take; a thread that has not ended by then is left behind, and that is told.
+    A question that is under way at the end of the block has as long as a call of Slurm may take; a thread that has not
+    ended by then is left behind, and that is told.
 
     Args:
         hosts: of the job, by node.
     """
     is_over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(run_dir, hosts, poll_seconds, is_over), daemon=True)
+    known = dict(enumerate(hosts))
+    thread = threading.Thread(target=_watch, args=(run_dir, lambda: known, poll_seconds, is_over), daemon=True)
     thread.start()
     try:
         yield
@@ -34,13 +43,15 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
             _say(f"the question which nodes are drained did not end within {calls.CALL_SECONDS:g} s: it is left behind")
 
 
-def _watch(run_dir: Path, hosts: Sequence[str], poll_seconds: float, is_over: threading.Event) -> None:
-    leaving: set[str] = set()
-    refused: dict[str, str] = {}
+def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading.Event) -> None:
+    """A node that the controller refuses to let go is asked for again while it is drained; why not is told once. While
+    Slurm does not answer nothing follows from it."""
+    leaving: set[int] = set()
+    refused: dict[int, str] = {}
     is_silent = False
     while not is_over.wait(poll_seconds):
         try:
-            drained = calls.drained_hosts(hosts)
+            drained = _drained(hosts())
             is_silent = False
         except calls.SlurmError as error:
             if not is_silent:
@@ -48,19 +59,26 @@ def _watch(run_dir: Path, hosts: Sequence[str], poll_seconds: float, is_over: th
             is_silent = True
             continue
         leaving.intersection_update(drained)
-        for host in [host for host in drained if host not in leaving]:
-            node = list(hosts).index(host)
+        for node, host in drained.items():
+            if node in leaving:
+                continue
             try:
                 _drain(run_dir, node)
             except JobNotRunning:  # it begins, or ends
                 continue
             except ControlError as error:
-                if refused.get(host) != str(error):
-                    refused[host] = str(error)
+                if refused.get(node) != str(error):
+                    refused[node] = str(error)
                     _say(f"{host} is drained, but node {node} does not leave: {error}")
                 continue
-            leaving.add(host)
+            leaving.add(node)
             _say(f"{host} is drained: node {node} leaves at the next iteration boundary")
+
+
+def _drained(hosts: Mapping[int, str]) -> Mapping[int, str]:
+    """Those nodes of the job whose hosts are."""
+    drained = set(calls.drained_hosts(list(dict.fromkeys(hosts.values())))) if hosts else set()
+    return {node: host for node, host in hosts.items() if host in drained}
 
 
 def _drain(run_dir: Path, node: int) -> None:
@@ -70,3 +88,20 @@ def _drain(run_dir: Path, node: int) -> None:
 
 def _say(text: str) -> None:
     print(f"slurm: {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of an array's process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
+    parser.add_argument("--array", required=True, help="id of the Slurm array whose tasks are the nodes")
+    parser.add_argument("--poll-seconds", type=float, default=60.0, help="how often Slurm is asked")
+    chosen = parser.parse_args(arguments)
+    if not 1.0 <= chosen.poll_seconds <= threading.TIMEOUT_MAX:
+        parser.error(f"--poll-seconds={chosen.poll_seconds:g}: must be at least 1 (MFT_DRAIN_POLL_SECONDS)")
+    _watch(chosen.run_dir, partial(calls.array_hosts, chosen.array), chosen.poll_seconds, threading.Event())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,7 +23,7 @@ class Play:
         self.is_over = threading.Event()
 
     def drained_hosts(self, hosts: Sequence[str]) -> Sequence[str]:
-        assert hosts == HOSTS
+        assert tuple(hosts) == HOSTS
         answer = self.answers.pop(0)
         if not self.answers:
             self.is_over.set()
@@ -48,7 +48,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
     """The nodes that the controller was asked to let go."""
     monkeypatch.setattr(calls, "drained_hosts", play.drained_hosts)
     monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
-    drains._watch(Path("run"), HOSTS, 0.0, play.is_over)
+    drains._watch(Path("run"), lambda: dict(enumerate(HOSTS)), 0.0, play.is_over)
     return play.asked
 
 
@@ -78,6 +78,29 @@ def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsy
     said = capsys.readouterr().err
     assert said.count("unknown for now: does not answer") == 1
     assert said.count("b is drained, but node 1 does not leave: its place has nobody else") == 1
+
+
+def test_a_node_that_comes_back_elsewhere_may_be_drained_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [{7: "a", 8: "b"}, {8: "b"}, {7: "c", 8: "b"}, {}]
+    play, is_over = Play([], []), threading.Event()
+
+    def hosts() -> dict[int, str]:
+        found = places.pop(0)
+        if not places:
+            is_over.set()
+        return found
+
+    monkeypatch.setattr(calls, "drained_hosts", lambda hosts: [host for host in hosts if host in "ac"])
+    monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
+    drains._watch(Path("run"), hosts, 0.0, is_over)
+    assert play.asked == [7, 7]
+
+
+def test_a_pause_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for pause in ("0", "nan", "inf"):
+        with pytest.raises(SystemExit):
+            drains.main(["run", "--array", "17", "--poll-seconds", pause])
+        assert "MFT_DRAIN_POLL_SECONDS" in capsys.readouterr().err
 
 
 def test_the_end_waits_for_a_question_no_longer_than_a_call_may_take(
