@@ -291,7 +291,9 @@ class AlertRaised(Record):
     iteration: int
     """Newest iteration of the run."""
     rank: int | None = None
-    """Whose figure it is, where it is one rank's."""
+    """Whose figure it is, where it is one rank's: its number among those that train now."""
+    node: int | None = None
+    """The node of that rank, by its number since the job began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

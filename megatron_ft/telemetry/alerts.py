@@ -17,6 +17,7 @@ NUM_WINDOWS = 5
 """Windows that the share of waiting is taken over."""
 NUM_ITERATIONS = 20
 """Iterations that their time is taken from."""
+_SLOWEST = ("slowest_rank", "slowest_node", "slowest_rank_over_median")
 DISK_SECONDS = 30.0
 """From one look at the disk to the next."""
 
@@ -53,8 +54,8 @@ class AlertSink:
         self._looked: float | None = None
         self._free: float | None = None
         self._survival: float | None = None
-        self._slowest: tuple[int, float] | None = None
-        """The slowest rank, and its time over the median rank's."""
+        self._slowest: dict[str, float] | None = None
+        """The slowest rank, its node, and its time over the median rank's."""
         self._seconds: deque[float] = deque(maxlen=NUM_ITERATIONS)
         self._interval: int | None = None
         self._since = 0
@@ -101,8 +102,8 @@ class AlertSink:
         self._iteration = record.iteration
         if (seconds := record.values.get("iteration_seconds")) is not None and 0.0 < float(seconds) < float("inf"):
             self._seconds.append(float(seconds))
-        over, rank = record.values.get("slowest_rank_over_median"), record.values.get("slowest_rank")
-        self._slowest = None if over is None or rank is None else (int(rank), over)
+        known = {name: value for name, value in record.values.items() if name in _SLOWEST}
+        self._slowest = known if len(known) == len(_SLOWEST) else None
         now = record.time_unix_seconds
         if now is not None and (self._looked is None or abs(now - self._looked) >= DISK_SECONDS):
             self._looked = now
@@ -115,7 +116,7 @@ class AlertSink:
             stall_share=self._stall_share(),
             windows_behind=self._windows_behind(),
             free_disk_share=self._free,
-            slowest_rank_over_median=None if self._slowest is None else self._slowest[1],
+            slowest_rank_over_median=None if self._slowest is None else self._slowest["slowest_rank_over_median"],
         )
         for alert in judge(self._limits, figures):
             if alert.is_beyond != (alert.name in self._raised):
@@ -126,8 +127,9 @@ class AlertSink:
         about: dict[str, Any] = {"alert": alert.name, "value": alert.value, "limit": alert.limit}
         if not alert.is_beyond:
             return AlertCleared(iteration=self._iteration, **about)
-        is_of_a_rank = alert.name == "slowest_rank_over_median" and self._slowest is not None
-        return AlertRaised(iteration=self._iteration, rank=self._slowest[0] if is_of_a_rank else None, **about)
+        if alert.name == "slowest_rank_over_median" and self._slowest is not None:
+            about |= {"rank": int(self._slowest["slowest_rank"]), "node": int(self._slowest["slowest_node"])}
+        return AlertRaised(iteration=self._iteration, **about)
 
     def _stall_share(self) -> float | None:
         """Over the newest windows, once there are enough of them: the first one may wait for memory."""

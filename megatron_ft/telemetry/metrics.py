@@ -59,9 +59,14 @@ _ALL = (
         meaning="Rank that has lately taken longest for the attention of its first layer: the same work on all.",
     ),
     Metric(
+        name="slowest_node",
+        unit="node",
+        meaning="Its node, by the number that it has had since the job began: ranks are numbered anew as nodes change.",
+    ),
+    Metric(
         name="slowest_rank_over_median",
         unit="1",
-        meaning="What it takes for it over what the median rank takes: 1 where nobody holds the others up.",
+        meaning="What it takes for it over what the (lower) median rank takes: about 1 where nobody is slower alone.",
     ),
 )
 

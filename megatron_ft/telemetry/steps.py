@@ -43,7 +43,7 @@ class Steps:
                 complete = self._go_back(record.resumed_from_iteration or 0)
             case events.MembershipChanged() | events.RecoveryDecided():
                 if record.iteration < self._iteration:
-                    self._go_back(record.iteration)
+                    self._forget(record.iteration)
             case Metrics() | ExpertLoad() | Evaluation():
                 complete = self._advance(record.iteration)
         self.run.take(record)
@@ -67,8 +67,12 @@ class Steps:
         complete, self._iteration = self.finish(), iteration
         return complete
 
+    def _forget(self, iteration: int) -> None:
+        """A living job goes on after ``iteration``: the one at hand is void, and the tracker was never given it."""
+        self._figures, self._iteration = {}, iteration
+
     def _go_back(self, iteration: int) -> Step | None:
-        """Training goes on after ``iteration``; what was told of later ones is void."""
+        """A started job goes on after ``iteration``; what was told of later ones is void."""
         if self._iteration > iteration:
             self._figures = {}
         complete, self._iteration = self.finish(), min(self._iteration, iteration)

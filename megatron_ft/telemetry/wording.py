@@ -189,7 +189,7 @@ def _ranks_restarted(record: events.RanksRestarted) -> str:
 def _alert(record: events.AlertRaised | events.AlertCleared) -> str:
     value, limit = record.value, record.limit
     rank = record.rank if isinstance(record, events.AlertRaised) else None
-    who = "the slowest rank" if rank is None else f"rank {rank}"
+    who = "the slowest rank" if rank is None else f"rank {rank} on node {record.node}"
     told = {
         "single_loss_survival": f"all experts outlive the loss of one failure domain with probability {value:.3f}",
         "stall_share": f"training waits for captures for {100 * value:.1f} % of its iterations",

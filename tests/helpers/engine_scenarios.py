@@ -53,7 +53,9 @@ def pace(
         if rank == slow_rank:
             attention.register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
         results = [engine.run_iteration(number) for number in range(1, iterations + 1)]
-        values = [metrics_record(config, result, engine.batch, 1.0).values for result in results]
+        values = [
+            metrics_record(config, result, engine.batch, 1.0, range(10, 10 + world_size)).values for result in results
+        ]
         return [{name: value for name, value in figures.items() if name.startswith("slowest_")} for figures in values]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES, ControlError
+from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError
 from tests.helpers.jobs import REPOSITORY
 from tests.helpers.programs import write_program
 from tests.helpers.slurm_cluster import wait_until
@@ -75,6 +75,15 @@ def test_the_rest_is_cancelled_when_slurm_answers_again(tmp_path: Path) -> None:
     watcher = int((tmp_path / "watcher").read_text())
     wait_until("nobody asks which nodes are drained", lambda: not psutil.pid_exists(watcher))
     assert (tmp_path / "cancelled").read_text().splitlines()[-2:] == ["--quiet 17_1", "--quiet 17_2"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("pause", ["0", "abc", "1.5", "99999999"])
+def test_a_pause_that_is_none_is_refused_before_anything_starts(tmp_path: Path, pause: str) -> None:
+    process = start(tmp_path, task=0, MFT_DRAIN_POLL_SECONDS=pause)
+    assert process.wait(timeout=30) == ConfigError.exit_code
+    assert f"MFT_DRAIN_POLL_SECONDS={pause}: must be a whole number" in (tmp_path / "said").read_text()
+    assert not (tmp_path / "joined").exists() and not (tmp_path / "watcher").exists()
 
 
 @pytest.mark.timeout(60)

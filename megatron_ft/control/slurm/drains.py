@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ft.control.operating import JobNotRunning, Operator
 from megatron_ft.control.slurm import calls
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import MegatronFtError
 
 _Hosts = Callable[[], Mapping[int, str]]
 """Asks where each node of the job is; may raise SlurmError."""
@@ -25,7 +25,7 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
     """Within the block, a thread asks Slurm which nodes are being drained, and the job's controller to let each go.
 
     A question that is under way at the end of the block has as long as a call of Slurm may take; a thread that has not
-    ended by then is left behind, and that is told.
+    ended by then is left behind, and that is told. It asks the controller for nothing any more.
 
     Args:
         hosts: of the job, by node.
@@ -62,11 +62,13 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
         for node, host in drained.items():
             if node in leaving:
                 continue
+            if is_over.is_set():  # the numbers are of a console that has ended
+                return
             try:
                 _drain(run_dir, node)
             except JobNotRunning:  # it begins, or ends
                 continue
-            except ControlError as error:
+            except (MegatronFtError, OSError) as error:
                 if refused.get(node) != str(error):
                     refused[node] = str(error)
                     _say(f"{host} is drained, but node {node} does not leave: {error}")

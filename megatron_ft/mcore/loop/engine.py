@@ -42,7 +42,7 @@ from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
 
-_BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers", "_pace")
+_BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
 _OPTIONAL = ("replica_gradients", "state_copies")
 
 
@@ -94,6 +94,7 @@ class TrainingEngine:
         self.boundaries = Boundaries()
         self.num_forward_passes = 0  # of a microbatch through a chunk
         self._router = router_builder(config)
+        self._pace = Pace.on(device)
         self.policy = CommitPolicy.of(config)
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class TrainingEngine:
         self._mixture_layers = [
             m for chunk in self.model_chunks for m in chunk.modules() if isinstance(m, MixtureLayer)
         ]
-        self._pace = Pace.of(self.config, self.model_chunks, self.device)
+        self._pace.watch(self.model_chunks)
 
     def keep_copies(self, plan: StateCopyPlan, placement: PlacementPlan) -> StateCopies:
         """Have optimizer state kept on other ranks as ``plan`` says, from the present state on; collective."""

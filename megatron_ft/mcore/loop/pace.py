@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.model.names import unwrap
 
 NUM_ITERATIONS = 16
@@ -60,29 +59,37 @@ class StreamClock:
 
 
 class Pace:
-    """Times one module's forward passes, iteration by iteration.
+    """Times forward passes of a rank's training, iteration by iteration, whatever model it has.
 
     Args:
-        module: what is timed; None says that nothing is.
-        clock: what times it.
+        clock: what times them.
     """
 
-    def __init__(self, module: torch.nn.Module | None, clock: Clock) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began: Any = None
         self._passes: list[tuple[Any, Any]] = []
         self._iterations: deque[float] = deque(maxlen=NUM_ITERATIONS)
-        if module is not None:
-            module.register_forward_pre_hook(self._begin)
-            module.register_forward_hook(self._end)
 
     @classmethod
-    def of(cls, config: JobConfig, model_chunks: Sequence[torch.nn.Module], device: torch.device) -> "Pace":
-        """That of a rank with ``model_chunks``, bottom first; unknown where attention waits for other ranks."""
+    def on(cls, device: torch.device) -> "Pace":
+        """That of a rank that computes on ``device``."""
+        return cls(StreamClock() if device.type == "cuda" else WallClock())
+
+    def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:
+        """From now on the rank's model is this one, bottom first: what earlier ones took still counts.
+
+        Nothing is timed where attention waits for other ranks.
+        """
+        self._began, self._passes = None, []
         layers = [layer for chunk in model_chunks for layer in unwrap(chunk).decoder.layers]  # type: ignore[union-attr, operator]
-        is_alone = config.parallel.context_parallel_size == 1
-        module = layers[0].self_attention.core_attention if layers and is_alone else None
-        return cls(module, StreamClock() if device.type == "cuda" else WallClock())
+        if layers and layers[0].config.context_parallel_size == 1:
+            self.time(layers[0].self_attention.core_attention)
+
+    def time(self, module: torch.nn.Module) -> None:
+        """Time the forward passes of ``module`` while it trains."""
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end)
 
     def end_iteration(self) -> float:
         """Seconds of a forward pass, median of the newest iterations' medians; 0.0 while there are too few of them.
@@ -95,7 +102,9 @@ class Pace:
         return statistics.median(self._iterations) if len(self._iterations) >= MIN_ITERATIONS else 0.0
 
     def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
-        self._began = self._clock.mark()
+        self._began = self._clock.mark() if module.training else None
 
     def _end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self._passes.append((self._began, self._clock.mark()))
+        if self._began is not None:
+            self._passes.append((self._began, self._clock.mark()))
+            self._began = None

@@ -65,8 +65,14 @@ def run_started(
     )
 
 
-def metrics_record(config: JobConfig, result: IterationResult, batch: BatchPlan, seconds: float) -> Metrics:
-    """Figures of one iteration that took ``seconds``; names and units are in ``telemetry/metrics.py``."""
+def metrics_record(
+    config: JobConfig, result: IterationResult, batch: BatchPlan, seconds: float, nodes: Sequence[int]
+) -> Metrics:
+    """Figures of one iteration that took ``seconds``; names and units are in ``telemetry/metrics.py``.
+
+    Args:
+        nodes: of the ranks, in their order.
+    """
     vote, model = result.vote, config.model
     values = {
         "loss": vote.loss,
@@ -85,7 +91,7 @@ def metrics_record(config: JobConfig, result: IterationResult, batch: BatchPlan,
         values["aux_loss"] = vote.aux_loss * model.moe_aux_loss_coeff
         values["z_loss"] = vote.z_loss * (model.moe_z_loss_coeff or 0.0)
     if (last := slowest(result.pass_seconds)) is not None:
-        values["slowest_rank"] = last.rank
+        values["slowest_rank"], values["slowest_node"] = last.rank, nodes[last.rank]
         values["slowest_rank_over_median"] = last.over_median
     return Metrics(iteration=vote.iteration, values=values)
 

@@ -1,5 +1,7 @@
 """Where a rank is when its membership breaks, and how it comes to the iteration that everybody continues after."""
 
+from dataclasses import replace
+
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.underway import IterationResult
@@ -43,7 +45,7 @@ def settle(engine: TrainingEngine, target: Target) -> IterationResult | None:
         return None
     vote = target.vote or underway.vote
     assert vote is not None and underway.contributed, f"no gradients or no vote of iteration {target.iteration}"
-    result = engine.judge(vote)
+    result = replace(engine.judge(vote), pass_seconds=())  # ranks have other numbers when it is told
     if underway.update == "none":
         engine.carry_out(result)
     if result.decision.action != "stop":

@@ -245,7 +245,7 @@ class Trainer:
         """Report an iteration (run in ``batch``, if not as now); stop the run where the policy says so."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
-            self.report(metrics_record(self.config, result, batch or self.engine.batch, seconds))
+            self.report(metrics_record(self.config, result, batch or self.engine.batch, seconds, self.nodes))
         if result.expert_load is not None and self._reports_load(iteration):
             self.report(expert_load_record(self.config, iteration, result.expert_load))
         if decision.spike:

@@ -150,14 +150,15 @@ def test_alerts_reach_the_files_and_the_terminal(config: JobConfig, tmp_path: Pa
 
 def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
     def paced(iteration: int, over: float, rank: int = 3) -> Metrics:
-        return Metrics(iteration=iteration, values={"slowest_rank": rank, "slowest_rank_over_median": over})
+        values = {"slowest_rank": rank, "slowest_node": rank + 4, "slowest_rank_over_median": over}
+        return Metrics(iteration=iteration, values=values)
 
     sink.write(paced(1, 1.9))
     sink.write(paced(2, 2.5))
     (raised,) = sink.take_found()
-    assert isinstance(raised, AlertRaised) and (raised.rank, raised.value, raised.iteration) == (3, 2.5, 2)
+    assert isinstance(raised, AlertRaised) and (raised.rank, raised.node, raised.value) == (3, 7, 2.5)
     said = note(raised)
-    assert said is not None and "rank 3 takes 2.5 times as long as the median rank" in said.text
+    assert said is not None and "rank 3 on node 7 takes 2.5 times as long as the median rank" in said.text
     assert told(sink, trained(3), paced(4, 4.0, rank=1)) == [], "it stands already"
     assert told(sink, paced(5, 1.2)) == [("alert_cleared", "slowest_rank_over_median", 1.2)]
     sink.write(placed(0.5))

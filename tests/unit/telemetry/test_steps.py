@@ -61,6 +61,10 @@ def test_a_recovery_whose_iteration_is_void_is_told_with_the_next() -> None:
     *_, fifth = taken(steps, [*first, *again])
     assert fifth.iteration == 5
     assert fifth.figures["recovery/window_seconds"] == pytest.approx(steps.run.goodput.recovery_seconds)
+    read_again = Steps(sent=5)
+    assert taken(read_again, [*first, *again], live=False) == []
+    (sixth,) = taken(read_again, train(7, 7, 20.0), live=False)
+    assert sixth.iteration == 6 and "recovery/window_seconds" not in sixth.figures, "it is in the fifth"
 
 
 def test_a_start_that_goes_back_voids_the_iteration_at_hand_and_one_that_does_not_completes_it() -> None:

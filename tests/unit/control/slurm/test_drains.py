@@ -9,7 +9,7 @@ import pytest
 from megatron_ft.control.operating import JobNotRunning
 from megatron_ft.control.slurm import calls, drains
 from megatron_ft.control.slurm.calls import SlurmError
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import ConfigError, ControlError
 
 HOSTS = ("a", "b", "c")
 
@@ -17,16 +17,17 @@ HOSTS = ("a", "b", "c")
 class Play:
     """Answers of Slurm in turn, and of the controller."""
 
-    def __init__(self, answers: Sequence[Sequence[str] | SlurmError], refusals: Sequence[ControlError | None]) -> None:
+    def __init__(self, answers: Sequence[Sequence[str] | SlurmError], refusals: Sequence[Exception | None]) -> None:
         self.answers, self.refusals = list(answers), list(refusals)
         self.asked: list[int] = []
         self.is_over = threading.Event()
 
     def drained_hosts(self, hosts: Sequence[str]) -> Sequence[str]:
         assert tuple(hosts) == HOSTS
-        answer = self.answers.pop(0)
         if not self.answers:
             self.is_over.set()
+            return []
+        answer = self.answers.pop(0)
         if isinstance(answer, SlurmError):
             raise answer
         return answer
@@ -60,13 +61,14 @@ def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
         ([["c"], SlurmError("does not answer"), ["c"]], [], [2]),
         ([["c"], ["c"], ["c"]], [ControlError("its place has nobody else")] * 2, [2, 2, 2]),
         ([["c"], ["c"], ["c"]], [JobNotRunning("not yet")], [2, 2]),
+        ([["c"], ["c"], ["c"]], [ConfigError("no certificates"), OSError("stale file handle")], [2, 2, 2]),
     ],
-    ids=["once each", "drained again", "Slurm is silent", "refused", "nobody to ask yet"],
+    ids=["once each", "drained again", "Slurm is silent", "refused", "nobody to ask yet", "cannot be asked now"],
 )
 def test_a_node_is_asked_for_when_it_is_drained(
     monkeypatch: pytest.MonkeyPatch,
     answers: Sequence[Sequence[str] | SlurmError],
-    refusals: Sequence[ControlError | None],
+    refusals: Sequence[Exception | None],
     asked: list[int],
 ) -> None:
     assert watch(monkeypatch, Play(answers, refusals)) == asked
@@ -81,14 +83,14 @@ def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_node_that_comes_back_elsewhere_may_be_drained_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [{7: "a", 8: "b"}, {8: "b"}, {7: "c", 8: "b"}, {}]
+    places = [{7: "a", 8: "b"}, {8: "b"}, {7: "c", 8: "b"}]
     play, is_over = Play([], []), threading.Event()
 
     def hosts() -> dict[int, str]:
-        found = places.pop(0)
         if not places:
             is_over.set()
-        return found
+            return {}
+        return places.pop(0)
 
     monkeypatch.setattr(calls, "drained_hosts", lambda hosts: [host for host in hosts if host in "ac"])
     monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
@@ -111,9 +113,11 @@ def test_the_end_waits_for_a_question_no_longer_than_a_call_may_take(
     def never(_hosts: Sequence[str]) -> Sequence[str]:
         is_asked.set()
         assert may_answer.wait(60)
-        return []
+        return ["b"]
 
+    play = Play([], [])
     monkeypatch.setattr(calls, "drained_hosts", never)
+    monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
     monkeypatch.setattr(calls, "CALL_SECONDS", 0.1)
     with drains.watch_drains(Path("run"), HOSTS, poll_seconds=0.0):
         assert is_asked.wait(60)
@@ -121,6 +125,8 @@ def test_the_end_waits_for_a_question_no_longer_than_a_call_may_take(
     may_answer.set()
     for thread in set(threading.enumerate()) - threads:
         thread.join(60)
+        assert not thread.is_alive()
+    assert play.asked == [], "the next console has other numbers"
     monkeypatch.setattr(calls, "drained_hosts", lambda hosts: [])
     with drains.watch_drains(Path("run"), HOSTS, poll_seconds=60.0):
         pass

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ft.mcore.loop.pace import MIN_ITERATIONS, NUM_ITERATIONS, Pace, WallClock
+from megatron_ft.mcore.loop.pace import MIN_ITERATIONS, NUM_ITERATIONS, Pace
 
 
 class TestClock:
@@ -45,6 +45,12 @@ def work(clock: TestClock) -> Work:
     return Work(clock)
 
 
+def pace_of(work: Work, clock: TestClock) -> Pace:
+    pace = Pace(clock)
+    pace.time(work)
+    return pace
+
+
 def passed(pace: Pace, work: Work, *seconds: float) -> float:
     """What ``pace`` says after an iteration of these forward passes, with other work in between."""
     for took in seconds:
@@ -54,14 +60,14 @@ def passed(pace: Pace, work: Work, *seconds: float) -> float:
 
 
 def test_it_is_the_median_of_iterations_medians(clock: TestClock, work: Work) -> None:
-    pace = Pace(work, clock)
+    pace = pace_of(work, clock)
     iterations = [(9.0, 9.0), (1.0, 3.0), (2.0, 70.0, 1.0), (2.5, 1.5)] * (MIN_ITERATIONS // 4)
     said = [passed(pace, work, *passes) for passes in iterations]
     assert said == [0.0] * (MIN_ITERATIONS - 1) + [2.0]
 
 
 def test_old_iterations_are_forgotten(clock: TestClock, work: Work) -> None:
-    pace = Pace(work, clock)
+    pace = pace_of(work, clock)
     for _ in range(NUM_ITERATIONS):
         passed(pace, work, 1.0)
     said = [passed(pace, work, 5.0) for _ in range(NUM_ITERATIONS)]
@@ -70,14 +76,14 @@ def test_old_iterations_are_forgotten(clock: TestClock, work: Work) -> None:
 
 
 def test_iterations_without_a_pass_do_not_count(clock: TestClock, work: Work) -> None:
-    pace = Pace(work, clock)
+    pace = pace_of(work, clock)
     for _ in range(MIN_ITERATIONS):
         passed(pace, work, 2.0)
     assert [passed(pace, work) for _ in range(3 * NUM_ITERATIONS)] == [2.0] * 3 * NUM_ITERATIONS
 
 
 def test_a_pass_that_breaks_is_none(clock: TestClock, work: Work) -> None:
-    pace = Pace(work, clock)
+    pace = pace_of(work, clock)
     for _ in range(MIN_ITERATIONS):
         with pytest.raises(ValueError, match="breaks"):
             work(-1.0)
@@ -86,6 +92,19 @@ def test_a_pass_that_breaks_is_none(clock: TestClock, work: Work) -> None:
     assert pace.end_iteration() == 2.0
 
 
-def test_a_rank_without_such_work_says_nothing() -> None:
-    pace = Pace(None, WallClock())
-    assert [pace.end_iteration() for _ in range(NUM_ITERATIONS)] == [0.0] * NUM_ITERATIONS
+def test_evaluations_do_not_count(clock: TestClock, work: Work) -> None:
+    pace = pace_of(work, clock)
+    for _ in range(MIN_ITERATIONS):
+        passed(pace, work, 2.0)
+    for _ in range(2 * NUM_ITERATIONS):
+        passed(pace, work.eval(), 9.0, 9.0)
+    assert pace.end_iteration() == 2.0
+    assert passed(pace, work.train(), 2.0) == 2.0
+
+
+def test_another_model_goes_on_with_what_is_known(clock: TestClock, work: Work) -> None:
+    pace, other = pace_of(work, clock), Work(clock)
+    for _ in range(MIN_ITERATIONS - 1):
+        assert passed(pace, work, 2.0) == 0.0
+    pace.time(other)
+    assert passed(pace, other, 2.0) == 2.0
