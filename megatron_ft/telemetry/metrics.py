@@ -18,6 +18,8 @@ class Metric:
     """One sentence."""
     required: bool = False
     """Whether every ``metrics`` record has it."""
+    is_timed: bool = False
+    """Whether it depends on the clock: runs that are equal in every bit differ in it."""
 
 
 _ALL = (
@@ -40,9 +42,14 @@ _ALL = (
         name="consumed_samples", unit="samples", meaning="Samples read since the run began, this iteration included."
     ),
     Metric(
-        name="iteration_seconds", unit="s", meaning="Wall time of the iteration, from its first microbatch to its end."
+        name="iteration_seconds",
+        unit="s",
+        meaning="Wall time of the iteration, from its first microbatch to its end.",
+        is_timed=True,
     ),
-    Metric(name="tokens_per_second", unit="tokens/s", meaning="tokens / iteration_seconds, over all ranks."),
+    Metric(
+        name="tokens_per_second", unit="tokens/s", meaning="tokens / iteration_seconds, over all ranks.", is_timed=True
+    ),
     Metric(
         name="num_microbatches",
         unit="microbatches",
@@ -57,16 +64,19 @@ _ALL = (
         name="slowest_rank",
         unit="rank",
         meaning="Rank that has lately taken longest for the attention of its first layer: the same work on all.",
+        is_timed=True,
     ),
     Metric(
         name="slowest_node",
         unit="node",
         meaning="Its node, by the number that it has had since the job began: ranks are numbered anew as nodes change.",
+        is_timed=True,
     ),
     Metric(
         name="slowest_rank_over_median",
         unit="1",
         meaning="What it takes for it over what the (lower) median rank takes: about 1 where nobody is slower alone.",
+        is_timed=True,
     ),
 )
 

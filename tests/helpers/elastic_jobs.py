@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.telemetry.metrics import METRICS
+
 BIASED = {"model.moe_router_score_function": "sigmoid", "model.moe_router_enable_expert_bias": True}
 SKEWED = [[90.0, 5.0, 3.0, 2.0]] * 2
 """Loads of both layers to start from, so that seen ones ask for another placement."""
@@ -75,8 +77,9 @@ def digests(outcomes: dict[str, Any], name: str) -> dict[int, list[str]]:
 
 def figures(outcomes: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
     """Metrics by iteration, without those that depend on the clock."""
+    timed = {metric.name for metric in METRICS.values() if metric.is_timed} | {"time_unix_seconds", "number"}
     return {
-        record["iteration"]: {key: value for key, value in record.items() if "second" not in key and key != "number"}
+        record["iteration"]: {key: value for key, value in record.items() if key not in timed}
         for record in records(outcomes, name, "metrics")
     }
 
