@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import xxhash
 
+from megatron_ft.durable import fsync_folder
+
 CHUNK_BYTES = 1 << 20
 """Bytes read at a time when a file is hashed."""
 
@@ -101,12 +103,8 @@ class HashedFile(io.RawIOBase):
 
 def fsync_directory(directory: Path) -> None:
     """Make names created in or moved into ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        with naming(directory):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(directory):
+        fsync_folder(directory)
 
 
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
