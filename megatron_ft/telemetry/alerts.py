@@ -3,7 +3,7 @@
 import shutil
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ NUM_WINDOWS = 5
 """Windows that the share of waiting is taken over."""
 NUM_ITERATIONS = 20
 """Iterations that their time is taken from."""
-_SLOWEST = ("slowest_rank", "slowest_node", "slowest_rank_over_median")
 DISK_SECONDS = 30.0
 """From one look at the disk to the next."""
 
@@ -54,8 +53,8 @@ class AlertSink:
         self._looked: float | None = None
         self._free: float | None = None
         self._survival: float | None = None
-        self._slowest: dict[str, float] | None = None
-        """The slowest rank, its node, and its time over the median rank's."""
+        self._newest: Mapping[str, float] = {}
+        """Metrics of the newest iteration."""
         self._seconds: deque[float] = deque(maxlen=NUM_ITERATIONS)
         self._interval: int | None = None
         self._since = 0
@@ -102,8 +101,7 @@ class AlertSink:
         self._iteration = record.iteration
         if (seconds := record.values.get("iteration_seconds")) is not None and 0.0 < float(seconds) < float("inf"):
             self._seconds.append(float(seconds))
-        known = {name: value for name, value in record.values.items() if name in _SLOWEST}
-        self._slowest = known if len(known) == len(_SLOWEST) else None
+        self._newest = record.values
         now = record.time_unix_seconds
         if now is not None and (self._looked is None or abs(now - self._looked) >= DISK_SECONDS):
             self._looked = now
@@ -116,7 +114,7 @@ class AlertSink:
             stall_share=self._stall_share(),
             windows_behind=self._windows_behind(),
             free_disk_share=self._free,
-            slowest_rank_over_median=None if self._slowest is None else self._slowest["slowest_rank_over_median"],
+            slowest_rank_over_median=self._newest.get("slowest_rank_over_median"),
         )
         for alert in judge(self._limits, figures):
             if alert.is_beyond != (alert.name in self._raised):
@@ -127,8 +125,8 @@ class AlertSink:
         about: dict[str, Any] = {"alert": alert.name, "value": alert.value, "limit": alert.limit}
         if not alert.is_beyond:
             return AlertCleared(iteration=self._iteration, **about)
-        if alert.name == "slowest_rank_over_median" and self._slowest is not None:
-            about |= {"rank": int(self._slowest["slowest_rank"]), "node": int(self._slowest["slowest_node"])}
+        if alert.name == "slowest_rank_over_median":
+            about |= {"rank": int(self._newest["slowest_rank"]), "node": int(self._newest["slowest_node"])}
         return AlertRaised(iteration=self._iteration, **about)
 
     def _stall_share(self) -> float | None:
