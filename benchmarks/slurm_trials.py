@@ -231,7 +231,7 @@ def drained(node: int) -> Callable[[SlurmJob, Trial], None]:
     """An administrator drains a node."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
-        job.cluster.run("scontrol", "update", f"nodename=node{job.host_of(node)}", "state=drain", "reason=test")
+        job.cluster.drain(job.host_of(node))
         await_change(job, without=node)
         trial.require(not job.records("node_lost") and not job.records("rank_failed"), "something was lost")
 

@@ -219,6 +219,10 @@ class SlurmCluster:
         """What runs on a node, by its numbers on this machine."""
         return self._inits[node].children(recursive=True)
 
+    def drain(self, node: int) -> None:
+        """As an administrator who wants it back."""
+        self.run("scontrol", "update", f"nodename=node{node}", "state=drain", "reason=test")
+
     def cut(self, node: int) -> None:
         """Partition a node from all others; its processes run on."""
         self.run("ip", "link", "set", self._cable(node), "down")

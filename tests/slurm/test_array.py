@@ -78,7 +78,7 @@ def test_a_node_that_is_drained_leaves_well(cluster: SlurmCluster, tmp_path: Pat
     )
     array.await_records("started", 4)
     host = array.hosts()[2]
-    cluster.run("scontrol", "update", f"nodename=node{host}", "state=drain", "reason=test")
+    cluster.drain(host)
     (left,) = array.await_records("left", 1)
     assert left["leaving"] == [2]
     assert array.tasks() == dict.fromkeys(range(4), "RUNNING"), "its task waits for the end"

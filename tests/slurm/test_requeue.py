@@ -94,7 +94,7 @@ def _is_child(process: psutil.Process) -> bool:
 def test_a_node_that_is_drained_leaves_well(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit(cluster, Site(tmp_path, dummy="run_surviving"), [*LOSES_NODES, "training.train_iterations=2000"])
     wait_until("all ranks have started", lambda: job.has("started", 4))
-    cluster.run("scontrol", "update", "nodename=node2", "state=drain", "reason=test")
+    cluster.drain(2)
     wait_until("its rank has left", lambda: job.has("left", 1))
     assert job.records("left")[0]["leaving"] == [2]
     end_by_hand(job)
