@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,12 @@ from megatron_ft.errors import MegatronFtError
 
 
 class FileSinks:
-    """Writes every record to ``records.jsonl``."""
+    """Writes every record to ``records.jsonl``, anew in each console, and a line to ``consoles`` for each console."""
 
     def __init__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> None:
         self._file = (run_dir / "records.jsonl").open("w")
+        with (run_dir / "consoles").open("a") as consoles:
+            consoles.write(f"{os.getpid()}\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one record."""

@@ -44,8 +44,8 @@ class SlurmJob:
 
     @property
     def num_consoles(self) -> int:
-        """Controllers that there have been, one for each console unless one died alone."""
-        return int((self.run_dir / "control" / "epoch").read_text())
+        """Consoles that there have been, of a job without a model. A console may have had more than one controller."""
+        return (self.run_dir / "consoles").read_text().count("\n")
 
     def lines(self, file: str) -> list[dict[str, Any]]:
         """Whole lines of a log of its run."""
