@@ -18,6 +18,8 @@ from megatron_ft.control.worker import RankContext
 from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
 
 _RETRY_SECONDS = 0.02
+_TRY_SECONDS = 2.0
+"""A store that is served is open by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,30 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
         RuntimeError: they did not come, or the wait was broken off.
     """
     if opening is not None and context.rank > 0:
-        _await_server(context, timeout_seconds, opening)
+        return _connect(context, timeout_seconds, opening)
+    return _store(context, timeout_seconds)
+
+
+def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> dist.TCPStore:
+    """The store, once somebody serves it. Torch's own wait for that cannot be broken off: it gets moments, for who was
+    there may have gone again."""
+    where = f"{context.master_addr}:{context.master_port}"
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((context.master_addr, context.master_port), timeout=timeout_seconds).close()
+            store = _store(context, min(timeout_seconds, _TRY_SECONDS))
+        except (OSError, dist.DistNetworkError) as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nobody serves the store at {where} for {timeout_seconds} s: {error}") from error
+        else:
+            store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
+            return store
+        if opening.pause(_RETRY_SECONDS):
+            raise RuntimeError(f"ranks were lost before anybody served the store at {where}")
+
+
+def _store(context: RankContext, timeout_seconds: float) -> dist.TCPStore:
     return dist.TCPStore(
         context.master_addr,
         context.master_port,
@@ -98,21 +123,6 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
         is_master=context.rank == 0,
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
-
-
-def _await_server(context: RankContext, timeout_seconds: float, opening: Opening) -> None:
-    """Wait until somebody listens where the store is to be: torch's own wait for that cannot be broken off."""
-    where = f"{context.master_addr}:{context.master_port}"
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            socket.create_connection((context.master_addr, context.master_port), timeout=timeout_seconds).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"nobody serves the store at {where} for {timeout_seconds} s: {error}") from error
-        if opening.pause(_RETRY_SECONDS):
-            raise RuntimeError(f"ranks were lost before anybody served the store at {where}")
 
 
 def form_groups(
