@@ -14,7 +14,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from benchmarks import hardware, leftovers
 from benchmarks.claims import RESULTS_DIR, Claim, load_claims
@@ -23,6 +24,9 @@ from megatron_ft.errors import ConfigError
 
 TIMED_OUT = 124
 GRACE_SECONDS = 5.0
+STOP_SECONDS = 60.0
+"""A script that is interrupted has taken down by then what it had set up, a cluster for example."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FIELDS = ("id", "passed", "figure", "threshold", "counts", "details")
 
 
@@ -72,11 +76,34 @@ def run_bounded(argv: Sequence[str], timeout_seconds: float) -> tuple[int, list[
     except subprocess.TimeoutExpired:
         code = TIMED_OUT
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        _stop(process)
         left = leftovers.outlive(value, grace_seconds=GRACE_SECONDS)
     return code, left
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Let a script clean up, as after Ctrl-C; what does not end then is killed with its session."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def clean_up_when_ended() -> None:
+    """Have signals that end this process end what it has started, too."""
+    for number in _ENDING:
+        signal.signal(number, _leave)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    """A second signal does not disturb what the first one leads to."""
+    for other in _ENDING:
+        signal.signal(other, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def read_result(claim: Claim, out: Path, code: int, *, quick: bool) -> dict[str, Any]:
@@ -159,4 +186,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    clean_up_when_ended()
     sys.exit(main())

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from benchmarks import prove, tables
 from benchmarks.claims import Claim, load_claims, newest_results
 from benchmarks.hardware import hardware_class
 from benchmarks.quickstart import Observed
+from benchmarks.source import ROOT
 from megatron_ft.errors import ConfigError
 
 CLAIM = Claim(
@@ -92,6 +95,39 @@ def test_a_script_without_result_fails(folder: Path) -> None:
 
 def test_a_script_that_takes_too_long_is_ended() -> None:
     assert prove.run_bounded([sys.executable, "-c", "import signal; signal.pause()"], 0.5) == (124, [])
+
+
+CLEANING = """
+import signal, sys
+try:
+    print("begun", flush=True)
+    signal.pause()
+finally:
+    print("cleaned up", flush=True)
+"""
+PROVING = """
+import sys
+from benchmarks import prove
+prove.clean_up_when_ended()
+prove.run_bounded([sys.executable, "-c", sys.argv[1]], 60.0)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_script_cleans_up_when_its_measuring_is_ended(number: signal.Signals) -> None:
+    words = [sys.executable, "-c", PROVING, CLEANING]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as proving:
+        assert proving.stdout is not None
+        assert proving.stdout.readline() == "begun\n"
+        proving.send_signal(number)
+        assert proving.stdout.read() == "cleaned up\n"
+    assert proving.returncode == 128 + number
+
+
+def test_a_script_that_does_not_clean_up_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "STOP_SECONDS", 0.5)
+    deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: signal.pause()"
+    assert prove.run_bounded([sys.executable, "-c", deaf], 2.0) == (124, [])
 
 
 def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
