@@ -1,4 +1,4 @@
-"""What outlives the machine: names in a folder, once they are on the disk."""
+"""What outlives the machine: names in a folder, and whole files, once they are on the disk."""
 
 import os
 from pathlib import Path
@@ -17,3 +17,24 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Put a file in the place of an earlier one, if there is one: whoever reads, also after a power cut, finds one of
+    them whole. It is on the disk when this returns. One process at a time may write a file so.
+
+    Args:
+        mode: of the file, without what the process's umask takes away.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    new = path.with_name(f"{path.name}.tmp")
+    new.unlink(missing_ok=True)  # of a process that was killed
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+    os.replace(new, path)
+    fsync_folder(path.parent)

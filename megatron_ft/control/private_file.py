@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from megatron_ft.durable import fsync_folder
+from megatron_ft.durable import replace_file
 from megatron_ft.errors import ControlError
 
 MAX_BYTES = 64 * 1024
@@ -12,15 +12,7 @@ MAX_BYTES = 64 * 1024
 
 def write_private(path: Path, content: bytes) -> None:
     """Put a file in the place of an earlier one; it is on the disk when this returns."""
-    new = path.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-    os.replace(new, path)
-    fsync_folder(path.parent)
+    replace_file(path, content, mode=0o600)
 
 
 def read_private(path: Path) -> bytes:

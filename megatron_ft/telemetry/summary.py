@@ -1,10 +1,9 @@
 """``summary.json``: a run in a few figures, written when it ends."""
 
 import json
-import os
 from pathlib import Path
 
-from megatron_ft.durable import fsync_folder
+from megatron_ft.durable import replace_file
 from megatron_ft.events import Record
 from megatron_ft.strict_json import encode
 from megatron_ft.telemetry.sink import Outcome
@@ -36,13 +35,7 @@ class SummarySink:
             OSError: the disk refused.
         """
         text = json.dumps(encode(self.figures(outcome)), indent=2, allow_nan=False) + "\n"
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
-        fsync_folder(self._path.parent)
+        replace_file(self._path, text.encode())
 
     def figures(self, outcome: Outcome) -> dict[str, object]:
         """What the file says; the page ``docs/telemetry.md`` explains each key."""

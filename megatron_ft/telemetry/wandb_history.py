@@ -2,7 +2,6 @@
 
 import heapq
 import json
-import os
 import secrets
 import string
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.durable import replace_file
 from megatron_ft.events import ExpertLoad, Record
 from megatron_ft.strict_json import JsonValue
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
@@ -25,9 +25,7 @@ def run_id(run_dir: Path) -> str:
     """The wandb run id of this run directory; chosen at the first call, the same ever after."""
     path = run_dir / ID_FILE
     if not path.exists():
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(secrets.choice(_ALPHABET) for _ in range(8)) + "\n", encoding="ascii")
-        os.replace(temporary, path)
+        replace_file(path, "".join(secrets.choice(_ALPHABET) for _ in range(8)).encode() + b"\n")
     return path.read_text(encoding="ascii").strip()
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.durable import fsync_folder
+from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 
@@ -92,12 +92,8 @@ def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str) -> 
     path = marker_of(run_dir, job_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     fsync_folder(run_dir)
-    with path.with_suffix(".new").open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"job_id": job_id, "exit_code": exit_code, "reason": reason}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path.with_suffix(".new"), path)
-    fsync_folder(path.parent)
+    content = {"job_id": job_id, "exit_code": exit_code, "reason": reason}
+    replace_file(path, json.dumps(content).encode() + b"\n")
     return path
 
 

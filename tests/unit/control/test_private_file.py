@@ -1,4 +1,4 @@
-"""Files with a token: nobody else reads them, and nobody finds half of one."""
+"""Files with a token: nobody else reads them."""
 
 import os
 import stat
@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control import private_file
 from megatron_ft.control.private_file import MAX_BYTES, read_private, write_private
 from megatron_ft.errors import ControlError
-from tests.helpers.disk import note_steps
 
 
 def test_it_is_the_users_alone_whatever_the_mask(tmp_path: Path) -> None:
@@ -21,33 +19,6 @@ def test_it_is_the_users_alone_whatever_the_mask(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert read_private(path) == b"secret"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_reader_has_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "token.json"
-    write_private(path, b"old")
-    with path.open("rb") as opened:
-        write_private(path, b"new and longer")
-        assert opened.read() == b"old"
-    seen: list[bytes] = []
-
-    def fail(_descriptor: int) -> None:
-        seen.append(path.read_bytes())
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(private_file.os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        write_private(path, b"newest")
-    assert seen == [b"new and longer"], "it is on the disk before it has the name"
-    monkeypatch.undo()
-    write_private(path, b"newest")
-    assert read_private(path) == b"newest", "what a writer left that died is in nobody's way"
-
-
-def test_it_has_its_name_on_the_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = note_steps(monkeypatch)
-    write_private(tmp_path / "token.json", b"secret")
-    assert steps == ["fsync token.new", "rename token.json", f"fsync {tmp_path.name}"]
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o602])

@@ -17,6 +17,7 @@ from megatron_ft.telemetry.metrics import is_listed
 from megatron_ft.telemetry.read import read_events
 from megatron_ft.telemetry.wandb_history import ID_FILE, Reported, run_id
 from megatron_ft.telemetry.wandb_sink import wandb_mode
+from tests.helpers.disk import note_steps
 
 from .conftest import RUN_STARTED, FakeClock, run_records
 
@@ -67,8 +68,10 @@ def test_the_login_file_may_lie_elsewhere(tmp_path: Path) -> None:
     assert wandb_mode("auto", {"HOME": "/nowhere", "NETRC": str(tmp_path / "login")}) == "online"
 
 
-def test_the_run_id_is_chosen_once(tmp_path: Path) -> None:
+def test_the_run_id_is_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = note_steps(monkeypatch)
     first = run_id(tmp_path)
+    assert steps == [f"fsync {ID_FILE}", f"rename {ID_FILE}", f"fsync {tmp_path.name}"], "a power cut takes no run away"
     assert run_id(tmp_path) == first == (tmp_path / ID_FILE).read_text().strip()
     assert len(first) == 8 and first.isalnum()
 

@@ -75,4 +75,4 @@ def test_what_a_job_leaves_is_found_after_the_death_of_its_machine(
     assert steps == [run, "fsync attempts.jsonl", "fsync slurm"]
     steps.clear()
     leave_marker(tmp_path, "17", exit_code=0, reason="because")
-    assert steps == [run, "fsync 17.new", "rename 17.json", "fsync slurm"]
+    assert steps == [run, "fsync 17.json", "rename 17.json", "fsync slurm"]
