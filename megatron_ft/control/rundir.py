@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.durable import fsync_folder
+from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ConfigError
 
 _LOCK_FILE = ".lock"
@@ -53,6 +53,7 @@ def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
     except OSError as error:
         raise ConfigError.of("run.dir", run.dir, f"must be a folder this user can write: {error}") from error
     claimed = RunDir(path, None, _lock(path))
+    fsync_folder(parent)
     if existed:
         try:
             claimed.resume_from = _resume(run, path)
@@ -154,8 +155,4 @@ def _write_config(path: Path, config_yaml: str) -> None:
         while (kept := path / f"config-{number:03d}.yaml").exists():
             number += 1
         os.replace(target, kept)
-    with target.open("w") as file:
-        file.write(config_yaml)
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_folder(path)
+    replace_file(target, config_yaml.encode())

@@ -8,6 +8,7 @@ import pytest
 from megatron_ft.config.run import RunConfig
 from megatron_ft.control.rundir import RunDir, claim, is_claimed
 from megatron_ft.errors import ConfigError
+from tests.helpers.disk import note_steps
 
 
 def claimed(runs: Path, name: str | None = None, resume: str = "never", yaml: str = "a: 1\n") -> RunDir:
@@ -33,6 +34,12 @@ def test_a_folder_has_its_configuration_and_places_for_logs_and_checkpoints(tmp_
     assert (run.path / "config.yaml").read_text() == "a: 1\n"
     assert (run.path / "logs").is_dir() and (run.path / "checkpoints").is_dir()
     assert run.resume_from is None
+
+
+def test_a_folder_is_found_after_the_death_of_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = note_steps(monkeypatch)
+    claimed(tmp_path, "first").release()
+    assert steps == [f"fsync {tmp_path.name}", "fsync config.yaml", "rename config.yaml", "fsync first"]
 
 
 def test_who_has_a_folder_is_seen_without_taking_it(tmp_path: Path) -> None:
