@@ -58,7 +58,7 @@ def array_goes_on(lab: Lab) -> Trial:
         after = [job.host_of(node) for node in range(4)]
         moved = [node for node in range(4) if before[node] != after[node]]
         trial.require(moved == [0], f"tasks {moved} are on other machines: {before}, then {after}")
-        trial.require(job.num_consoles == 2, f"{job.num_consoles} consoles")
+        trial.require(job.num_controllers == 2, f"{job.num_controllers} controllers")
         run = job.result()
         starts = [event for event in run.records() if event["kind"] == "run_started"]
         resumed = [start.get("resumed_from_iteration") for start in starts]

@@ -133,7 +133,7 @@ def replicas(
         lab.some_moment(job)
         fault(job, trial)
         found = Recorded.of(job.result())
-        trial.require(job.num_consoles == 1, f"{job.num_consoles} consoles")
+        trial.require(job.num_controllers == 1, f"{job.num_controllers} controllers")
     trial.problems += found.problems
     counts = (1, 2) if is_array else (1,)
     trial.require(len(found.changes) in counts, f"its membership changed {len(found.changes)} times")
@@ -169,7 +169,7 @@ def spare_takes_over(
         lab.some_moment(job)
         fault(job, trial)
         found = Followed.of(job.result())
-        trial.require(job.num_consoles == 1, f"{job.num_consoles} consoles")
+        trial.require(job.num_controllers == 1, f"{job.num_controllers} controllers")
     reference = Followed.of(lab.undisturbed(PIPELINE, num_nodes))
     trial.problems += [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
     trial.require(found.changes, "its membership did not change")

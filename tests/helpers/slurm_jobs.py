@@ -44,8 +44,13 @@ class SlurmJob:
 
     @property
     def num_consoles(self) -> int:
-        """Consoles that there have been, of a job without a model. A console may have had more than one controller."""
+        """Consoles that a job without a model has had."""
         return (self.run_dir / "consoles").read_text().count("\n")
+
+    @property
+    def num_controllers(self) -> int:
+        """Controllers that there have been: one for each console, and more where one has died alone."""
+        return int((self.run_dir / "control" / "epoch").read_text())
 
     def lines(self, file: str) -> list[dict[str, Any]]:
         """Whole lines of a log of its run."""
