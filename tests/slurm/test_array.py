@@ -103,6 +103,18 @@ def test_the_next_console_goes_on_with_the_nodes_that_are_there(cluster: SlurmCl
     assert array.num_consoles == 2
 
 
+def test_a_console_that_comes_back_and_gets_nowhere_is_the_last(cluster: SlurmCluster, tmp_path: Path) -> None:
+    site = Site(tmp_path, dummy="run_surviving", extra={"MFT_MAX_FRUITLESS": "1"})
+    array = submit_array(cluster, site, [*LOSES_NODES, "launch.min_nodes=2", LONG], tasks="0-2")
+    array.await_records("started", 3)
+    cluster.kill_node(array.hosts()[0])
+    end = array.end()
+    assert end["reason"] == "1 attempts in a row made no progress: none came beyond iteration 0"
+    assert end["exit_code"] == 8 and array.num_consoles == 1
+    (attempt,) = array.attempts()
+    assert (attempt["job_id"], attempt["exit_code"]) == (array.number, None)
+
+
 def test_a_console_that_is_cut_off_ends_before_the_next_begins(cluster: SlurmCluster, tmp_path: Path) -> None:
     overrides = [*KEEPS_LAYOUT, "launch.restart_lost_nodes=true", LONG]
     array = submit_array(cluster, Site(tmp_path, dummy="run_surviving"), overrides, tasks="0-2")

@@ -21,6 +21,7 @@ case $* in
     echo >> "$FOLDER/states"
     [ "$(wc -l < "$FOLDER/states")" -gt "${FAILURES:-0}" ] || { echo "no answer" >&2; exit 1; }
     echo "${STATE:-}" ;;
+  *--name=lm*) echo "18 singleton(unfulfilled)" ;;
   *) echo >> "$FOLDER/asked"; [ "$(wc -l < "$FOLDER/asked")" -gt 1 ] || exit 1; printf '%s\\n' 0 1 2 ;;
 esac
 """,
@@ -30,6 +31,9 @@ esac
     "python": """\
 case $* in
   *join_main*) touch "$FOLDER/joined"; until [ -e "$FOLDER/over" ]; do read -rt 0.05 <> <(:) || true; done; exit 0 ;;
+  *control.slurm.returns*) echo "$*" > "$FOLDER/counted"
+    [ -z "${ENDS:-}" ] || { mkdir -p "$3/slurm"; echo '{"exit_code": 8}' > "$3/slurm/17.json"; }
+    exit "${RETURNS:-0}" ;;
   *control.slurm.drains*) # what it waits with ends by itself: nobody is left behind
     echo $$ > "$FOLDER/watcher.new"; mv "$FOLDER/watcher.new" "$FOLDER/watcher"; exec "$SLEEP" 60 ;;
   *) until [ -e "$FOLDER/watcher" ]; do read -rt 0.05 <> <(:) || true; done; exit 7 ;;
@@ -78,12 +82,42 @@ def test_the_rest_is_cancelled_when_slurm_answers_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("pause", ["0", "abc", "1.5", "99999999"])
-def test_a_pause_that_is_none_is_refused_before_anything_starts(tmp_path: Path, pause: str) -> None:
-    process = start(tmp_path, task=0, MFT_DRAIN_POLL_SECONDS=pause)
+@pytest.mark.parametrize("name", ["MFT_DRAIN_POLL_SECONDS", "MFT_MAX_FRUITLESS"])
+@pytest.mark.parametrize("number", ["0", "abc", "1.5", "99999999"])
+def test_a_number_that_is_none_is_refused_before_anything_starts(tmp_path: Path, name: str, number: str) -> None:
+    process = start(tmp_path, task=0, **{name: number})
     assert process.wait(timeout=30) == ConfigError.exit_code
-    assert f"MFT_DRAIN_POLL_SECONDS={pause}: must be a whole number" in (tmp_path / "said").read_text()
+    assert f"{name}={number}: must be a whole number" in (tmp_path / "said").read_text()
     assert not (tmp_path / "joined").exists() and not (tmp_path / "watcher").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ends", ["1", ""])
+def test_a_console_that_may_not_come_back_ends_the_array(tmp_path: Path, ends: str) -> None:
+    """And the chain, where the run does not get on; not where that could not be found out."""
+    returned = {
+        "SLURM_RESTART_COUNT": "3",
+        "SLURM_JOB_DEPENDENCY": "singleton(fulfilled)",
+        "RETURNS": "8",
+        "ENDS": ends,
+    }
+    process = start(tmp_path, task=0, MFT_MAX_FRUITLESS="4", **returned)
+    assert process.wait(timeout=30) == ControlError.exit_code
+    options = f"{tmp_path}/runs/first --array 17 --max-fruitless 4"
+    assert (tmp_path / "counted").read_text() == f"-m megatron_ft.control.slurm.returns {options}\n"
+    assert not (tmp_path / "joined").exists() and not (tmp_path / "watcher").exists()
+    cancelled = (tmp_path / "cancelled").read_text().splitlines()
+    assert {"--quiet 17_1", "--quiet 17_2"} <= set(cancelled)
+    assert ("--quiet 18" in cancelled) == bool(ends)
+
+
+@pytest.mark.timeout(60)
+def test_a_console_that_may_come_back_does(tmp_path: Path) -> None:
+    process = start(tmp_path, task=0, SLURM_RESTART_COUNT="1")
+    wait_until("a node waits for the console", (tmp_path / "joined").exists)
+    assert process.wait(timeout=30) == 7
+    (tmp_path / "over").touch()
+    assert (tmp_path / "counted").exists()
 
 
 @pytest.mark.timeout(60)

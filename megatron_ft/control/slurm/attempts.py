@@ -37,8 +37,8 @@ class Witness:
         return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
     def iteration(self) -> int:
-        """The newest iteration the run has reported, by any attempt; 0 for none."""
-        return max((int(line["iteration"]) for line in _lines(self.run_dir / _METRICS, 0)), default=0)
+        """As ``newest_iteration``."""
+        return newest_iteration(self.run_dir)
 
     def lost_hosts(self) -> tuple[str, ...]:
         """Hosts of nodes that were lost whole, as often as they were."""
@@ -54,6 +54,11 @@ class Witness:
     def _hosts_of(self, events: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         nodes = [event.get("node") for event in events]
         return tuple(self.hosts[node] for node in nodes if node is not None and node < len(self.hosts))
+
+
+def newest_iteration(run_dir: Path) -> int:
+    """The newest iteration that a run has reported, in any attempt; 0 for none."""
+    return max((int(line["iteration"]) for line in _lines(run_dir / _METRICS, 0)), default=0)
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
@@ -122,7 +127,7 @@ def _parse(line: Mapping[str, Any]) -> Attempt:
     return Attempt(
         job_id=str(line["job_id"]),
         hosts=tuple(line["hosts"]),
-        exit_code=int(line["exit_code"]),
+        exit_code=None if line["exit_code"] is None else int(line["exit_code"]),
         asked=asked,
         iteration=int(line["iteration"]),
         lost_hosts=tuple(line["lost_hosts"]),

@@ -275,6 +275,7 @@ class BatchJob:
 
 def _as_exit_code(attempt: Attempt) -> int:
     """As shells show the signal that ended a process."""
+    assert attempt.exit_code is not None, "this process has seen its end"
     return attempt.exit_code if attempt.exit_code >= 0 else 128 - attempt.exit_code
 
 

@@ -41,8 +41,8 @@ class Attempt:
     job_id: str
     hosts: tuple[str, ...]
     """Of the allocation, in the order of our node numbers."""
-    exit_code: int
-    """Negative: the signal that ended it."""
+    exit_code: int | None
+    """Negative: the signal that ended it. None where nobody has seen its end, for its node died with it."""
     asked: Asked | None
     iteration: int
     """Newest that the run had reported when it ended; 0 for none."""
@@ -87,18 +87,30 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
         return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end alike", is_final=True)
     if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
         return Verdict(Next.END, "it was asked to end", is_final=True)
-    fruitless = num_fruitless(attempts)
-    if fruitless >= policy.max_fruitless:
-        reached = f"none came beyond iteration {max(attempt.iteration for attempt in attempts)}"
-        return Verdict(Next.END, f"{fruitless} attempts in a row made no progress: {reached}", is_final=True)
+    hopeless = why_hopeless(attempts, policy.max_fruitless)
+    if hopeless is not None:
+        return Verdict(Next.END, hopeless, is_final=True)
     if last.asked is Asked.TO_GO_ON_LATER:
         return Verdict(policy.on_warning, "it was warned that its nodes will be taken away")
     usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
-    how = f"exit code {last.exit_code}" if last.exit_code >= 0 else f"killed by signal {-last.exit_code}"
+    how = _describe(last.exit_code)
     if usable >= policy.num_nodes:
         return Verdict(Next.AGAIN, f"{how}; {usable} nodes are left, {policy.num_nodes} needed")
     lacking = f"{how}; {usable} nodes are left of {policy.num_nodes} needed"
     return Verdict(policy.on_warning, lacking)
+
+
+def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
+    """Why no other attempt is made: so many in a row got the run no further. None where another may.
+
+    Args:
+        max_fruitless: as in ``AttemptPolicy``.
+    """
+    fruitless = num_fruitless(attempts)
+    if fruitless < max_fruitless:
+        return None
+    newest = max(attempt.iteration for attempt in attempts)
+    return f"{fruitless} attempts in a row made no progress: none came beyond iteration {newest}"
 
 
 def num_fruitless(attempts: Sequence[Attempt]) -> int:
@@ -121,6 +133,12 @@ def in_order_of_trust(hosts: Sequence[str], attempts: Sequence[Attempt]) -> list
     failures = _failures(attempts)
     lost = set(attempts[-1].lost_hosts) if attempts else set()
     return sorted(hosts, key=lambda host: (host in lost, failures[host]))
+
+
+def _describe(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "its node died"
+    return f"exit code {exit_code}" if exit_code >= 0 else f"killed by signal {-exit_code}"
 
 
 def _failures(attempts: Sequence[Attempt]) -> Counter[str]:
