@@ -36,7 +36,7 @@ case $* in
     exit "${RETURNS:-0}" ;;
   *control.slurm.drains*) # what it waits with ends by itself: nobody is left behind
     echo $$ > "$FOLDER/watcher.new"; mv "$FOLDER/watcher.new" "$FOLDER/watcher"; exec "$SLEEP" 60 ;;
-  *) until [ -e "$FOLDER/watcher" ]; do read -rt 0.05 <> <(:) || true; done; exit 7 ;;
+  *) until [ -e "$FOLDER/watcher" ]; do read -rt 0.05 <> <(:) || true; done; exit "${ENDS_WITH:-7}" ;;
 esac
 """,
 }
@@ -67,7 +67,7 @@ def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[byt
 
 def test_a_chain_ends_after_what_would_come_again_and_after_a_run_that_is_done() -> None:
     codes = "".join(map(str, sorted({EXIT_OK, *FINAL_EXIT_CODES})))
-    assert f"$code == [{codes}]" in (REPOSITORY / "slurm" / "pretrain_array.sbatch").read_text()
+    assert f"$code != [{codes}]" in (REPOSITORY / "slurm" / "pretrain_array.sbatch").read_text()
 
 
 @pytest.mark.timeout(60)
@@ -109,6 +109,24 @@ def test_a_console_that_may_not_come_back_ends_the_array(tmp_path: Path, ends: s
     cancelled = (tmp_path / "cancelled").read_text().splitlines()
     assert {"--quiet 17_1", "--quiet 17_2"} <= set(cancelled)
     assert ("--quiet 18" in cancelled) == bool(ends)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("ends_with", "code"), [(0, 0), (2, 93), (6, 93), (7, 7), (130, 130)])
+def test_tools_of_a_site_see_that_somebody_has_to_look(tmp_path: Path, ends_with: int, code: int) -> None:
+    process = start(tmp_path, task=0, MFT_FINAL_EXIT_CODE="93", ENDS_WITH=str(ends_with))
+    wait_until("a node waits for the console", (tmp_path / "joined").exists)
+    assert process.wait(timeout=30) == code
+    (tmp_path / "over").touch()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("code", ["0", "256", "-1", "x"])
+def test_an_exit_code_that_is_none_is_refused(tmp_path: Path, code: str) -> None:
+    process = start(tmp_path, task=0, MFT_FINAL_EXIT_CODE=code)
+    assert process.wait(timeout=30) == ConfigError.exit_code
+    assert f"MFT_FINAL_EXIT_CODE={code}: must be a whole number from 1 to 255" in (tmp_path / "said").read_text()
+    assert not (tmp_path / "joined").exists()
 
 
 @pytest.mark.timeout(60)
