@@ -97,14 +97,14 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
 
 
 def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> dist.TCPStore:
-    """The store, once somebody serves it. Torch's own wait for that cannot be broken off: it gets moments, for who was
-    there may have gone again."""
+    """The store, once somebody serves it. A try to connect cannot be broken off, and the server may have died with its
+    machine: tries are short, those of torch, too, for who was there may have gone again."""
     where = f"{context.master_addr}:{context.master_port}"
-    deadline = time.monotonic() + timeout_seconds
+    deadline, try_seconds = time.monotonic() + timeout_seconds, min(timeout_seconds, _TRY_SECONDS)
     while True:
         try:
-            socket.create_connection((context.master_addr, context.master_port), timeout=timeout_seconds).close()
-            store = _store(context, min(timeout_seconds, _TRY_SECONDS))
+            socket.create_connection((context.master_addr, context.master_port), timeout=try_seconds).close()
+            store = _store(context, try_seconds)
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nobody serves the store at {where} for {timeout_seconds} s: {error}") from error

@@ -73,6 +73,18 @@ def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
         leaving.join()
 
 
+def test_a_machine_that_does_not_answer_is_not_waited_for() -> None:
+    """As one that died with the server: nobody refuses the connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
+        socket.create_connection(silent.getsockname()),  # no other is let in
+        opened() as opening,
+    ):
+        opening.hang_up("rank 0 was killed")
+        with pytest.raises(RuntimeError, match="ranks were lost before anybody served the store"):
+            open_store(context(1, silent.getsockname()[1]), timeout_seconds=LONG_SECONDS, opening=opening)
+
+
 def test_a_server_that_comes_late_is_waited_for_and_then_trusted_as_long_as_asked() -> None:
     port, stores = free_port("127.0.0.1"), []
     with opened() as opening:
