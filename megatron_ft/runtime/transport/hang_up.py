@@ -12,6 +12,8 @@ from contextlib import closing, suppress
 
 _LOOK_SECONDS = 0.02
 """How often one looks for connections that have been made since."""
+_SYN_SENT = 2
+"""State of a connection that has been asked for, in ``tcp_info``. Source: ``netinet/tcp.h``."""
 
 SocketId = tuple[int, int]
 """Descriptor and inode: a descriptor is used again once its socket is closed, its inode is not."""
@@ -74,7 +76,8 @@ class Opening:
         self._lock = threading.Lock()
 
     def hang_up(self, _reason: str = "") -> None:
-        """Shut down all TCP connections that have been made since, and those that are still made."""
+        """Shut down all TCP connections that have been made since, and those that are still made, also while nobody
+        answers: a machine that has died does not refuse them."""
         with self._lock:
             if self._breaker is None and not self._closed.is_set():
                 self._broken.set()
@@ -112,8 +115,8 @@ def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
             return False
         try:
             ports = {opened.getsockname()[1], opened.getpeername()[1]}
-        except OSError:  # it listens
-            return False
+        except OSError:  # it listens, or nobody has answered it
+            return opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT
         return store_port not in ports
 
 

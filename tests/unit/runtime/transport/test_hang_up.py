@@ -1,5 +1,6 @@
 """Hanging up wakes whoever waits on a connection between ranks, and touches no other socket."""
 
+import errno
 import os
 import socket
 import threading
@@ -90,6 +91,24 @@ def test_connections_that_are_being_made_break_whenever_they_are_made(stack: Exi
     opening.close()
     after, _ = connected(stack)
     assert is_open(older) and is_open(after)
+
+
+def test_connections_that_nobody_answers_break_too(stack: ExitStack) -> None:
+    """The other machine may have died: it does not refuse them."""
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    stack.enter_context(socket.create_connection(silent.getsockname()))  # no other is let in
+    opening, errors = Opening(), []
+
+    def connect() -> None:
+        with socket.socket() as unanswered:
+            errors.append(unanswered.connect_ex(silent.getsockname()))
+
+    waiting = threading.Thread(target=connect)
+    waiting.start()
+    opening.hang_up("node 1 was lost")
+    waiting.join(timeout=20)
+    opening.close()
+    assert errors == [errno.ECONNRESET]
 
 
 def test_nothing_breaks_once_all_is_open(stack: ExitStack) -> None:
