@@ -14,8 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks import hardware, leftovers
 from benchmarks.claims import RESULTS_DIR, Claim, load_claims
@@ -26,7 +25,9 @@ TIMED_OUT = 124
 GRACE_SECONDS = 5.0
 STOP_SECONDS = 60.0
 """A script that is interrupted has taken down by then what it had set up, a cluster for example."""
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOOK_SECONDS = 0.2
+_asked: list[int] = []
+"""Signals that have asked this process to end."""
 FIELDS = ("id", "passed", "figure", "threshold", "counts", "details")
 
 
@@ -68,17 +69,32 @@ def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR) -> tupl
 
 
 def run_bounded(argv: Sequence[str], timeout_seconds: float) -> tuple[int, list[str]]:
-    """Exit status of a command run in the repository root, 124 when it ran too long, and what it left running."""
+    """Exit status of a command run in the repository root, 124 when it ran too long, and what it left running.
+
+    Raises:
+        SystemExit: a signal asks this process to end (``clean_up_when_ended``); what it had started has ended.
+    """
+    _end_if_asked()
     value, environment = leftovers.mark()
     process = subprocess.Popen(argv, cwd=ROOT, env=environment, start_new_session=True)
     try:
-        code = process.wait(timeout_seconds)
-    except subprocess.TimeoutExpired:
-        code = TIMED_OUT
+        code = _wait(process, timeout_seconds)
     finally:
         _stop(process)
         left = leftovers.outlive(value, grace_seconds=GRACE_SECONDS)
+    _end_if_asked()
     return code, left
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float) -> int:
+    """Its exit status; 124 when it runs too long, or this process is to end."""
+    deadline = time.monotonic() + timeout_seconds
+    while not _asked and time.monotonic() < deadline:
+        try:
+            return process.wait(_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    return TIMED_OUT
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
@@ -94,16 +110,15 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def clean_up_when_ended() -> None:
-    """Have signals that end this process end what it has started, too."""
-    for number in _ENDING:
-        signal.signal(number, _leave)
+    """Have signals that end this process end what it has started, too; a hang-up that is ignored stays so (nohup)."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda asked, _frame: _asked.append(asked))
 
 
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    """A second signal does not disturb what the first one leads to."""
-    for other in _ENDING:
-        signal.signal(other, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+def _end_if_asked() -> None:
+    if _asked:
+        raise SystemExit(128 + _asked[0])
 
 
 def read_result(claim: Claim, out: Path, code: int, *, quick: bool) -> dict[str, Any]:

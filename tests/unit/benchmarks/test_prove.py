@@ -5,6 +5,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,29 +107,49 @@ try:
 finally:
     print("cleaned up", flush=True)
 """
+DEAF = """trap 'echo asked' INT; echo begun; while :; do read -rt 60 <> <(:) || true; done"""
 PROVING = """
 import sys
 from benchmarks import prove
+prove.STOP_SECONDS = float(sys.argv[1])
 prove.clean_up_when_ended()
-prove.run_bounded([sys.executable, "-c", sys.argv[1]], 60.0)
+prove.run_bounded(sys.argv[3:], float(sys.argv[2]))
+print("goes on")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@contextmanager
+def proving(*command: str, stop_seconds: float, timeout_seconds: float) -> Iterator["subprocess.Popen[str]"]:
+    """A process that measures ``command``, which has begun. What both say comes by its standard output."""
+    words = [sys.executable, "-c", PROVING, str(stop_seconds), str(timeout_seconds), *command]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        yield process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_script_cleans_up_when_its_measuring_is_ended(number: signal.Signals) -> None:
-    words = [sys.executable, "-c", PROVING, CLEANING]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as proving:
-        assert proving.stdout is not None
-        assert proving.stdout.readline() == "begun\n"
-        proving.send_signal(number)
-        assert proving.stdout.read() == "cleaned up\n"
-    assert proving.returncode == 128 + number
+    with proving(sys.executable, "-c", CLEANING, stop_seconds=60.0, timeout_seconds=60.0) as process:
+        process.send_signal(number)
+        said, _ = process.communicate()
+    assert (said, process.returncode) == ("cleaned up\n", 128 + number)
 
 
-def test_a_script_that_does_not_clean_up_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove, "STOP_SECONDS", 0.5)
-    deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: signal.pause()"
-    assert prove.run_bounded([sys.executable, "-c", deaf], 2.0) == (124, [])
+def test_a_script_that_does_not_clean_up_in_time_is_killed() -> None:
+    with proving("bash", "-c", DEAF, stop_seconds=0.5, timeout_seconds=2.0) as process:
+        said, _ = process.communicate()  # which ends when both have
+    assert (said, process.returncode) == ("asked\ngoes on\n", 0)
+
+
+def test_who_is_asked_to_end_while_it_ends_a_script_leaves_nothing_behind_either() -> None:
+    with proving("bash", "-c", DEAF, stop_seconds=3.0, timeout_seconds=2.0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asked\n"
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate()
+    assert (said, process.returncode) == ("", 128 + signal.SIGTERM)
 
 
 def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
