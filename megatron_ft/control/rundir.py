@@ -48,12 +48,12 @@ def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
     _check(run)
     parent = Path(run.dir).absolute()
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        _make(parent)
         path, existed = _number(parent, model_name) if run.name is None else _take(run, parent / run.name)
+        fsync_folder(parent)
     except OSError as error:
-        raise ConfigError.of("run.dir", run.dir, f"must be a folder this user can write: {error}") from error
+        raise ConfigError.of("run.dir", run.dir, f"must be a folder this user can read and write: {error}") from error
     claimed = RunDir(path, None, _lock(path))
-    fsync_folder(parent)
     if existed:
         try:
             claimed.resume_from = _resume(run, path)
@@ -75,6 +75,14 @@ def _check(run: RunConfig) -> None:
         return
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", run.name) or run.name.strip(".") == "":
         raise ConfigError.of("run.name", run.name, "must have 1 to 128 of the characters A-Z a-z 0-9 . _ -")
+
+
+def _make(folder: Path) -> None:
+    """A folder and those above it, durably."""
+    missing = [above for above in (folder, *folder.parents) if not above.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        fsync_folder(made.parent)
 
 
 def _number(parent: Path, model_name: str) -> tuple[Path, bool]:

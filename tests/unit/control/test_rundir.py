@@ -38,8 +38,9 @@ def test_a_folder_has_its_configuration_and_places_for_logs_and_checkpoints(tmp_
 
 def test_a_folder_is_found_after_the_death_of_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = note_steps(monkeypatch)
-    claimed(tmp_path, "first").release()
-    assert steps == [f"fsync {tmp_path.name}", "fsync config.yaml", "rename config.yaml", "fsync first"]
+    claimed(tmp_path / "all" / "runs", "first").release()
+    made = [f"fsync {tmp_path.name}", "fsync all", "fsync runs"]
+    assert steps == [*made, "fsync config.yaml", "rename config.yaml", "fsync first"]
 
 
 def test_who_has_a_folder_is_seen_without_taking_it(tmp_path: Path) -> None:
