@@ -97,8 +97,8 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
 
 
 def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> dist.TCPStore:
-    """The store, once somebody serves it. A try to connect cannot be broken off, and the server may have died with its
-    machine: tries are short, those of torch, too, for who was there may have gone again."""
+    """The store, once somebody serves it. Who was there may have gone again, and torch goes on trying: it gets short
+    tries. A server that accepts and says nothing is waited for until ``opening`` breaks the connection."""
     where = f"{context.master_addr}:{context.master_port}"
     deadline, try_seconds = time.monotonic() + timeout_seconds, min(timeout_seconds, _TRY_SECONDS)
     while True:
