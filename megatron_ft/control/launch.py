@@ -45,7 +45,7 @@ from megatron_ft.control.services import STOP_SECONDS
 from megatron_ft.control.slurm.array import read_array
 from megatron_ft.control.slurm.attempts import leave_marker
 from megatron_ft.control.slurm.nodes import TERM_SECONDS, Allocation, address_of, read_allocation
-from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerReplaced, StopRequested
 from megatron_ft.framing import Message
 
@@ -115,7 +115,8 @@ def launch(
             sinks.close(exit_code, reason)
         if config.launch.node_launcher == "none":
             assert allocation is not None, "an array's"
-            leave_marker(run_dir.path, allocation.job_id, exit_code=exit_code, reason=reason)
+            is_final = exit_code in {EXIT_OK, *FINAL_EXIT_CODES}
+            leave_marker(run_dir.path, allocation.job_id, exit_code=exit_code, reason=reason, is_final=is_final)
         job.tell(end, exit_code, [sys.executable, *sys.argv] if command is None else command)
         return exit_code
     finally:

@@ -105,7 +105,7 @@ class SlurmJob:
         return JobResult(self.end()["exit_code"], self.run_dir, self.log.read_text())
 
     def attempts(self) -> list[dict[str, Any]]:
-        """One for each console that has ended and was seen to."""
+        """Consoles that have ended, as the job keeps them."""
         return self.lines("slurm/attempts.jsonl")
 
     def words(self) -> str:

@@ -112,6 +112,19 @@ def test_a_console_that_may_not_come_back_ends_the_array(tmp_path: Path, ends: s
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(("final", "code"), [("true", 93), ("false", 8)])
+def test_an_array_that_comes_back_when_it_was_over_ends_as_before(tmp_path: Path, final: str, code: int) -> None:
+    """Its node died when it had decided so, and before everything was cancelled."""
+    marker = tmp_path / "runs" / "first" / "slurm" / "17.json"
+    marker.parent.mkdir(parents=True)
+    marker.write_text(f'{{"job_id": "17", "exit_code": 8, "reason": "because", "is_final": {final}}}\n')
+    returned = {"SLURM_RESTART_COUNT": "4", "SLURM_JOB_DEPENDENCY": "singleton(fulfilled)", "MFT_FINAL_EXIT_CODE": "93"}
+    assert start(tmp_path, task=0, **returned).wait(timeout=30) == code
+    assert ("--quiet 18" in (tmp_path / "cancelled").read_text().splitlines()) == (final == "true")
+    assert not (tmp_path / "counted").exists() and not (tmp_path / "joined").exists()
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("ends_with", "code"), [(0, 0), (2, 93), (6, 93), (7, 7), (130, 130)])
 def test_tools_of_a_site_see_that_somebody_has_to_look(tmp_path: Path, ends_with: int, code: int) -> None:
     process = start(tmp_path, task=0, MFT_FINAL_EXIT_CODE="93", ENDS_WITH=str(ends_with))
@@ -122,10 +135,13 @@ def test_tools_of_a_site_see_that_somebody_has_to_look(tmp_path: Path, ends_with
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", ["0", "256", "-1", "x"])
-def test_an_exit_code_that_is_none_is_refused(tmp_path: Path, code: str) -> None:
-    process = start(tmp_path, task=0, MFT_FINAL_EXIT_CODE=code)
+@pytest.mark.parametrize("others", [{}, {"MFT_INTERFACE": ""}, {"MFT_MAX_FRUITLESS": "x"}])
+def test_an_exit_code_that_is_none_is_refused(tmp_path: Path, code: str, others: dict[str, str]) -> None:
+    """And none that a refusal ends with."""
+    process = start(tmp_path, task=0, MFT_FINAL_EXIT_CODE=code, **others)
     assert process.wait(timeout=30) == ConfigError.exit_code
-    assert f"MFT_FINAL_EXIT_CODE={code}: must be a whole number from 1 to 255" in (tmp_path / "said").read_text()
+    refused = f"MFT_FINAL_EXIT_CODE={code}: must be a whole number from 1 to 255"
+    assert others or refused in (tmp_path / "said").read_text()
     assert not (tmp_path / "joined").exists()
 
 

@@ -1,7 +1,7 @@
 """The attempts of a batch job on disk, and what one that has ended leaves to be read.
 
-``slurm/attempts.jsonl`` of the run's folder has a line for each console that has ended; ``slurm/JOB.json`` says that
-the job is over.
+``slurm/attempts.jsonl`` of the run's folder has a line for each console that has ended; of arrays for those alone whose
+end nobody has seen. ``slurm/JOB.json`` says that the job is over.
 """
 
 import json
@@ -57,8 +57,16 @@ class Witness:
 
 
 def newest_iteration(run_dir: Path) -> int:
-    """The newest iteration that a run has reported, in any attempt; 0 for none."""
-    return max((int(line["iteration"]) for line in _lines(run_dir / _METRICS, 0)), default=0)
+    """The newest iteration that a run has reported, in any attempt; 0 for none.
+
+    Raises:
+        ControlError: what it has reported is damaged.
+    """
+    path = run_dir / _METRICS
+    try:
+        return max((int(line["iteration"]) for line in _lines(path, 0)), default=0)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ControlError(f"{path}: damaged: {error!r}") from None
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
@@ -92,12 +100,16 @@ def add_attempt(run_dir: Path, attempt: Attempt) -> None:
     fsync_folder(path.parent)
 
 
-def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str) -> Path:
-    """Say that the job is over and how, in ``slurm/JOB.json``: there all at once or not, on disk when this returns."""
+def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str, is_final: bool) -> Path:
+    """Say that the job is over and how, in ``slurm/JOB.json``: there all at once or not, on disk when this returns.
+
+    Args:
+        is_final: the run is over, or goes on only when somebody has mended something: no other job need try.
+    """
     path = marker_of(run_dir, job_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     fsync_folder(run_dir)
-    content = {"job_id": job_id, "exit_code": exit_code, "reason": reason}
+    content = {"job_id": job_id, "exit_code": exit_code, "reason": reason, "is_final": is_final}
     replace_file(path, json.dumps(content).encode() + b"\n")
     return path
 

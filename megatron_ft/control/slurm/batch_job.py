@@ -221,7 +221,8 @@ class BatchJob:
         if verdict.is_final and exit_code != EXIT_OK and self._site.final_exit_code is not None:
             exit_code = self._site.final_exit_code
         if self._run_dir.is_dir():
-            leave_marker(self._run_dir, self._site.job_id, exit_code=exit_code, reason=verdict.reason)
+            how, is_final = verdict.reason, verdict.is_final
+            leave_marker(self._run_dir, self._site.job_id, exit_code=exit_code, reason=how, is_final=is_final)
         if verdict.is_final and self._site.is_chained:
             self._cancel_chain()
         return exit_code

@@ -1,7 +1,7 @@
 """Whether an array's console that comes back may start: not where it comes back again and again and gets no further.
 
-Slurm starts task 0 again after its node died, as often as that happens. Who has seen the console's end died with it:
-what is left to count is how far the run had come.
+Slurm starts task 0 again when its node has died, or was taken away before the console could end, as often as that
+happens. Nobody has seen the console's end: what is left to count is how far the run had come.
 """
 
 import argparse
@@ -15,22 +15,22 @@ from megatron_ft.planning.recovery.job_attempts import Attempt, why_hopeless
 
 
 def count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
-    """Keep that a console has died, and say whether another may start: 0, or the exit code that the array ends with.
+    """Keep that a console is gone, and say whether another may start: 0, or the exit code that the array ends with.
 
     Then ``slurm/ARRAY.json`` says so, and its nodes end.
 
     Raises:
-        ControlError: what is kept of earlier consoles is damaged.
+        ControlError: what is kept of earlier consoles, or what the run has reported, is damaged.
     """
     if not run_dir.is_dir():
         return EXIT_OK  # it came to nothing that could be counted
-    died = Attempt(job_id=array, hosts=(), exit_code=None, asked=None, iteration=newest_iteration(run_dir))
+    gone = Attempt(job_id=array, hosts=(), exit_code=None, asked=None, iteration=newest_iteration(run_dir))
     attempts = [attempt for attempt in read_attempts(run_dir) if attempt.job_id == array]
-    add_attempt(run_dir, died)
-    hopeless = why_hopeless([*attempts, died], max_fruitless)
+    add_attempt(run_dir, gone)
+    hopeless = why_hopeless([*attempts, gone], max_fruitless)
     if hopeless is None:
         return EXIT_OK
-    leave_marker(run_dir, array, exit_code=ControlError.exit_code, reason=hopeless)
+    leave_marker(run_dir, array, exit_code=ControlError.exit_code, reason=hopeless, is_final=True)
     print(f"array {array} ends: {hopeless}", file=sys.stderr, flush=True)
     return ControlError.exit_code
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array")
-    parser.add_argument("--max-fruitless", type=int, default=3, help="consoles in a row without progress")
+    parser.add_argument("--max-fruitless", type=int, required=True, help="consoles in a row without progress")
     chosen = parser.parse_args(arguments)
     try:
         return count_return(chosen.run_dir, chosen.array, max_fruitless=chosen.max_fruitless)

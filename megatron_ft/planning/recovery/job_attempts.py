@@ -42,7 +42,7 @@ class Attempt:
     hosts: tuple[str, ...]
     """Of the allocation, in the order of our node numbers."""
     exit_code: int | None
-    """Negative: the signal that ended it. None where nobody has seen its end, for its node died with it."""
+    """Negative: the signal that ended it. None where nobody has seen its end, as when its node died."""
     asked: Asked | None
     iteration: int
     """Newest that the run had reported when it ended; 0 for none."""
@@ -81,6 +81,7 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
         hosts: those that the allocation has now.
     """
     last = attempts[-1]
+    assert last.exit_code is not None, "who asks has seen its end"
     if last.exit_code == EXIT_OK:
         return Verdict(Next.END, "the run has ended as planned", is_final=True)
     if last.exit_code in FINAL_EXIT_CODES:
@@ -93,7 +94,7 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
     if last.asked is Asked.TO_GO_ON_LATER:
         return Verdict(policy.on_warning, "it was warned that its nodes will be taken away")
     usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
-    how = _describe(last.exit_code)
+    how = f"exit code {last.exit_code}" if last.exit_code >= 0 else f"killed by signal {-last.exit_code}"
     if usable >= policy.num_nodes:
         return Verdict(Next.AGAIN, f"{how}; {usable} nodes are left, {policy.num_nodes} needed")
     lacking = f"{how}; {usable} nodes are left of {policy.num_nodes} needed"
@@ -133,12 +134,6 @@ def in_order_of_trust(hosts: Sequence[str], attempts: Sequence[Attempt]) -> list
     failures = _failures(attempts)
     lost = set(attempts[-1].lost_hosts) if attempts else set()
     return sorted(hosts, key=lambda host: (host in lost, failures[host]))
-
-
-def _describe(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "its node died"
-    return f"exit code {exit_code}" if exit_code >= 0 else f"killed by signal {-exit_code}"
 
 
 def _failures(attempts: Sequence[Attempt]) -> Counter[str]:

@@ -70,7 +70,7 @@ class Node:
 
     def is_over(self, code: int = 0) -> int:
         """The job ends while the node stays."""
-        leave_marker(self.run_dir, JOB, exit_code=7, reason="because")
+        leave_marker(self.run_dir, JOB, exit_code=7, reason="because", is_final=True)
         return code
 
 

@@ -57,9 +57,9 @@ def test_half_an_attempt_spoils_no_later_one(tmp_path: Path) -> None:
 
 def test_the_end_is_that_of_this_job(tmp_path: Path) -> None:
     assert read_end(tmp_path, "17") is None
-    leave_marker(tmp_path, "16", exit_code=7, reason="because")
+    leave_marker(tmp_path, "16", exit_code=7, reason="because", is_final=True)
     assert read_end(tmp_path, "17") is None
-    leave_marker(tmp_path, "17", exit_code=0, reason="because")
+    leave_marker(tmp_path, "17", exit_code=0, reason="because", is_final=True)
     assert (read_end(tmp_path, "16"), read_end(tmp_path, "17")) == (7, 0)
     for content in ("", "[]", "{}", '{"exit_code": null}'):
         (tmp_path / "slurm" / "17.json").write_text(content)
@@ -74,5 +74,5 @@ def test_what_a_job_leaves_is_found_after_the_death_of_its_machine(
     add_attempt(tmp_path, ATTEMPT)
     assert steps == [run, "fsync attempts.jsonl", "fsync slurm"]
     steps.clear()
-    leave_marker(tmp_path, "17", exit_code=0, reason="because")
+    leave_marker(tmp_path, "17", exit_code=0, reason="because", is_final=True)
     assert steps == [run, "fsync 17.json", "rename 17.json", "fsync slurm"]

@@ -133,7 +133,7 @@ def play(tmp_path: Path) -> Play:
 
 def test_a_run_that_ends_well(play: Play) -> None:
     assert play.run([{"exit_code": 0}], "launch=slurm", MFT_SPARE_NODES="1") == (0, "job 17: end: " + PLANNED)
-    assert play.marker == {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip()}
+    assert play.marker == {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True}
     (told,) = play.told
     assert told["words"] == ["launch=slurm", "launch.num_nodes=3", "launch.num_spare_nodes=1"]
     assert told["SLURM_NTASKS"] is None and told["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
@@ -257,7 +257,7 @@ def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
 
 def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
     code, errors = play.run([{"exit_code": 0}], MFT_CHAINED="1", REFUSES="slurmctld is down")
-    assert (code, play.marker) == (0, {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip()})
+    assert (code, play.marker) == (0, {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True})
     assert "jobs named lm still wait: " in errors and "slurmctld is down" in errors
 
 

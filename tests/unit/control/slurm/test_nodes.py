@@ -55,11 +55,11 @@ def test_a_step_is_of_one_node_and_outlives_the_others() -> None:
 
 def test_the_marker_is_there_at_once_and_each_job_has_its_own(tmp_path: Path) -> None:
     for job, code in (("17", 8), ("18", 0)):
-        leave_marker(tmp_path, job, exit_code=code, reason="because")
+        leave_marker(tmp_path, job, exit_code=code, reason="because", is_final=code == 0)
     found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "slurm").iterdir()}
     assert found == {
-        "17.json": {"job_id": "17", "exit_code": 8, "reason": "because"},
-        "18.json": {"job_id": "18", "exit_code": 0, "reason": "because"},
+        "17.json": {"job_id": "17", "exit_code": 8, "reason": "because", "is_final": False},
+        "18.json": {"job_id": "18", "exit_code": 0, "reason": "because", "is_final": True},
     }
 
 

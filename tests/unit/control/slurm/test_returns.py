@@ -8,7 +8,7 @@ import pytest
 from megatron_ft.control.slurm.attempts import read_attempts, read_end
 from megatron_ft.control.slurm.returns import main
 from megatron_ft.errors import EXIT_OK, ControlError
-from megatron_ft.planning.recovery.job_attempts import AttemptPolicy, Next, decide
+from megatron_ft.planning.recovery.job_attempts import Attempt, AttemptPolicy, Next, decide
 
 OPTIONS = ["--array=17", "--max-fruitless=3"]
 
@@ -37,13 +37,13 @@ def test_the_chains_next_array_counts_anew(tmp_path: Path) -> None:
     assert read_end(tmp_path, "18") is None
 
 
-def test_what_nobody_has_seen_end_is_no_end_by_itself(tmp_path: Path) -> None:
-    """An allocation may continue the run of an array."""
+def test_it_counts_where_an_allocation_continues_the_run(tmp_path: Path) -> None:
     main([str(tmp_path), *OPTIONS])
-    (attempt,) = read_attempts(tmp_path)
-    assert (attempt.exit_code, attempt.asked, attempt.iteration) == (None, None, 0)
-    verdict = decide([attempt], AttemptPolicy(num_nodes=1), ["a"])
-    assert (verdict.next, verdict.reason) == (Next.AGAIN, "its node died; 1 nodes are left, 1 needed")
+    (gone,) = read_attempts(tmp_path)
+    assert (gone.exit_code, gone.asked, gone.iteration) == (None, None, 0)
+    own = Attempt(job_id="19", hosts=("a",), exit_code=7, asked=None, iteration=0)
+    assert decide([gone, own], AttemptPolicy(num_nodes=1, max_fruitless=3), ["a"]).next is Next.AGAIN
+    assert decide([gone, own], AttemptPolicy(num_nodes=1, max_fruitless=2), ["a"]).is_final
 
 
 def test_a_run_that_came_to_nothing_has_nothing_to_count(tmp_path: Path) -> None:
@@ -51,9 +51,10 @@ def test_a_run_that_came_to_nothing_has_nothing_to_count(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damage_is_no_reason_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("file", ["slurm/attempts.jsonl", "metrics.jsonl"])
+def test_damage_is_no_reason_to_start(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path), *OPTIONS])
-    path = tmp_path / "slurm" / "attempts.jsonl"
+    path = tmp_path / file
     path.write_text("{}\n")
     assert main([str(tmp_path), *OPTIONS]) == ControlError.exit_code
     assert capsys.readouterr().err.startswith(f"array 17: {path}: damaged: ")
