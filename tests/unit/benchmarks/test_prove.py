@@ -137,13 +137,13 @@ def test_a_script_cleans_up_when_its_measuring_is_ended(number: signal.Signals) 
 
 
 def test_a_script_that_does_not_clean_up_in_time_is_killed() -> None:
-    with proving("bash", "-c", DEAF, stop_seconds=0.5, timeout_seconds=2.0) as process:
+    with proving("bash", "-c", DEAF, stop_seconds=0.5, timeout_seconds=4.0) as process:
         said, _ = process.communicate()  # which ends when both have
     assert (said, process.returncode) == ("asked\ngoes on\n", 0)
 
 
 def test_who_is_asked_to_end_while_it_ends_a_script_leaves_nothing_behind_either() -> None:
-    with proving("bash", "-c", DEAF, stop_seconds=3.0, timeout_seconds=2.0) as process:
+    with proving("bash", "-c", DEAF, stop_seconds=3.0, timeout_seconds=4.0) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "asked\n"
         for _ in range(3):
