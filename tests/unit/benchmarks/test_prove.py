@@ -109,19 +109,22 @@ finally:
 """
 DEAF = """trap 'echo asked' INT; echo begun; while :; do read -rt 60 <> <(:) || true; done"""
 PROVING = """
-import sys
+import signal, sys
 from benchmarks import prove
 prove.STOP_SECONDS = float(sys.argv[1])
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[3]))
 prove.clean_up_when_ended()
-prove.run_bounded(sys.argv[3:], float(sys.argv[2]))
+prove.run_bounded(sys.argv[4:], float(sys.argv[2]))
 print("goes on")
 """
 
 
 @contextmanager
-def proving(*command: str, stop_seconds: float, timeout_seconds: float) -> Iterator["subprocess.Popen[str]"]:
+def proving(
+    *command: str, stop_seconds: float, timeout_seconds: float, on_hang_up: str = "SIG_DFL"
+) -> Iterator["subprocess.Popen[str]"]:
     """A process that measures ``command``, which has begun. What both say comes by its standard output."""
-    words = [sys.executable, "-c", PROVING, str(stop_seconds), str(timeout_seconds), *command]
+    words = [sys.executable, "-c", PROVING, str(stop_seconds), str(timeout_seconds), on_hang_up, *command]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
@@ -134,6 +137,15 @@ def test_a_script_cleans_up_when_its_measuring_is_ended(number: signal.Signals) 
         process.send_signal(number)
         said, _ = process.communicate()
     assert (said, process.returncode) == ("cleaned up\n", 128 + number)
+
+
+def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
+    """As under nohup; the script ends when its time is over."""
+    limits = {"stop_seconds": 60.0, "timeout_seconds": 4.0}
+    with proving(sys.executable, "-c", CLEANING, **limits, on_hang_up="SIG_IGN") as process:
+        process.send_signal(signal.SIGHUP)
+        said, _ = process.communicate()
+    assert (said, process.returncode) == ("cleaned up\ngoes on\n", 0)
 
 
 def test_a_script_that_does_not_clean_up_in_time_is_killed() -> None:
