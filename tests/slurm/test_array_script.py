@@ -32,7 +32,7 @@ esac
 case $* in
   *join_main*) touch "$FOLDER/joined"; until [ -e "$FOLDER/over" ]; do read -rt 0.05 <> <(:) || true; done; exit 0 ;;
   *control.slurm.returns*) echo "$*" > "$FOLDER/counted"
-    [ -z "${ENDS:-}" ] || { mkdir -p "$3/slurm"; echo '{"exit_code": 8}' > "$3/slurm/17.json"; }
+    [ -z "${ENDS:-}" ] || { mkdir -p "$3/slurm"; echo '{"is_final": true}' > "$3/slurm/17.json"; }
     exit "${RETURNS:-0}" ;;
   *control.slurm.drains*) # what it waits with ends by itself: nobody is left behind
     echo $$ > "$FOLDER/watcher.new"; mv "$FOLDER/watcher.new" "$FOLDER/watcher"; exec "$SLEEP" 60 ;;
@@ -67,7 +67,7 @@ def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[byt
 
 def test_a_chain_ends_after_what_would_come_again_and_after_a_run_that_is_done() -> None:
     codes = "".join(map(str, sorted({EXIT_OK, *FINAL_EXIT_CODES})))
-    assert f"$code != [{codes}]" in (REPOSITORY / "slurm" / "pretrain_array.sbatch").read_text()
+    assert f"$code == [{codes}]" in (REPOSITORY / "slurm" / "pretrain_array.sbatch").read_text()
 
 
 @pytest.mark.timeout(60)
