@@ -36,10 +36,6 @@ class Witness:
         """An attempt is about to begin: it will cut off half a line that a crash left, and append."""
         return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
-    def iteration(self) -> int:
-        """As ``newest_iteration``."""
-        return newest_iteration(self.run_dir)
-
     def lost_hosts(self) -> tuple[str, ...]:
         """Hosts of nodes that were lost whole, as often as they were."""
         return self._hosts_of(line for line in self._events() if line["kind"] == "node_lost")

@@ -19,7 +19,14 @@ from types import FrameType
 from megatron_ft.control.environment import expand_nodelist
 from megatron_ft.control.rundir import is_claimed
 from megatron_ft.control.slurm import calls
-from megatron_ft.control.slurm.attempts import Witness, add_attempt, leave_marker, marker_of, read_attempts
+from megatron_ft.control.slurm.attempts import (
+    Witness,
+    add_attempt,
+    leave_marker,
+    marker_of,
+    newest_iteration,
+    read_attempts,
+)
 from megatron_ft.control.slurm.drains import watch_drains
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronFtError
 from megatron_ft.planning.recovery.job_attempts import (
@@ -197,7 +204,7 @@ class BatchJob:
             hosts=tuple(witness.hosts),
             exit_code=exit_code,
             asked=self._asked,
-            iteration=witness.iteration(),
+            iteration=newest_iteration(self._run_dir),
             lost_hosts=witness.lost_hosts(),
             failed_hosts=witness.failed_hosts(),
         )
@@ -221,8 +228,13 @@ class BatchJob:
         if verdict.is_final and exit_code != EXIT_OK and self._site.final_exit_code is not None:
             exit_code = self._site.final_exit_code
         if self._run_dir.is_dir():
-            how, is_final = verdict.reason, verdict.is_final
-            leave_marker(self._run_dir, self._site.job_id, exit_code=exit_code, reason=how, is_final=is_final)
+            leave_marker(
+                self._run_dir,
+                self._site.job_id,
+                exit_code=exit_code,
+                reason=verdict.reason,
+                is_final=verdict.is_final,
+            )
         if verdict.is_final and self._site.is_chained:
             self._cancel_chain()
         return exit_code
