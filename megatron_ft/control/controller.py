@@ -23,17 +23,13 @@ from megatron_ft.control.facts import (
     RankReported,
     Tick,
 )
-from megatron_ft.control.front_desk import FrontDesk, Item, Origin, Posted
+from megatron_ft.control.front_desk import FrontDesk
+from megatron_ft.control.inbox import Item, Origin, Posted
 from megatron_ft.control.job_end import JobEnd, add_words, end_of
 from megatron_ft.control.journal import Journal
-from megatron_ft.control.membership_state import (
-    Decision,
-    MembershipPolicy,
-    Phase,
-    State,
-    Step,
-)
+from megatron_ft.control.membership_state import Decision, MembershipPolicy, Phase, State, Step
 from megatron_ft.control.operator_calls import OperatorCalls
+from megatron_ft.control.services import by_name
 from megatron_ft.control.store_place import StorePlace
 from megatron_ft.errors import FINAL_EXIT_CODES, ControlError
 from megatron_ft.framing import Message
@@ -122,6 +118,8 @@ class Controller:
             policy,
             self._members,
             hear=lambda node: self._detector.hear(node, self._clock()),
+            clock=clock,
+            sign_seconds=detection.heartbeat_interval_seconds,
             others=operators.methods,
             interface=interface,
             token=token,
@@ -177,22 +175,23 @@ class Controller:
         match self._take():
             case Item() as item:
                 return self._serve_item(item, on_record, on_step)
-            case Posted(fact, number):
+            case Posted(fact, arrived_seconds, number):
                 about = {"fact": facts.to_json(fact), **({} if number is None else {"console": number})}
                 if number is None or number == self._num_console_facts:
-                    return self._take_in(self._journalled(about, fact), on_step)
+                    return self._take_in(self._journalled(about, arrived_seconds, fact), on_step)
         return None
 
     def _serve_item(self, item: Item, on_record: RecordSink, on_step: StepSink) -> Step | None:
         """Take in what a node handed in, unless that was done already; only then it hears that it is done."""
         step = None
         if item.origin is None:
-            step = self._take_in(self._journalled({"item": item.content}), on_step)
+            step = self._take_in(self._journalled({"item": item.content}, item.arrived_seconds), on_step)
         elif self._desk.expects(item.origin) and item.content["op"] in _PASSING:
             self._pass_on(item.content, item.origin, on_record)
             self._desk.count(item.origin)
         elif self._desk.expects(item.origin):
-            step = self._take_in(self._journalled({"item": item.content, "origin": item.origin}), on_step)
+            about = {"item": item.content, "origin": item.origin}
+            step = self._take_in(self._journalled(about, item.arrived_seconds), on_step)
         self._desk.done(item)
         return step
 
@@ -204,11 +203,11 @@ class Controller:
             place = Place(item["iteration"], item["phase"], item["step"])
             self._detector.progress(item["rank"], place, self._clock())
 
-    def _journalled(self, about: Message, fact: Fact | None = None) -> Message:
-        """An entry with its time, in the journal; time alone is an entry only where something follows from it."""
-        entry = {"now": self._clock(), "unix": time.time(), **about}
+    def _journalled(self, about: Message, arrived_seconds: float, fact: Fact | None = None) -> Message:
+        """An entry with its times, in the journal; time alone is an entry only where something follows from it."""
+        entry = {"now": self._clock(), "arrived": arrived_seconds, "unix": time.time(), **about}
         if isinstance(fact, Tick):
-            step = membership.advance(self._policy, self._state, fact, entry["now"])
+            step = membership.advance(self._policy, self._state, fact, entry["now"], arrived_seconds)
             if step.decision is Decision.WAIT and step.state == self._state:
                 return entry
         if self._journal is not None:
@@ -223,7 +222,7 @@ class Controller:
             self._desk.count(Origin(*entry["origin"]))
         before, self._unix_seconds = self._state, entry["unix"]
         fact = self._told(facts.from_json(entry["fact"])) if "fact" in entry else self._fact_of(entry["item"])
-        step = membership.advance(self._policy, before, fact, entry["now"])
+        step = membership.advance(self._policy, before, fact, entry["now"], entry.get("arrived"))
         self._state = step.state
         self._members[step.state.generation] = step.state.members
         if step.decision is not Decision.WAIT:
@@ -236,16 +235,19 @@ class Controller:
         self._desk.close()
 
     def _take(self) -> Item | Posted:
-        """What is next. That time has run out is said before all else, once."""
+        """What is next. That a deadline has passed is said once, when all that came before it has been taken in."""
         self._look()
-        if self._found:
-            return Posted(self._found.popleft())
-        now, deadline = self._clock(), self._state.wake_seconds
-        if deadline is not None and now >= deadline and deadline != self._past_deadline:
+        while self._found:
+            found = self._found.popleft()
+            if not isinstance(found, NodeLost) or self._detector.seconds_since_word(found.node, self._clock()) is None:
+                return Posted(found, self._clock())  # else it has called meanwhile
+        deadline = self._state.wake_seconds
+        if deadline is None or deadline == self._past_deadline or deadline > self._look_at:
+            return self._desk.take(self._look_at)
+        taken = self._desk.take(deadline)
+        if isinstance(taken, Posted) and isinstance(taken.fact, Tick):
             self._past_deadline = deadline
-            return Posted(Tick())
-        wake_at = self._look_at if deadline is None else min(deadline, self._look_at)
-        return self._desk.take(max(0.0, wake_at - now))
+        return taken
 
     def _look(self) -> None:
         """Find out, now and then, who is lost without having ended."""
@@ -371,10 +373,6 @@ class Controller:
         """Start the ranks of ``nodes``; each learns where every node's services listen."""
         state, policy = self._state, self._policy
         self._starts |= dict.fromkeys(nodes, self._num_starts)
-        services: dict[str, dict[str, str]] = {}
-        for node, addresses in sorted(self._services.items()):
-            for name, address in addresses.items():
-                services.setdefault(name, {})[str(node)] = address
         order = {
             "op": "start",
             "start": self._num_starts,
@@ -382,7 +380,7 @@ class Controller:
             "ranks": {str(node): list(policy.ranks_of(node)) for node in nodes},
             "nodes": [node for node in state.members for _ in range(policy.ranks_per_node)],
             "is_newcomer": is_newcomer,
-            "services": services,
+            "services": by_name(self._services),
         }
         self._num_starts += 1
         self._order({**self._start_order(state.generation, state.members, self._stores), **order})

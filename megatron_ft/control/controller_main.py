@@ -26,7 +26,7 @@ from megatron_ft.control import facts, report
 from megatron_ft.control.certificates import read_certificates
 from megatron_ft.control.controller import Controller
 from megatron_ft.control.epochs import Epoch, begin_epoch
-from megatron_ft.control.front_desk import Origin
+from megatron_ft.control.inbox import Origin
 from megatron_ft.control.journal import Journal
 from megatron_ft.control.membership_state import Decision, Step
 from megatron_ft.control.policies import detector_policy, membership_policy

@@ -1,14 +1,12 @@
 """Where agents and the console reach the controller: calls wait here until its thread has done with them."""
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 from megatron_ft.control.certificates import Certificates
-from megatron_ft.control.facts import Fact, NodeLost, Tick, to_json
+from megatron_ft.control.facts import Fact, NodeLost, to_json
+from megatron_ft.control.inbox import Inbox, Item, Origin, Posted
 from megatron_ft.control.items import Members, check_item
 from megatron_ft.control.membership_state import MembershipPolicy
 from megatron_ft.control.rpc import Method, RpcServer
@@ -17,37 +15,9 @@ from megatron_ft.control.store_place import StorePlace
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 
-MAX_WAITING_ITEMS = 4096
 _MAX_POLL_SECONDS = 30.0
 _ACCEPT_SECONDS = 20.0
 _FAREWELL_SECONDS = 5.0
-
-
-class Origin(NamedTuple):
-    """Which item of which node's process: later ones of a node are greater."""
-
-    node: int
-    session: int
-    number: int
-
-
-@dataclass(slots=True)
-class Item:
-    """Something that a node has handed in."""
-
-    origin: Origin | None
-    """None for what is not numbered: a second one says nothing new."""
-    content: Message
-    is_done: bool = False
-    """It has had its effect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """A fact from elsewhere; those of the console are numbered."""
-
-    fact: Fact
-    number: int | None = None
 
 
 class FrontDesk:
@@ -59,6 +29,8 @@ class FrontDesk:
         members: Members,
         *,
         hear: Callable[[int], None],
+        clock: Callable[[], float],
+        sign_seconds: float,
         others: Mapping[str, Method],
         interface: str,
         token: str,
@@ -71,16 +43,19 @@ class FrontDesk:
         Args:
             members: nodes of each generation; the controller adds to it.
             others: further calls that are answered, by name.
-            hear: called with the node of each call; safe in any thread.
+            hear: called with the node of each call, and again while the call waits; safe in any thread.
+            clock: the controller's; it gives what comes here the time of its arrival.
+            sign_seconds: between two signs of life of a node whose call waits.
             epoch: every answer bears it.
         """
         self._policy, self._members, self._epoch = policy, members, epoch
         self._sessions = Sessions()
-        self._hear = hear
-        self._inbox: queue.SimpleQueue[Item | Posted] = queue.SimpleQueue()
-        self._room = threading.BoundedSemaphore(MAX_WAITING_ITEMS)
+        self._hear, self._sign_seconds = hear, sign_seconds
+        self._inbox = Inbox(clock)
         self._orders: list[Message] = []
-        self._changed = threading.Condition()
+        self._new_order = threading.Condition()
+        """For calls that wait for orders alone: an order is for all of them."""
+        self._farewell = threading.Condition()
         self._has_ended = False
         calls = {"join": self._join, "poll": self._poll, "deliver": self._deliver, **others}
         methods = {name: self._with_epoch(method) for name, method in calls.items()}
@@ -110,7 +85,7 @@ class FrontDesk:
 
     def post(self, fact: Fact, number: int | None = None) -> None:
         """Hand in a fact; safe in any thread and in signal handlers."""
-        self._inbox.put(Posted(fact, number))
+        self._inbox.post(fact, number)
 
     def ask(self, fact: Fact) -> None:
         """Hand in what somebody asks for, and wait until it is known, also to a controller that takes over.
@@ -118,18 +93,14 @@ class FrontDesk:
         Raises:
             TimeoutError: it is not in time.
         """
-        if not self._hand_in([Item(None, {"op": "asked", "fact": to_json(fact)})]):
+        asked = Item(None, {"op": "asked", "fact": to_json(fact)})
+        self._inbox.put([asked])
+        if not asked.has_effect.wait(_ACCEPT_SECONDS):
             raise TimeoutError("the controller is busy")
 
-    def take(self, timeout_seconds: float | None = None) -> Item | Posted:
-        """What is next, or that time went on."""
-        try:
-            found = self._inbox.get(timeout=timeout_seconds)
-        except queue.Empty:
-            return Posted(Tick())
-        if isinstance(found, Item):
-            self._room.release()
-        return found
+    def take(self, until_seconds: float) -> Item | Posted:
+        """What is next, or that time went on, see ``Inbox.take``."""
+        return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:
         """Take in a node's process, in the place of an earlier one; whether it is a new one."""
@@ -151,16 +122,14 @@ class FrontDesk:
         session.next_item = origin.number + 1
 
     def done(self, item: Item) -> None:
-        """An item has had its effect: whoever handed it in may hear of it."""
-        with self._changed:
-            item.is_done = True
-            self._changed.notify_all()
+        """An item has had its effect: the call that handed it in may hear of it."""
+        item.has_effect.set()
 
     def give(self, order: Message) -> None:
         """Let agents fetch an order."""
-        with self._changed:
+        with self._new_order:
             self._orders.append(order)
-            self._changed.notify_all()
+            self._new_order.notify_all()
 
     def let_go(self) -> None:
         """What is still handed in at the job's end says nothing that matters.
@@ -168,11 +137,11 @@ class FrontDesk:
         Nodes that nobody started have fetched their last order when this returns, or have had the time: nobody else
         sees them end.
         """
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-            if not self._policy.starts_nodes:
-                self._changed.wait_for(self._all_are_told, timeout=_FAREWELL_SECONDS)
+        self._has_ended = True
+        self._inbox.close()
+        if not self._policy.starts_nodes:
+            with self._farewell:
+                self._farewell.wait_for(self._all_are_told, timeout=_FAREWELL_SECONDS)
 
     def _all_are_told(self) -> bool:
         return all(session.num_told >= len(self._orders) for session in self._sessions.living())
@@ -193,7 +162,9 @@ class FrontDesk:
         joined: Message = {"op": "joined", "node": node, "process_id": process_id, "services": services}
         if request.get("store") is not None:
             joined["store"] = StorePlace.from_json(dict(request["store"])).to_json()
-        if not self._hand_in([Item(None, joined)]):
+        item = Item(None, joined)
+        self._inbox.put([item])
+        if not item.wait(_ACCEPT_SECONDS, self._sign_seconds, lambda: self._hear(node)):
             raise TimeoutError(f"node {node}: the controller is busy")
         session = self._sessions.of_process(node, process_id)
         return {"session": session.number, "after": session.first_order}
@@ -202,27 +173,35 @@ class FrontDesk:
         node, after = self._known(request), int(request["after"])
         session = self._session(node, request)
         wait_seconds = min(float(request["wait_seconds"]), _MAX_POLL_SECONDS)
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._orders) > after, timeout=wait_seconds)
-            session.num_told = len(self._orders)
+        with self._new_order:
+            self._new_order.wait_for(lambda: len(self._orders) > after, timeout=wait_seconds)
+            orders = self._orders[after:]
+        with self._farewell:
+            session.num_told = after + len(orders)
             if self._has_ended:
-                self._changed.notify_all()
-            return {"node": node, "orders": self._orders[after:]}
+                self._farewell.notify_all()
+        return {"node": node, "orders": orders}
 
     def _deliver(self, request: Message) -> Message:
         """Take items not taken before; says which one is expected next: all before it have had their effect."""
         node, first = self._known(request), int(request["first"])
         session = self._session(node, request)
         with session.delivery:
-            if first > session.next_item and request["items"] and not session.is_inherited:
-                raise ControlError(f"item {first} of node {node}: must be at most {session.next_item}, the next")
+            expected = max(session.next_item, session.next_arrival)
+            if first > expected and request["items"] and not session.is_inherited:
+                raise ControlError(f"item {first} of node {node}: must be at most {expected}, the next")
             items = []
             for number, content in enumerate(list(request["items"]), start=first):
-                if number >= session.next_item:
+                if number >= expected:
                     check_item(self._policy, self._members, node, content)
                     items.append(Item(Origin(node, session.number, number), content))
-            self._hand_in(items)
-            session.is_inherited = session.is_inherited and not items
+            if items:
+                session.newest_item, session.next_arrival = items[-1], first + len(request["items"])
+                session.is_inherited = False
+                self._inbox.put(items)
+            if session.newest_item is not None and request["items"]:
+                sign = lambda: None if session.is_over else self._hear(node)  # noqa: E731
+                session.newest_item.wait(_ACCEPT_SECONDS, self._sign_seconds, sign)
             return {"next": session.next_item}
 
     def _session(self, node: int, request: Message) -> Session:
@@ -230,18 +209,6 @@ class FrontDesk:
         session = self._sessions.find(node, int(request["session"]))
         self._hear(node)
         return session
-
-    def _hand_in(self, items: Sequence[Item]) -> bool:
-        """Give items to the thread of ``run`` and wait until it has done with them; whether that was in time."""
-        deadline = time.monotonic() + _ACCEPT_SECONDS
-        for item in items:
-            if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                return False
-            self._inbox.put(item)
-        with self._changed:
-            timeout_seconds = max(0.0, deadline - time.monotonic())
-            done = lambda: self._has_ended or all(item.is_done for item in items)  # noqa: E731
-            return self._changed.wait_for(done, timeout=timeout_seconds)
 
     def _known(self, request: Message) -> int:
         node = int(request["node"])

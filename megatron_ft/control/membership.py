@@ -30,6 +30,7 @@ from megatron_ft.control.membership_state import (
     Decision,
     Failure,
     MembershipPolicy,
+    Moment,
     Outcome,
     Phase,
     State,
@@ -47,27 +48,32 @@ def initial(policy: MembershipPolicy, now_seconds: float) -> State:
     return State(deadline_seconds=deadline, members=tuple(range(policy.num_nodes)))
 
 
-def advance(policy: MembershipPolicy, state: State, fact: Fact, now_seconds: float) -> Step:
+def advance(
+    policy: MembershipPolicy, state: State, fact: Fact, now_seconds: float, arrived_seconds: float | None = None
+) -> Step:
     """Take in one fact and decide.
 
     Args:
         now_seconds: the controller's monotonic clock.
+        arrived_seconds: when the fact came, on the same clock; of a ``Tick``: everything that came before that time
+            has been taken in. Default: ``now_seconds``.
     """
+    now = Moment(now_seconds, now_seconds if arrived_seconds is None else arrived_seconds)
     if state.phase is Phase.ENDED:
         return Step(state, Decision.WAIT, "the job has ended")
-    observed = _observe(policy, state, fact, now_seconds)
+    observed = _observe(policy, state, fact, now)
     step = Step(observed, Decision.WAIT, f"{observed.phase.value}")
     for rule in (_restart, _end, _killed_for_nothing, _kill, _survive, _stop, _time_out, _go_on, _change):
-        decided = rule(policy, observed, fact, now_seconds)
+        decided = rule(policy, observed, fact, now)
         if decided is not None:
             step = decided
             break
     fills = policy.keeps_layout and step.state.phase is Phase.REFORMING
-    look_again = places.look_again(policy, step, now_seconds) if fills else None
-    return replace(step, state=look_again or joining.look_again(policy, step.state, now_seconds))
+    look_again = places.look_again(policy, step, now) if fills else None
+    return replace(step, state=look_again or joining.look_again(policy, step.state, now))
 
 
-def _observe(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> State:
+def _observe(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> State:
     match fact:
         case NodeJoined(node):
             return joining.join(policy, state, node)
@@ -138,7 +144,7 @@ def _fail(state: State, failure: Failure) -> State:
     return replace(state, failures=(*state.failures, failure))
 
 
-def _restart(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _restart(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     """Start ranks again once the last one is gone, where enough nodes live and another try may mend what failed."""
     first = state.first_failure
     if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _living(policy, state):
@@ -150,7 +156,7 @@ def _restart(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> 
     restarted = State(
         phase=Phase.STARTING,
         generation=state.generation + 1,
-        deadline_seconds=now + policy.start_timeout_seconds,
+        deadline_seconds=now.seconds + policy.start_timeout_seconds,
         joined=state.joined,
         agents_lost=state.agents_lost,
         started=frozenset(members),
@@ -193,7 +199,7 @@ def _living(policy: MembershipPolicy, state: State) -> set[int]:
     return {rank for node in state.started for rank in policy.ranks_of(node)} - state.gone
 
 
-def _end(policy: MembershipPolicy, state: State, fact: Fact, _now: float) -> Step | None:
+def _end(policy: MembershipPolicy, state: State, fact: Fact, _now: Moment) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
     # After a failure the last word of every rank counts: all of them may be started again.
     remaining = {rank for node in state.members for rank in policy.ranks_of(node)} - state.gone
@@ -204,7 +210,7 @@ def _end(policy: MembershipPolicy, state: State, fact: Fact, _now: float) -> Ste
     return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, reason)
 
 
-def _killed_for_nothing(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _killed_for_nothing(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     if state.phase is not Phase.KILLING or not is_late(state, now):
         return None
     missing = sorted(_living(policy, state))
@@ -212,7 +218,7 @@ def _killed_for_nothing(policy: MembershipPolicy, state: State, fact: Fact, now:
     return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, reason)
 
 
-def _kill(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _kill(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     if state.phase is Phase.KILLING:
         return None
     waits_for_change = state.phase is Phase.RUNNING and state.interrupted and state.change is not None
@@ -221,38 +227,38 @@ def _kill(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Ste
     if not overdue and not nothing_to_save and not isinstance(fact, KillRequested):
         return None
     reason = "ranks did not stop in time" if overdue else "asked to end"
-    state = replace(state, phase=Phase.KILLING, deadline_seconds=now + policy.kill_timeout_seconds)
+    state = replace(state, phase=Phase.KILLING, deadline_seconds=now.seconds + policy.kill_timeout_seconds)
     return Step(state, Decision.KILL, reason)
 
 
-def _survive(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _survive(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     return reform.decide(policy, state, now)
 
 
-def _stop(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _stop(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     if state.phase not in _BEFORE_STOP:
         return _hurry(policy, state, fact, now)
     first = state.first_failure
     if first is not None:
         return reform.stop_after_failure(policy, state, now, first.detail)
     if state.interrupted and state.change is None:  # ranks may stand at the boundary: first the next membership
-        state = replace(state, phase=Phase.STOPPING, deadline_seconds=now + policy.stop_timeout_seconds)
+        state = replace(state, phase=Phase.STOPPING, deadline_seconds=now.seconds + policy.stop_timeout_seconds)
         return Step(state, Decision.STOP, "asked to stop")
     if state.interrupted and state.deadline_seconds is None:
-        state = replace(state, deadline_seconds=now + policy.stop_timeout_seconds)
+        state = replace(state, deadline_seconds=now.seconds + policy.stop_timeout_seconds)
         return Step(state, Decision.WAIT, "asked to stop while ranks are on their way to a boundary")
     return None
 
 
-def _hurry(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _hurry(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     """A death while stopping: the rest gets the shorter grace."""
     if state.phase is not Phase.STOPPING or not state.failures or isinstance(fact, Tick):
         return None
-    deadline = min(state.deadline_seconds or now, now + policy.failure_grace_seconds)
+    deadline = min(state.deadline_seconds or now.seconds, now.seconds + policy.failure_grace_seconds)
     return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "stopping after a failure")
 
 
-def _time_out(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _time_out(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     if state.phase not in (Phase.FORMING, Phase.STARTING) or not is_late(state, now):
         return None
     if state.phase is Phase.FORMING:
@@ -262,17 +268,17 @@ def _time_out(policy: MembershipPolicy, state: State, fact: Fact, now: float) ->
         names = sorted(policy.number_among(state.members, rank) for rank in ranks - state.reported)
         missing = f"ranks {names}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: no word of {missing}"
-    state = replace(state, failures=(Failure(at_seconds=now, final=True, detail=detail),))
+    state = replace(state, failures=(Failure(at_seconds=now.seconds, final=True, detail=detail),))
     if state.phase is Phase.FORMING:
         return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, detail)
-    state = replace(state, phase=Phase.KILLING, deadline_seconds=now + policy.kill_timeout_seconds)
+    state = replace(state, phase=Phase.KILLING, deadline_seconds=now.seconds + policy.kill_timeout_seconds)
     return Step(state, Decision.KILL, detail)
 
 
-def _go_on(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _go_on(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     members = set(state.members)
     if state.phase is Phase.FORMING and state.joined >= members:
-        deadline = now + policy.start_timeout_seconds
+        deadline = now.seconds + policy.start_timeout_seconds
         state = replace(state, phase=Phase.STARTING, deadline_seconds=deadline, started=frozenset(members))
         return Step(state, Decision.START, f"all {len(members)} nodes joined")
     ranks = {rank for node in members for rank in policy.ranks_of(node)}
@@ -282,7 +288,7 @@ def _go_on(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> St
     return None
 
 
-def _change(policy: MembershipPolicy, state: State, fact: Fact, now: float) -> Step | None:
+def _change(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     return joining.decide(policy, state, now)
 
 

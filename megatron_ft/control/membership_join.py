@@ -13,6 +13,7 @@ from megatron_ft.control.membership_state import (
     SETTLED_ITERATIONS,
     Decision,
     MembershipPolicy,
+    Moment,
     Newcomer,
     Phase,
     Return,
@@ -95,14 +96,14 @@ def lose_agent(policy: MembershipPolicy, state: State, node: int) -> State:
     )
 
 
-def report(policy: MembershipPolicy, state: State, rank: int, now: float) -> State:
+def report(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> State:
     """Take in that a rank lives; a newcomer whose ranks all do is ready."""
     state = replace(state, reported=state.reported | {rank})
     node = policy.node_of(rank)
     newcomer = _newcomer(state, node)
     if newcomer is None or newcomer.is_ready or not state.reported >= set(policy.ranks_of(node)):
         return state
-    return replace(state, newcomers=(*_without(state, node), Newcomer(node, now, is_ready=True)))
+    return replace(state, newcomers=(*_without(state, node), Newcomer(node, now.seconds, is_ready=True)))
 
 
 def lose_rank(policy: MembershipPolicy, state: State, rank: int) -> State:
@@ -156,7 +157,7 @@ def admitted(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[
     return tuple(sorted(ready[: max(0, policy.most_members - num_staying)]))
 
 
-def decide(policy: MembershipPolicy, state: State, now: float) -> Step | None:
+def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     """The next step about nodes that join or leave, while the members work."""
     if state.phase is not Phase.RUNNING or state.failures or state.broken or state.interrupted:
         return None
@@ -166,15 +167,15 @@ def decide(policy: MembershipPolicy, state: State, now: float) -> Step | None:
     return kill_or_start(policy, state, now) or _change(policy, state, now)
 
 
-def look_again(policy: MembershipPolicy, state: State, now: float) -> State:
+def look_again(policy: MembershipPolicy, state: State, now: Moment) -> State:
     """Set when ``decide`` has something to say next."""
     if state.phase is not Phase.RUNNING:
         return replace(state, look_at_seconds=None)
     if decide(policy, state, now) is not None:
-        return replace(state, look_at_seconds=now)
+        return replace(state, look_at_seconds=now.arrived_seconds)
     waits = {False: policy.start_timeout_seconds, True: policy.join_window_seconds}
     times = [newcomer.since_seconds + waits[newcomer.is_ready] for newcomer in state.newcomers]
-    return replace(state, look_at_seconds=min((at for at in times if at > now), default=None))
+    return replace(state, look_at_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
 
 def is_vacant(policy: MembershipPolicy, state: State, node: int) -> bool:
@@ -197,14 +198,14 @@ def begin(policy: MembershipPolicy, state: State, nodes: tuple[int, ...]) -> Sta
     )
 
 
-def kill_or_start(policy: MembershipPolicy, state: State, now: float) -> Step | None:
+def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     """The next step about nodes outside of the membership alone."""
     return _kill(policy, state, now) or _start(policy, state, now)
 
 
-def _kill(policy: MembershipPolicy, state: State, now: float) -> Step | None:
+def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     for newcomer in state.newcomers:
-        if not newcomer.is_ready and now >= newcomer.since_seconds + policy.start_timeout_seconds:
+        if not newcomer.is_ready and now.arrived_seconds >= newcomer.since_seconds + policy.start_timeout_seconds:
             state = _dismiss(policy, state, newcomer.node)
     nodes = tuple(sorted(state.dismissed))
     if not nodes:
@@ -213,13 +214,13 @@ def _kill(policy: MembershipPolicy, state: State, now: float) -> Step | None:
     return Step(replace(state, dismissed=frozenset()), Decision.KILL_NODES, reason, nodes=nodes)
 
 
-def _start(policy: MembershipPolicy, state: State, now: float) -> Step | None:
+def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     startable = {node for node in state.wanted if not is_member(state, node) and is_vacant(policy, state, node)}
     absent = startable - (state.joined - state.agents_lost)
     nodes = tuple(sorted(startable - absent))
     if nodes:
         state = begin(policy, state, nodes)
-        newcomers = (*state.newcomers, *(Newcomer(node, now) for node in nodes))
+        newcomers = (*state.newcomers, *(Newcomer(node, now.seconds) for node in nodes))
         reason = f"nodes {list(nodes)} are to join"
         return Step(replace(state, newcomers=newcomers), Decision.START_NODES, reason, nodes=nodes)
     nodes = tuple(sorted(absent - state.agents_starting))
@@ -229,14 +230,14 @@ def _start(policy: MembershipPolicy, state: State, now: float) -> Step | None:
     return None
 
 
-def _change(policy: MembershipPolicy, state: State, now: float) -> Step | None:
+def _change(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     if state.change is not None:
         return None
     num_spare = len(state.members) - policy.fewest_nodes
     leaving = tuple(sorted(state.draining)[: max(0, num_spare)])
     joining = admitted(policy, state, len(state.members) - len(leaving))
     since = [newcomer.since_seconds for newcomer in state.newcomers if newcomer.node in joining]
-    if not leaving and (not since or now < min(since) + policy.join_window_seconds):
+    if not leaving and (not since or now.arrived_seconds < min(since) + policy.join_window_seconds):
         return None
     reason = describe_change(joining, leaving)
     return Step(replace(state, change=frozenset(leaving)), Decision.CHANGE, reason, nodes=leaving)

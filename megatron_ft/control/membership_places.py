@@ -11,7 +11,7 @@ nodes.
 from dataclasses import replace
 
 from megatron_ft.control.membership_join import count_returns, count_vain_start, is_member, kill_or_start
-from megatron_ft.control.membership_state import Decision, MembershipPolicy, Phase, State, Step, is_late
+from megatron_ft.control.membership_state import Decision, MembershipPolicy, Moment, Phase, State, Step, is_late
 
 
 def lost_places(state: State) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def count_losses(state: State, iteration: int) -> State:
     return replace(state, returns=returns, counted=state.counted | lost)
 
 
-def give_up_late(policy: MembershipPolicy, state: State, now: float) -> State:
+def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
     """Try no more what was to be started for a place and has not begun in time: a process that does not register, or
     one whose old ranks do not end."""
     if not _is_filling(policy, state) or not is_late(state, now):
@@ -83,13 +83,13 @@ def give_up_late(policy: MembershipPolicy, state: State, now: float) -> State:
         wanted=frozenset(),
         agents_starting=frozenset(),
         agents_lost=state.agents_lost | expected,
-        deadline_seconds=now + policy.start_timeout_seconds,
+        deadline_seconds=now.seconds + policy.start_timeout_seconds,
     )
 
 
-def fill(policy: MembershipPolicy, state: State, now: float) -> Step:
+def fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Have nodes start for the lost places, while those that are left wait."""
-    deadline = state.deadline_seconds if _is_filling(policy, state) else now + policy.start_timeout_seconds
+    deadline = state.deadline_seconds if _is_filling(policy, state) else now.seconds + policy.start_timeout_seconds
     wanted = state.wanted | _returning(policy, state)
     state = replace(state, wanted=wanted, reform_by_seconds=None, deadline_seconds=deadline)
     step = kill_or_start(policy, state, now)
@@ -97,14 +97,18 @@ def fill(policy: MembershipPolicy, state: State, now: float) -> Step:
         return Step(state, Decision.WAIT, f"places {list(lost_places(state))} wait for nodes to be ready")
     if step.decision is Decision.KILL_NODES:
         return step
-    return replace(step, state=replace(step.state, deadline_seconds=now + policy.start_timeout_seconds))
+    return replace(step, state=replace(step.state, deadline_seconds=now.seconds + policy.start_timeout_seconds))
 
 
-def look_again(policy: MembershipPolicy, step: Step, now: float) -> State:
+def look_again(policy: MembershipPolicy, step: Step, now: Moment) -> State:
     """Set when there is more to do about places that wait."""
     times = [newcomer.since_seconds + policy.start_timeout_seconds for newcomer in step.state.newcomers]
-    late = [at for at, newcomer in zip(times, step.state.newcomers, strict=True) if not newcomer.is_ready and at > now]
-    look_at = min(late, default=None) if step.decision is Decision.WAIT else now
+    late = [
+        at
+        for at, newcomer in zip(times, step.state.newcomers, strict=True)
+        if not newcomer.is_ready and at > now.arrived_seconds
+    ]
+    look_at = min(late, default=None) if step.decision is Decision.WAIT else now.arrived_seconds
     return replace(step.state, look_at_seconds=look_at)
 
 

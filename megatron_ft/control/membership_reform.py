@@ -17,6 +17,7 @@ from megatron_ft.control.membership_state import (
     Decision,
     Failure,
     MembershipPolicy,
+    Moment,
     Phase,
     Reform,
     State,
@@ -48,7 +49,7 @@ def hear(policy: MembershipPolicy, state: State, fact: RankBroken) -> State | No
     return replace(state, broken=(*state.broken, fact))
 
 
-def decide(policy: MembershipPolicy, state: State, now: float) -> Step | None:
+def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     """The next step of a job that may lose nodes, while its ranks run or say how far they are."""
     if not policy.may_lose_nodes or state.phase not in _BREAKABLE:
         return None
@@ -70,7 +71,7 @@ def decide(policy: MembershipPolicy, state: State, now: float) -> Step | None:
     return _give_up(policy, state, now, obstacle)
 
 
-def _fill(policy: MembershipPolicy, state: State, now: float) -> Step:
+def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Everybody who is left has spoken, and places are empty.
 
     Raises:
@@ -83,7 +84,7 @@ def _fill(policy: MembershipPolicy, state: State, now: float) -> Step:
     return places.fill(policy, state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
 
 
-def _leave_silent(policy: MembershipPolicy, state: State, now: float) -> Step:
+def _leave_silent(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Count nodes as lost whose ranks do not say how far they are while others have: something holds them for good.
 
     Where too few would be left, they have as long as the whole takes.
@@ -91,7 +92,7 @@ def _leave_silent(policy: MembershipPolicy, state: State, now: float) -> Step:
     spoke = {fact.rank for fact in state.broken}
     silent = sorted(_left(policy, state) - spoke)
     last = state.reform_by_seconds
-    if last is None or now >= last:
+    if last is None or now.arrived_seconds >= last:
         return _give_up(policy, state, now, _silent(policy, state))
     wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "ranks say how far they are")
     if not spoke:
@@ -111,9 +112,9 @@ def _leave_silent(policy: MembershipPolicy, state: State, now: float) -> Step:
     return wait if _obstacle(policy, without) is not None else _break(policy, without, now)
 
 
-def stop_after_failure(policy: MembershipPolicy, state: State, now: float, reason: str) -> Step:
+def stop_after_failure(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
     """Give the ranks that live the time for their last words."""
-    state = replace(state, phase=Phase.STOPPING, deadline_seconds=now + policy.failure_grace_seconds)
+    state = replace(state, phase=Phase.STOPPING, deadline_seconds=now.seconds + policy.failure_grace_seconds)
     return Step(state, Decision.STOP, reason)
 
 
@@ -123,7 +124,7 @@ def _silent(policy: MembershipPolicy, state: State) -> str:
     return f"launch.reform_timeout_seconds={policy.reform_timeout_seconds:g}: no word of ranks {names}"
 
 
-def _await_others(policy: MembershipPolicy, state: State, now: float) -> Step:
+def _await_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Nobody has died, and ranks have spoken: they stand at the boundary of a change, or failed."""
     if any(not fact.planned for fact in state.broken):
         return _await_death(policy, state, now)
@@ -134,16 +135,16 @@ def _await_others(policy: MembershipPolicy, state: State, now: float) -> Step:
         except RecoveryError as error:
             obstacle = str(error)
     if obstacle is None:
-        deadline = state.deadline_seconds or now + policy.reform_timeout_seconds
+        deadline = state.deadline_seconds or now.seconds + policy.reform_timeout_seconds
         return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks stand at the boundary")
-    state = replace(state, failures=(Failure(at_seconds=now, detail=obstacle),))
+    state = replace(state, failures=(Failure(at_seconds=now.seconds, detail=obstacle),))
     return stop_after_failure(policy, state, now, obstacle)
 
 
-def _await_death(policy: MembershipPolicy, state: State, now: float) -> Step:
+def _await_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Errors without a death are their ranks' own failures, once a death had time to become known."""
     if not is_late(state, now):
-        grace = now + policy.failure_grace_seconds
+        grace = now.seconds + policy.failure_grace_seconds
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
         return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks failed, nobody died yet")
     failures = tuple(failure_of(policy, state, fact) for fact in state.broken if not fact.planned)
@@ -188,18 +189,18 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     return None
 
 
-def _break(policy: MembershipPolicy, state: State, now: float) -> Step:
+def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     first = state.first_failure
     assert first is not None, "a node was lost"
-    last = now + policy.reform_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
-    deadline = min(last, now + policy.position_timeout_seconds)
+    last = now.seconds + policy.reform_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
+    deadline = min(last, now.seconds + policy.position_timeout_seconds)
     state = replace(
         state, phase=Phase.REFORMING, announced=state.lost, deadline_seconds=deadline, reform_by_seconds=last
     )
     return Step(state, Decision.BREAK, first.detail, nodes=tuple(sorted(state.announced - state.waiting)))
 
 
-def _reform(policy: MembershipPolicy, state: State, now: float) -> Step:
+def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Begin the next membership.
 
     Raises:
@@ -217,7 +218,7 @@ def _reform(policy: MembershipPolicy, state: State, now: float) -> Step:
         phase=Phase.RUNNING,
         generation=state.generation + 1,
         # A stop that was asked for meanwhile is ordered by the tick that comes at once.
-        deadline_seconds=now if state.interrupted else None,
+        deadline_seconds=now.arrived_seconds if state.interrupted else None,
         reform_by_seconds=None,
         members=members,
         lost=state.lost - taken,
@@ -269,7 +270,7 @@ def _positions(policy: MembershipPolicy, state: State) -> tuple[Position, ...]:
     return tuple(sorted(spoke.values(), key=lambda position: position.rank))
 
 
-def _give_up(policy: MembershipPolicy, state: State, now: float, obstacle: str) -> Step:
+def _give_up(policy: MembershipPolicy, state: State, now: Moment, obstacle: str) -> Step:
     if state.phase is Phase.RUNNING:  # no rank has been killed yet: each exit is still a death of its own
         state = replace(state, lost=state.lost - set(state.members))
     return stop_after_failure(policy, state, now, obstacle)

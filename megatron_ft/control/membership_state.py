@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from megatron_ft.control.facts import RankBroken
 from megatron_ft.planning.recovery.target import Position, Target
@@ -304,6 +305,20 @@ class Step:
     ``REFORM`` lost ones with ranks to kill, if any live: not those whose ranks were started again meanwhile."""
 
 
-def is_late(state: State, now_seconds: float) -> bool:
+class Moment(NamedTuple):
+    """The two times of a fact, both on the controller's clock.
+
+    A controller that is behind takes a fact in long after it came. Whether something is late is decided by when the
+    fact came, or nodes would be lost for the controller's own backlog. A limit that begins with a decision counts from
+    the decision itself: nobody can act on it earlier.
+    """
+
+    seconds: float
+    """When the fact is taken in."""
+    arrived_seconds: float
+    """When it came. Of a ``Tick``: everything that came before has been taken in."""
+
+
+def is_late(state: State, now: Moment) -> bool:
     """Whether the phase has taken too long."""
-    return state.deadline_seconds is not None and now_seconds >= state.deadline_seconds
+    return state.deadline_seconds is not None and now.arrived_seconds >= state.deadline_seconds

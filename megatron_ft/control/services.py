@@ -202,3 +202,12 @@ def _wait_or_kill(service: Service, deadline: float) -> None:
     service.process.stdout.close()  # type: ignore[union-attr]
     os.close(service.pidfd)
     service.socket_path.unlink(missing_ok=True)
+
+
+def by_name(of_nodes: Mapping[int, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """For each service the address of every node that has it, from what each node has; nodes as JSON keys."""
+    found: dict[str, dict[str, str]] = {}
+    for node, addresses in sorted(of_nodes.items()):
+        for name, address in addresses.items():
+            found.setdefault(name, {})[str(node)] = address
+    return found

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import dataclass, field
 
+from megatron_ft.control.inbox import Item
 from megatron_ft.errors import ControlError
 
 
@@ -17,10 +18,15 @@ class Session:
     is_over: bool = False
     """It was lost: it may not come back."""
     next_item: int = 0
+    """Number of the first item that has not had its effect."""
+    next_arrival: int = 0
+    """Number of the first item that has not arrived: those between ``next_item`` and it wait for the controller."""
     num_told: int = 0
     """Orders that there were when it fetched some for the last time."""
     is_inherited: bool = False
     """It may have handed in more than this controller knows of: records that its predecessor has passed on."""
+    newest_item: Item | None = None
+    """The last that has arrived."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
 
 
