@@ -18,7 +18,7 @@ KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*
 export PIP_NO_WARN_SCRIPT_LOCATION := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-unit test-on-slurm test-fast test-slurm slurm-packages checks format bench prove tables docs-deps clean distclean
+.PHONY: help install train test test-all test-fast test-slurm slurm-packages checks format bench prove tables docs-deps clean distclean
 
 help:  ## list the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -59,23 +59,24 @@ install: $(VENV)/installed-train  ## what training needs, pinned, into VENV
 train: $(VENV)/installed-train  ## train the small default model (ARGS="model=... key=value")
 	$(PY) pretrain_moe.py $(ARGS)
 
-# Jobs on a Slurm cluster mostly wait for Slurm: beside the unit tests, which need one core, they take hardly any time.
-test: $(VENV)/installed-dev  ## all tests (ARGS="-k name")
+# Much of a run is waiting, which leaves cores free: one worker more than there are cores.
+WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 1)
+PYTEST := $(PY) -m pytest -n $(WORKERS) --durations=0 --durations-min=0.5
+# Of every run its durations are kept, of all tests.
+test_run = @mkdir -p .cache/tests; $(PYTEST) --junitxml=.cache/tests/$@.xml
+
+test: $(VENV)/installed-dev  ## what every change has to pass (ARGS="-k name")
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs=2 test-unit test-on-slurm
-	$(PY) -m pytest --ignore=tests/unit --ignore=tests/slurm
+	$(test_run) -m "not extended"
 else
 	$(PY) -m pytest $(ARGS)
 endif
 
-test-unit: $(VENV)/installed-dev
-	$(PY) -m pytest tests/unit
-
-test-on-slurm: $(VENV)/installed-dev
-	$(PY) -m pytest tests/slurm
+test-all: $(VENV)/installed-dev  ## test, and what repeats it: other phases and layouts, claims judged by times
+	$(test_run)
 
 test-fast: $(VENV)/installed-dev  ## unit tests that start no training
-	$(PY) -m pytest tests/unit -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) tests/unit -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
 
 test-slurm: $(VENV)/installed-dev slurm-packages  ## tests on a real Slurm cluster that they start on this machine (root)
 	$(PY) -m pytest tests/slurm $(ARGS)

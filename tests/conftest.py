@@ -1,11 +1,13 @@
-"""Fixtures for all tests, and the rule that a test session leaves no process behind."""
+"""Fixtures for all tests, how several workers share them, and the rule that a test session leaves no process behind."""
 
 import os
 import sys
+from typing import Any
 
 import pytest
 
 from benchmarks import leftovers
+from tests.helpers import sharing
 
 pytest_plugins = ["tests.helpers.fixtures"]
 
@@ -30,6 +32,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _has_cuda():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False"))
+    items.sort(key=lambda item: sharing.place(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole groups of tests, the longest first."""
+    return sharing.make_scheduler(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker says it has left behind; one that crashed says nothing, and its mark is ours as well."""
+    node.config.stash.setdefault(LEFT, []).extend(getattr(node, "workeroutput", {}).get("left", []))
 
 
 def _has_cuda() -> bool:
@@ -48,8 +63,10 @@ def _end_own_services() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session that leaves processes behind, and end them."""
     _end_own_services()
-    left = leftovers.outlive(MARK, grace_seconds=GRACE_SECONDS)
-    session.config.stash[LEFT] = left
+    left = session.config.stash.setdefault(LEFT, [])
+    left += leftovers.outlive(MARK, grace_seconds=GRACE_SECONDS)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = left
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -621,7 +621,9 @@ def main() -> None:
     cpu.install()
     import megatron_ft.mcore.checkpoint
     import megatron_ft.mcore.loop.engine  # noqa: F401
+    from tests.helpers.engines import be_ready_to_fork
 
+    be_ready_to_fork()
     root, outcomes = Path(sys.argv[1]), {}
     for name in sys.argv[2:]:
         directory = root / name.replace(":", "_")

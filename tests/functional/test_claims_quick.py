@@ -10,9 +10,10 @@ QUICK_TIMEOUT_SECONDS = 300
 
 
 def as_parameter(claim: Claim) -> object:
-    """A claim as a test's parameter; slow ones are marked."""
+    """A claim as a test's parameter, marked by how long it takes."""
     marks = [pytest.mark.timeout(QUICK_TIMEOUT_SECONDS * claim.quick_tries)]
-    return pytest.param(claim, id=claim.id, marks=[*marks, pytest.mark.slow] if claim.quick_is == "slow" else marks)
+    kinds = {"fast": [], "slow": [pytest.mark.slow], "extended": [pytest.mark.slow, pytest.mark.extended]}
+    return pytest.param(claim, id=claim.id, marks=marks + kinds[claim.quick_is])
 
 
 @pytest.mark.parametrize("claim", [as_parameter(claim) for claim in load_claims().values()])

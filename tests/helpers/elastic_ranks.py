@@ -27,7 +27,7 @@ from megatron_ft.control.worker import MembershipOrder, RankContext
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, choose_target
-from tests.helpers.engines import REPOSITORY, micro_config
+from tests.helpers.engines import REPOSITORY, be_ready_to_fork, micro_config
 from tests.unit.runtime.keeper.nodes import TOKEN, Cluster, cluster
 
 NUM_TOKENS = 20_000
@@ -399,6 +399,7 @@ def _main(spec: str, outcome: str) -> None:
     from megatron_ft.mcore.loop.main import warm
 
     warm()
+    be_ready_to_fork()
     content = json.loads(Path(spec).read_text())
     outcomes = {}
     for name, job in content["jobs"].items():

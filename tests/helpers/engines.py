@@ -5,6 +5,7 @@ once and forks the ranks of each scenario from itself, one scenario after the ot
 """
 
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -79,6 +80,16 @@ def install() -> None:
         cpu.install()
         importlib.import_module("megatron_ft.mcore.loop.engine")
         importlib.import_module("megatron_ft.mcore.groups")
+
+
+def be_ready_to_fork() -> None:
+    """Import what ranks import late, and leave what is there out of their garbage collections, which would copy it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("torch._dynamo", "scipy.optimize"):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
@@ -255,6 +266,7 @@ def _run_scenario(entry: str, world_size: int, arguments: dict[str, Any]) -> lis
 
 def _main(spec: str, outcome: str) -> None:
     install()
+    be_ready_to_fork()
     outcomes = {name: _run_scenario(*job) for name, job in json.loads(Path(spec).read_text()).items()}
     Path(outcome).write_text(json.dumps(outcomes))
 
@@ -266,6 +278,7 @@ if __name__ == "__main__":
 __all__: Sequence[str] = (
     "MadeUpSamples",
     "add_padding",
+    "be_ready_to_fork",
     "digests",
     "engine_of",
     "groups_of",
