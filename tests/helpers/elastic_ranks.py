@@ -302,7 +302,7 @@ class Job:
             self.num_records += 1
             self.outcomes[process]["records"].append({**message["record"], "number": self.num_records})
         elif message["op"] == "ended":
-            self.outcomes[process]["error"] = message["error"]
+            self.outcomes[process].update(error=message["error"], imported=message["imported"])
         else:
             positions[process] = Position.from_json(message["position"])
             self.outcomes[process]["broken"].append({"position": message["position"], "error": message["error"]})
@@ -375,14 +375,14 @@ def _be(
 ) -> None:
     from megatron_ft.mcore.loop.main import run_rank
 
-    error = None
+    error, forked_with = None, set(sys.modules)
     try:
         client = PipeClient(calls, breaks, orders)
         client.is_first = context["rank"] == 0
         run_rank(config, RankContext(worker=client, **context))
     except BaseException:  # noqa: BLE001 - handed to the test, whatever it is
         error = traceback.format_exc()
-    calls.send({"op": "ended", "error": error})
+    calls.send({"op": "ended", "error": error, "imported": sorted(set(sys.modules) - forked_with)})
     calls.close()
     os._exit(0)
 

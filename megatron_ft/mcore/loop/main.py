@@ -13,6 +13,18 @@ from megatron_ft.events import FailpointUnfired
 from megatron_ft.mcore.device.install import install
 
 _FAILPOINTS_FILE = "failpoints.jsonl"
+_NEEDED_LATER = (
+    "scipy.optimize",  # migrations after a loss are planned with it
+    "torch._inductor.config",  # torch imports it where algorithms are to be deterministic
+    "torch.profiler._cupti_monitor",  # and this one at the first step of an optimizer
+    "torch.utils.serialization.config",  # and these when it saves
+    "torch._subclasses.schema_check_mode",
+    "encodings.idna",  # Python looks up the address of a store with it
+    "megatron_ft.planning.placement.algorithms",  # the configuration names them
+    "megatron_ft.planning.snapshot.dense",
+    "megatron_ft.planning.snapshot.sparse_window",
+)
+"""Modules that are otherwise imported at their first use. A recovery must not wait for an import, nor fail in one."""
 
 
 def warm() -> None:
@@ -24,6 +36,12 @@ def warm() -> None:
             warnings.simplefilter("ignore")
             cpu.install()
             import_module("megatron_ft.mcore.loop.elastic")
+            _import_needed_later()
+
+
+def _import_needed_later() -> None:
+    for name in _NEEDED_LATER:
+        import_module(name)
 
 
 def run_rank(config: JobConfig, context: RankContext) -> None:
@@ -46,6 +64,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         from megatron_ft.mcore.loop.scripted import ScriptedHistory
         from megatron_ft.mcore.loop.trainer import Trainer
 
+        _import_needed_later()
     trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
     store = None
     if not context.is_newcomer:

@@ -1,0 +1,176 @@
+"""Claim ``seeded-faults``: faults put into the code at random, one a subsystem, are each caught by the tests.
+
+A subsystem is a few files of the package. A file of it, weighted by its length, and a fault in it are chosen by a
+seed. The fault is put into a copy of the tree, and the tests that ``make test`` runs are run there, those of the same
+part of the package first, until one fails. A fault counts as caught when that test fails with the fault and passes
+without it.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.campaign import Outcome, Trial, run_campaign
+from benchmarks.mutants import Mutant, choose
+from benchmarks.report import finish, parse_arguments
+from benchmarks.source import ROOT
+
+ID = "seeded-faults"
+SEED = 15
+TESTS_SECONDS = 1800.0
+SUBSYSTEMS: dict[str, tuple[str, ...]] = {
+    "checks of the configuration": ("config/checks/*.py",),
+    "configuration": ("config/*.py",),
+    "tokens and documents": ("corpus/*.py",),
+    "doctor": ("doctor/*.py",),
+    "injected faults": ("failures/*.py", "failpoints.py"),
+    "expert loads": ("expert_loads.py",),
+    "records and durable files": ("records.py", "strict_json.py", "durable.py", "framing.py"),
+    "commit vote": ("planning/commit.py", "runtime/vote.py"),
+    "token dispatch, planned": ("planning/dispatch.py",),
+    "token dispatch, executed": ("runtime/dispatch/re*.py", "runtime/dispatch/rows.py", "runtime/dispatch/exchange.py"),
+    "replica counts and placement": ("planning/placement/al*.py", "planning/placement/m*_overlap.py"),
+    "placement search": ("planning/placement/overlap_search.py", "planning/placement/copies.py"),
+    "survival": ("planning/placement/survival.py", "planning/placement/frontier.py"),
+    "migration of experts": ("planning/placement/migration.py", "mcore/loop/migration.py"),
+    "costs": ("planning/cost/*.py",),
+    "commit point": ("planning/recovery/target.py", "planning/recovery/membership.py"),
+    "strategies of recovery": ("planning/recovery/re*.py", "planning/recovery/lo*.py"),
+    "snapshot policies": ("planning/snapshot/*.py",),
+    "batches and pipelines": ("planning/batch.py", "planning/pipeline.py", "planning/upstream_log.py"),
+    "broken connections": ("runtime/transport/*.py",),
+    "capture": ("runtime/snapshot/*.py",),
+    "snapshot server": ("runtime/keeper/*.py",),
+    "stored manifests": ("runtime/storage/*manifest.py", "runtime/storage/files.py"),
+    "stored windows and checkpoints": ("runtime/storage/w*s.py", "runtime/storage/c*.py", "runtime/storage/places.py"),
+    "upstream log": ("runtime/upstream_log/*.py",),
+    "membership": ("control/membership*.py",),
+    "controller": ("control/controller*.py", "control/journal.py", "control/epochs.py"),
+    "controller's server": ("control/front_desk.py", "control/rpc.py", "control/sessions.py", "control/items.py"),
+    "detector and reports": ("control/detector.py", "control/outbox.py", "control/report.py"),
+    "agent and ranks": ("control/agent*.py", "control/ranks.py", "control/forkserver.py"),
+    "launch": ("control/launch.py", "control/services.py", "control/rundir.py"),
+    "Slurm": ("control/slurm/*.py",),
+    "dense checkpoints": ("mcore/checkpoint/*.py",),
+    "training iteration": ("mcore/loop/engine.py", "mcore/loop/trainer.py", "mcore/loop/undo.py"),
+    "reconfiguration": ("mcore/loop/reforming.py", "mcore/loop/carrying.py", "mcore/loop/settling.py"),
+    "localized recovery": ("mcore/loop/in_place.py", "mcore/loop/region.py", "mcore/loop/upstream.py"),
+    "replay": ("mcore/loop/re*ing.py", "mcore/loop/frozen.py", "mcore/loop/snapshotting.py"),
+    "mixture layers and the optimizer": ("mcore/moe/*.py", "mcore/optimizer/*.py"),
+    "sinks and figures": ("telemetry/*.py",),
+    "page of a run": ("telemetry/report/*.py",),
+}
+UNREACHED = ("cuda.py", "extension.py", "__init__.py", "__main__.py")
+"""Files whose code needs a GPU, a compiler's failure, or holds no function."""
+QUICK = ("commit vote", "survival")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Put one fault into each subsystem and run the tests against it."""
+    arguments = parse_arguments(__doc__, argv)
+    names = QUICK if arguments.quick else tuple(SUBSYSTEMS)
+    rows = [{"subsystem": name, "seed": SEED} for name in names]
+    counts, outcomes = run_campaign(ID, rows, execute)
+    caught = sum(outcome.proven and outcome.passed for _, outcome in outcomes)
+    return finish(
+        arguments.out,
+        ID,
+        passed=counts.complete,
+        figure=f"{caught} of {len(rows)} faults, one a subsystem, fail a test that passes without them",
+        threshold="all of 40",
+        counts={"faults": len(rows), "caught": caught, "resumed": counts.resumed},
+        details={str(trial.parameters["subsystem"]): dict(outcome.details) for trial, outcome in outcomes},
+    )
+
+
+def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+    """Run the tests against one fault after the other, each in the same copy of the tree."""
+    with tempfile.TemporaryDirectory(prefix="seeded-") as folder:
+        tree = Path(folder) / "tree"
+        copy_tree(tree)
+        for trial in trials:
+            name, seed = str(trial.parameters["subsystem"]), int(str(trial.parameters["seed"]))
+            path, mutant = fault_of(name, seed)
+            yield trial, try_fault(tree, path, mutant)
+
+
+def copy_tree(tree: Path) -> None:
+    """Copy what git has of the working tree; the environment stays where it is."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+
+
+def fault_of(subsystem: str, seed: int) -> tuple[Path, Mutant]:
+    """The file, relative to the tree, and the fault that a seed chooses for a subsystem."""
+    generator = random.Random(f"{subsystem} {seed}")
+    package = ROOT / "megatron_ft"
+    files = sorted({path for pattern in SUBSYSTEMS[subsystem] for path in package.glob(pattern)})
+    files = [path for path in files if path.name not in UNREACHED]
+    while files:
+        path = generator.choices(files, weights=[path.stat().st_size for path in files])[0]
+        mutant = choose(path.read_text(encoding="utf-8"), generator)
+        if mutant is not None:
+            return path.relative_to(ROOT), mutant
+        files.remove(path)
+    raise AssertionError(f"{subsystem}: no file with a function")
+
+
+def try_fault(tree: Path, path: Path, mutant: Mutant) -> Outcome:
+    """Run tests against a fault until one fails, then that test without the fault."""
+    details = {"file": str(path), "fault": mutant.summary()}
+    original = (tree / path).read_text(encoding="utf-8")
+    failed = None
+    try:
+        (tree / path).write_text(mutant.source, encoding="utf-8")
+        for selection in selections(tree, path):
+            failed = first_failure(tree, selection)
+            if failed is not None:
+                break
+    finally:
+        (tree / path).write_text(original, encoding="utf-8")
+    if failed is None:
+        return Outcome(proven=True, passed=False, details={**details, "caught_by": "nothing"})
+    is_sound = first_failure(tree, (failed,)) is None
+    return Outcome(proven=is_sound, passed=True, details={**details, "caught_by": failed})
+
+
+def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
+    """Tests to try, the likeliest first: of the file, of its folder, of its part of the package, all."""
+    below = path.relative_to("megatron_ft")
+    mirror = Path("tests/unit") / below.parent
+    own = sorted((tree / mirror).glob(f"test_{below.stem}*.py"))
+    if own:
+        yield tuple(str(test.relative_to(tree)) for test in own)
+    while mirror != Path("tests/unit"):
+        if (tree / mirror).is_dir():
+            yield (str(mirror),)
+        mirror = mirror.parent
+    yield ("tests/contract", "tests/unit")
+    yield ("tests/distributed", "tests/functional", "tests/slurm")
+
+
+def first_failure(tree: Path, tests: Sequence[str]) -> str | None:
+    """The first test that fails or cannot be collected, as pytest names it; None where all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TESTS_SECONDS, check=False
+    )
+    for line in ended.stdout.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.split(" ", 1)[1].split(" - ")[0]
+    if ended.returncode in (0, 5):  # passed, or every test of the selection is left out by a marker
+        return None
+    return tests[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

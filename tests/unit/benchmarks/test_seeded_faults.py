@@ -1,0 +1,73 @@
+"""Faults put into source: every kind is found, each changes one place, and what carries one is judged by its tests."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mutants import choose, mutants
+from benchmarks.seeded_faults import SUBSYSTEMS, fault_of, selections
+from benchmarks.source import ROOT
+
+SOURCE = '''"""Module."""
+
+LIMIT = 1 + 1
+
+
+def decide(count, names, *, strict=True):
+    """Docstring."""
+    if count == LIMIT and names:
+        names.clear()
+    found = True
+    if strict:
+        raise ValueError(f"{count + 1} of {LIMIT}")
+    return count - 1 if "é" in names else found
+'''
+
+
+def test_every_kind_of_fault_is_found_once_and_nothing_outside_functions() -> None:
+    found = {(mutant.line, mutant.before, mutant.after) for mutant in mutants(SOURCE)}
+    assert found == {
+        (8, "count == LIMIT and names", "(not (count == LIMIT and names))"),
+        (8, "count == LIMIT and names", "(count == LIMIT or names)"),
+        (8, "count == LIMIT", "(count != LIMIT)"),
+        (9, "names.clear()", "pass"),
+        (10, "True", "(False)"),
+        (11, "strict", "(not strict)"),
+        (13, '"é" in names', "(not 'é' in names)"),
+        (13, '"é" in names', "('é' not in names)"),
+        (13, "count - 1", "(count + 1)"),
+    }
+
+
+def test_a_fault_changes_one_place_of_the_source() -> None:
+    for mutant in mutants(SOURCE):
+        old, new = SOURCE.splitlines(), mutant.source.splitlines()
+        changed = [number for number, (left, right) in enumerate(zip(old, new, strict=True), 1) if left != right]
+        assert changed == [mutant.line]
+        assert new[mutant.line - 1].count(mutant.after) == 1
+        compile(mutant.source, "mutant", "exec")
+
+
+def test_a_file_without_functions_has_no_fault() -> None:
+    assert choose("LIMIT = 1 + 1\n", random.Random(0)) is None
+
+
+@pytest.mark.parametrize("name", SUBSYSTEMS)
+def test_each_subsystem_has_files_and_a_fault_that_its_seed_repeats(name: str) -> None:
+    path, mutant = fault_of(name, 1)
+    assert (path, mutant) == fault_of(name, 1)
+    assert mutant.source != (ROOT / path).read_text(encoding="utf-8")
+    compile(mutant.source, str(path), "exec")
+    for pattern in SUBSYSTEMS[name]:
+        assert list((ROOT / "megatron_ft").glob(pattern)), f"{pattern} names no file"
+
+
+def test_the_tests_of_a_file_come_before_those_of_its_folder_and_all_others() -> None:
+    order = list(selections(ROOT, Path("megatron_ft/planning/commit.py")))
+    assert order == [
+        ("tests/unit/planning/test_commit.py",),
+        ("tests/unit/planning",),
+        ("tests/contract", "tests/unit"),
+        ("tests/distributed", "tests/functional", "tests/slurm"),
+    ]
