@@ -19,6 +19,7 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronF
 
 if TYPE_CHECKING:
     from megatron_ft.control.environment import RankEnvironment
+    from megatron_ft.planning.devices import DeviceFacts
     from megatron_ft.planning.job import JobPlan
 
 CONF = Path(__file__).resolve().parent / "conf"
@@ -162,10 +163,12 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
         config = _adopt(config, environment, overrides)
         check_restarts(environment, config.run)
     config, config_yaml = read_failure_domains(config, config_yaml)
-    plan = resolve_plan(config)
     if config.dry_run:
-        _show(plan, config)
+        _show(resolve_plan(config), config)
         return EXIT_OK
+    facts = observe_here(asks_memory=not _said_by_another_rank())
+    plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
+    config, config_yaml = _decide_device(config, config_yaml, plan.device)
     _check_machine(config, plan)
     if not _said_by_another_rank():
         for note in plan.notes:
@@ -192,18 +195,14 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
     """
     if config.launch.failure_domain_source == "listed" or config.dry_run:
         return config, config_yaml
-    from omegaconf import OmegaConf
-
     from megatron_ft.config.validate import validate
     from megatron_ft.control.slurm.topology import summary, with_failure_domains
 
     validate(config)
     config = with_failure_domains(config, os.environ)
     print(f"note: {summary(config)}", file=sys.stderr)
-    tree = OmegaConf.create(config_yaml)
-    for name in ("failure_domain_source", "failure_domains"):
-        OmegaConf.update(tree, f"launch.{name}", getattr(config.launch, name))
-    return config, OmegaConf.to_yaml(tree)
+    names = ("failure_domain_source", "failure_domains")
+    return config, _with_values(config_yaml, {f"launch.{name}": getattr(config.launch, name) for name in names})
 
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
@@ -240,8 +239,12 @@ def _keys(overrides: list[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def resolve_plan(config: JobConfig) -> "JobPlan":
-    """Validate a composed configuration, read the files it names, and plan it.
+def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_be_elsewhere: bool = True) -> "JobPlan":
+    """Validate a composed configuration, read the files it names, decide its device, and plan it.
+
+    Args:
+        facts: devices of this machine; None looks at them.
+        may_be_elsewhere: ranks may run on other machines: where this one has no GPU, both devices are checked.
 
     Raises:
         ConfigError: it cannot run; DataError where a file is missing or damaged.
@@ -250,20 +253,62 @@ def resolve_plan(config: JobConfig) -> "JobPlan":
 
     validate(config)  # before the rest is imported: a refusal is quick
     from megatron_ft.config.checks.placement import derive_placement
+    from megatron_ft.config.devices import on_device, refused_devices
     from megatron_ft.config.inputs import read_inputs
     from megatron_ft.corpus.check import check_data
+    from megatron_ft.planning.devices import choose_device
     from megatron_ft.planning.job import plan_job
 
-    config = derive_placement(config)
-    inputs, device = read_inputs(config), _planned_device(config)
-    return plan_job(config, check_data(config), inputs, device=device, with_losses=config.dry_run)
+    facts, refused = facts or observe_here(), refused_devices(config)
+    choice = choose_device(
+        config.training.device,
+        facts,
+        gpu_memory_bytes=config.launch.gpu_memory_bytes,
+        refused=refused,
+        may_be_elsewhere=may_be_elsewhere,
+    )
+    decided = derive_placement(_with_gpu_memory(on_device(config, choice.device), facts))
+    inputs, losses = read_inputs(decided), config.dry_run
+    data = check_data(decided)
+    try:
+        return plan_job(decided, data, inputs, device=choice.device, with_losses=losses, choice=choice, refused=refused)
+    except ConfigError as error:
+        if str(error).startswith("launch.gpu_memory_bytes=") and config.launch.gpu_memory_bytes is None:
+            raise ConfigError(f"{error} (the smallest GPU of this machine by nvidia-smi)") from None
+        raise
 
 
-def _planned_device(config: JobConfig) -> str:
-    """``auto`` without asking torch: CUDA where GPU memory is given or a driver's device file exists."""
-    if config.training.device != "auto":
-        return config.training.device
-    return "cuda" if config.launch.gpu_memory_bytes or Path("/dev/nvidiactl").exists() else "cpu"
+def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
+    """Devices of this machine that this process may use."""
+    from megatron_ft.doctor.devices import observe_devices
+
+    return observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), asks_memory=asks_memory)
+
+
+def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
+    """``config`` with the memory of this machine's GPUs as the limit of the plan, where it names none itself."""
+    if config.training.device != "cuda" or config.launch.gpu_memory_bytes is not None:
+        return config
+    launch = dataclasses.replace(config.launch, gpu_memory_bytes=facts.gpu_memory_bytes)
+    return dataclasses.replace(config, launch=launch)
+
+
+def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
+    """Both with ``training.device`` decided, so that ranks cannot come to another answer than the plan."""
+    from megatron_ft.config.devices import on_device
+
+    if config.training.device == device:
+        return config, config_yaml
+    return on_device(config, device), _with_values(config_yaml, {"training.device": device})
+
+
+def _with_values(config_yaml: str, values: dict[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.create(config_yaml)
+    for key, value in values.items():
+        OmegaConf.update(tree, key, value)
+    return OmegaConf.to_yaml(tree, resolve=True)
 
 
 def _show(plan: "JobPlan", config: JobConfig) -> None:
@@ -274,8 +319,6 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     """Memory of this machine, which all nodes that this command starts share; some features need Transformer Engine."""
-    if plan.device == "cpu" and config.training.device == "auto":
-        validate_for_cpu(config)
     _check_transformer_engine(config)
     if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
         return
@@ -290,20 +333,6 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
             f"must allow {needed} bytes, what {nodes_here} local nodes need (estimated); this machine has "
             f"{total}; choose a smaller model or fewer ranks",
         )
-
-
-def validate_for_cpu(config: JobConfig) -> None:
-    """``auto`` will be ``cpu``: what needs a GPU is refused here, not by a rank.
-
-    Raises:
-        ConfigError: see above.
-    """
-    from megatron_ft.config.validate import validate
-
-    try:
-        validate(dataclasses.replace(config, training=dataclasses.replace(config.training, device="cpu")))
-    except ConfigError as error:
-        raise ConfigError(f"{error} (training.device=auto found no GPU here)") from None
 
 
 def _check_transformer_engine(config: JobConfig) -> None:

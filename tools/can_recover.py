@@ -21,13 +21,15 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.devices import on_device, refused_devices
 from megatron_ft.config.inputs import read_inputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.operating import JobNotRunning, Operator
 from megatron_ft.errors import EXIT_OK, ConfigError, DataError, MegatronFtError, RecoveryError
-from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, WindowCommitted
+from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.devices import choose_device, other_device
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import first_plans, stage_requests
 from megatron_ft.planning.recovery.loss_cost import LossCost
@@ -55,10 +57,12 @@ class Answer:
     seconds_to_go_on: float | None
     """Median seconds of the run's earlier changes of membership; None where there were none, or ranks start anew."""
     notes: tuple[str, ...] = ()
+    device: str = "cpu"
+    """``cpu`` or ``cuda``: what the answer holds on."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        figures = {"num_operators": self.num_operators, "notes": list(self.notes)}
+        figures = {"num_operators": self.num_operators, "notes": list(self.notes), "device": self.device}
         seconds = {"seconds_again": self.seconds_again, "seconds_to_go_on": self.seconds_to_go_on}
         return {**self.cost.to_json(), "is_recoverable": self.cost.is_recoverable, **figures, **seconds}
 
@@ -93,6 +97,7 @@ class Run:
                 nodes, is_running = tuple(sorted(operator.status()["members"])), True
         except JobNotRunning:
             pass  # said in the answer: rungs that need the living decline
+        config = _on_its_device(config, events)
         return cls(path=path, config=config, events=events, nodes=nodes, is_running=is_running)
 
     def placement(self) -> tuple[list[PlacementPlan], list[Any] | None]:
@@ -162,6 +167,12 @@ def read_config(path: Path) -> JobConfig:
         raise DataError(f"{path}: must be the configuration of a run: {error}") from None
 
 
+def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
+    """``config`` on the device that the run's ranks reported last, or the one it names; ``auto`` before any rank."""
+    reported = [event.device.partition(":")[0] for event in events if isinstance(event, RunStarted) and event.device]
+    return on_device(config, reported[-1]) if reported else config
+
+
 def since_start(events: Sequence[Record]) -> Sequence[Record]:
     """Events of the present start of the ranks."""
     starts = [index for index, event in enumerate(events) if isinstance(event, RanksReady)]
@@ -184,7 +195,10 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
     stored, notes = run.stored()
     place = placer(run.config, read_inputs(run.config), loads[0] if loads else None)
     found = cost_of_loss(means, lost, is_gone=is_gone, place=place, stored=stored)
-    return Answer(cost=found, num_operators=len(means.operators), notes=notes, **seconds_of(run, found))
+    device = run.config.training.device
+    if device == "auto":
+        device, notes = "cpu", (*notes, "no rank has reported its device yet: this holds on cpu")
+    return Answer(cost=found, num_operators=len(means.operators), notes=notes, device=device, **seconds_of(run, found))
 
 
 def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) -> Answer:
@@ -194,7 +208,8 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
 
     given, _ = compose(list(overrides))
     validate(given)
-    config = derive_placement(given)
+    device, others = _device_of(given)
+    config = derive_placement(on_device(given, device))
     world_size = config.launch.num_nodes * config.launch.ranks_per_node
     plans = []
     if config.placement.algorithm is not None:
@@ -202,7 +217,34 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
     means = means_of(config, plans, report_snapshots(config, _VOCABULARY))
     found = cost_of_loss(means, lost, is_gone=is_gone, place=placer(config, read_inputs(config)))
     again = 0.0 if found.max_iterations == 0 else None
-    return Answer(cost=found, num_operators=len(means.operators), seconds_again=again, seconds_to_go_on=None)
+    return Answer(
+        cost=found,
+        num_operators=len(means.operators),
+        seconds_again=again,
+        seconds_to_go_on=None,
+        notes=others,
+        device=device,
+    )
+
+
+def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
+    """(the device that an answer is for, what holds on the other one where ranks may find that).
+
+    Raises:
+        ConfigError: the device refuses the configuration.
+    """
+    from pretrain_moe import observe_here
+
+    refused, gpu_memory_bytes = refused_devices(config), config.launch.gpu_memory_bytes
+    choice = choose_device(
+        config.training.device,
+        observe_here(),
+        gpu_memory_bytes=gpu_memory_bytes,
+        refused=refused,
+        may_be_elsewhere=True,
+    )
+    other = other_device(choice, refused)
+    return choice.device, (f"{choice.reason}; {other}",) if other else ()
 
 
 def seconds_of(run: Run, cost: LossCost) -> dict[str, float | None]:
@@ -222,7 +264,7 @@ def render(answer: Answer) -> str:
     num_lost = len(cost.lost_operators)
     moved = "" if cost.moved_bytes is None else f", {cost.moved_bytes:,} bytes of experts move"
     lines = [
-        cost.summary() + moved,
+        f"on {answer.device}: {cost.summary()}{moved}",
         f"operators: {answer.num_operators - num_lost} of {answer.num_operators} live on in their present state",
     ]
     if cost.lost_operators:

@@ -10,7 +10,6 @@ the job.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,15 +35,13 @@ def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding
     if lacking := missing(software):
         return lacking
     from megatron_ft.doctor.needs import needs_of
-    from pretrain_moe import compose, resolve_plan, validate_for_cpu
+    from pretrain_moe import compose, resolve_plan
 
     found: list[Finding] = []
     needs = None
     try:
         config, _ = compose(list(overrides))
         plan = resolve_plan(config)
-        if plan.device == "cpu" and config.training.device == "auto":
-            validate_for_cpu(config)
         needs = needs_of(config, plan, nodes_here=nodes_here)
     except ConfigError as refusal:
         subject = "data" if isinstance(refusal, DataError) else "configuration"
@@ -61,17 +58,18 @@ def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
 
     if needs is None:
         return check_clocks(observe_clocks())
-    from megatron_ft.doctor.devices import check_devices, observe_devices
+    from megatron_ft.doctor.devices import check_devices
     from megatron_ft.doctor.memory import check_memory, observe_memory
     from megatron_ft.doctor.network import check_network, observe_network
     from megatron_ft.doctor.storage import check_storage, observe_storage
+    from pretrain_moe import observe_here
 
     return [
         *check_network(observe_network(needs), needs),
         *check_memory(observe_memory(), needs),
         *check_storage(observe_storage(needs), needs),
         *check_clocks(observe_clocks()),
-        *check_devices(observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES")), needs),
+        *check_devices(observe_here(asks_memory=needs.device == "cuda"), needs),
     ]
 
 

@@ -73,7 +73,8 @@ class LaunchConfig:
     failpoints: list[str] = field(default_factory=list)
     """Faults to inject, e.g. ``kill(rank=1,at_iteration=7,phase="backward")``."""
     gpu_memory_bytes: int | None = None
-    """Memory of one GPU for ``dry_run`` to check against; null checks nothing."""
+    """Memory of one GPU, which the plan is checked against. Null: a start on CUDA asks ``nvidia-smi``, and a dry run
+    says that GPU memory is not checked."""
     host_memory_bytes: int | None = None
     """Memory of one node for ``dry_run`` to check against; null reads this machine's in ``local`` mode."""
 

@@ -26,7 +26,8 @@ class TrainingConfig:
     num_threads: int = 1
     """CPU threads per rank."""
     device: str = "auto"
-    """``cpu``, ``cuda`` or ``auto`` (CUDA when PyTorch sees a GPU; printed at start)."""
+    """``cpu``, ``cuda`` or ``auto``: CUDA where the machine that starts the job shows a GPU. It is decided, and checked
+    against all other keys, before ranks start; a dry run on a machine without a GPU checks both."""
     transformer_impl: str = "auto"
     """``local``, ``transformer_engine`` or ``auto`` (Transformer Engine when complete, on CUDA only)."""
     non_finite_policy: str = "stop"

@@ -1,52 +1,107 @@
 """CUDA devices, by the driver's files: torch is not asked."""
 
-from dataclasses import dataclass
+import importlib.util
+import re
+import subprocess
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, error, told
+from megatron_ft.doctor.findings import Finding, amount, error, told, warning
 from megatron_ft.doctor.needs import JobNeeds
+from megatron_ft.planning.devices import DeviceFacts, usable_gpus
+
+_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_QUERY_SECONDS = 30.0
+"""Longest wait for the driver; without persistence mode its first answer takes seconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
-    """What NVIDIA's driver shows."""
+def observe_devices(visible: str | None, root: Path = Path("/"), *, asks_memory: bool = False) -> DeviceFacts:
+    """Look.
 
-    has_driver: bool
-    """Whether ``/dev/nvidiactl`` exists."""
-    driver: str
-    """Its version, empty where it does not say."""
-    num_gpus: int
-    """Device files that this process could open: a container may have some of them only."""
-    visible: str | None = None
-    """``CUDA_VISIBLE_DEVICES``; None where it is not set."""
-
-
-def observe_devices(visible: str | None, root: Path = Path("/")) -> DeviceFacts:
-    """Look. ``root`` is where ``proc`` and ``dev`` lie."""
+    Args:
+        visible: ``CUDA_VISIBLE_DEVICES``; None where it is not set.
+        root: where ``proc`` and ``dev`` lie.
+        asks_memory: run ``nvidia-smi``, where a driver is there, for the memory of GPUs.
+    """
     version = root / "proc/driver/nvidia/version"
     words = version.read_text(encoding="utf-8").splitlines()[0].split() if version.exists() else []
+    has_driver = (root / "dev/nvidiactl").exists()
     return DeviceFacts(
-        has_driver=(root / "dev/nvidiactl").exists(),
+        has_driver=has_driver,
         driver=next((word for word in words if word[0].isdigit() and "." in word), ""),
         num_gpus=sum(path.name.removeprefix("nvidia").isdigit() for path in (root / "dev").glob("nvidia*")),
         visible=visible,
+        torch_has_cuda=_torch_has_cuda(),
+        gpu_memory_bytes=_ask_memory() if asks_memory and has_driver else None,
     )
 
 
+def _torch_has_cuda() -> bool:
+    """Read from the file that PyTorch's build writes; True where it cannot be read there."""
+    spec = importlib.util.find_spec("torch")
+    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / "version.py"
+    if path is None or not path.exists():
+        return True
+    return built_with_cuda(path.read_text(encoding="utf-8"))
+
+
+def built_with_cuda(version_file: str) -> bool:
+    """Whether the text of PyTorch's ``version.py`` names a version of CUDA; True where it has no such line."""
+    found = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*(\S+)", version_file, re.MULTILINE)
+    return found is None or found.group(1) != "None"
+
+
+def _ask_memory() -> int | None:
+    try:
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return smallest_memory(done.stdout) if done.returncode == 0 else None
+
+
+def smallest_memory(answer: str) -> int | None:
+    """Bytes of the smallest GPU in an answer of ``nvidia-smi``, a line of MiB for each; None where it says nothing."""
+    sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
+    return min(sizes, default=None)
+
+
 def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
-    """Enough GPUs for a job on CUDA; on CPU they are told."""
+    """Enough GPUs with enough memory for a job on CUDA; on CPU they are told."""
     seen = f"{facts.num_gpus} GPUs, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
     if needs.device == "cpu":
-        return [told("devices", f"{seen}; the job runs on CPU")]
+        return [told("devices", f"{seen}; the job runs on CPU"), *_check_other(needs)]
     if not facts.has_driver or not facts.num_gpus:
-        asked = "training.device=cuda" if needs.device_is_asked_for else "launch.gpu_memory_bytes is given"
         mend = "run this on a node with GPUs (srun), give the container --gpus all, or training.device=cpu"
-        return [error("devices", f"{seen}, and {asked}", mend)]
-    usable = facts.num_gpus
+        return [error("devices", f"{seen}, and the job needs GPUs: {needs.device_reason}", mend)]
+    if not facts.torch_has_cuda:
+        mend = "install a CUDA build of PyTorch, then make train TORCH=skip; or training.device=cpu"
+        return [error("devices", f"{seen}, and the installed PyTorch is built without CUDA", mend)]
+    usable = usable_gpus(facts)
     if facts.visible is not None:
-        usable = min(usable, len([name for name in facts.visible.split(",") if name.strip()]))
         seen += f", {usable} of them by CUDA_VISIBLE_DEVICES={facts.visible}"
     if usable < needs.ranks_here:
         what = f"{seen}; {needs.ranks_here} ranks here need one each"
         return [error("devices", what, f"launch.ranks_per_node={usable // needs.nodes_here or 1}, or another machine")]
-    return [told("devices", f"{seen}; {needs.ranks_here} ranks here")]
+    return [told("devices", f"{seen}; {needs.ranks_here} ranks here"), *_check_gpu_memory(facts, needs)]
+
+
+def _check_other(needs: JobNeeds) -> list[Finding]:
+    """What nodes with another device than this machine would say of the job: a login node often has no GPU."""
+    if not needs.other_device:
+        return []
+    if needs.starts_elsewhere and needs.is_refused_there:
+        return [warning("devices", needs.other_device, "set training.device to what the job's nodes have")]
+    return [told("devices", needs.other_device)]
+
+
+def _check_gpu_memory(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
+    """What the largest rank needs, against the GPUs of this machine or ``launch.gpu_memory_bytes``."""
+    needed = f"the largest rank needs {amount(needs.device_bytes)} of GPU memory (activations estimated)"
+    if facts.gpu_memory_bytes is None:
+        if needs.gpu_memory_bytes is not None:
+            return []  # the plan was compared with it
+        what = f"{needed}, which is compared with nothing: nvidia-smi does not answer"
+        return [warning("devices", what, "set launch.gpu_memory_bytes to the memory of one GPU")]
+    if needs.device_bytes > facts.gpu_memory_bytes:
+        mend = "more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
+        return [error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", mend)]
+    return [told("devices", f"{needed}, of {amount(facts.gpu_memory_bytes)}")]

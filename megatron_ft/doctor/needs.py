@@ -28,8 +28,8 @@ class JobNeeds:
     """Ranks that can train together, at most."""
     device: str
     """``cpu`` or ``cuda``, as the plan decided it."""
-    device_is_asked_for: bool
-    """Whether ``training.device`` names it, rather than ``auto``."""
+    device_reason: str
+    """Why it is this device."""
     uses_transformer_engine: bool
     host_bytes: int
     """Of one node, windows and peers' copies included."""
@@ -43,6 +43,16 @@ class JobNeeds:
     """Most that lie there at once, with the one that is being written."""
     persisted_bytes: int
     """Windows on the file system of the run, at most."""
+    device_bytes: int = 0
+    """Of the rank that needs most on its device."""
+    gpu_memory_bytes: int | None = None
+    """``launch.gpu_memory_bytes``, which the plan was compared with."""
+    other_device: str = ""
+    """What ranks on the other device would meet; empty where ``device`` is certain."""
+    is_refused_there: bool = False
+    """Whether the other device refuses the job."""
+    starts_elsewhere: bool = False
+    """Whether nodes are other machines than the one that starts the job."""
 
     @property
     def ranks_here(self) -> int:
@@ -74,7 +84,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         ranks_per_node=launch.ranks_per_node,
         world_size=launch.most_members * launch.ranks_per_node,
         device=plan.device,
-        device_is_asked_for=config.training.device != "auto",
+        device_reason=plan.device_reason,
         uses_transformer_engine=_uses_transformer_engine(config),
         host_bytes=plan.host_bytes_per_node,
         keeper_bytes=0 if snapshot is None else snapshot.host_bytes,
@@ -82,6 +92,11 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         checkpoint_bytes=plan.num_parameters * _bytes_per_parameter(config),
         num_checkpoints=_num_checkpoints(config),
         persisted_bytes=_persisted_bytes(config, plan),
+        device_bytes=plan.device_bytes,
+        gpu_memory_bytes=launch.gpu_memory_bytes,
+        other_device=plan.other_device,
+        is_refused_there=plan.is_refused_there,
+        starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",
     )
 
 

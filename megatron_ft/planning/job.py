@@ -1,6 +1,7 @@
 """``JobPlan``: everything a configuration amounts to before anything runs."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_of_stage
 from megatron_ft.planning.cost.parameters import RankParameters, parameters_of_stage
 from megatron_ft.planning.cost.saving import SavingMemory, saving_of_stage
+from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.placement.report import PlacementReport, report_placement
 from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.means import costs_of_nodes, means_of
@@ -80,6 +82,17 @@ class JobPlan:
     """What losing each node alone costs; empty where nobody asks."""
     notes: tuple[str, ...] = ()
     """What a job does otherwise than its keys may suggest."""
+    device_reason: str = ""
+    """Why ``device`` is the device that this plan is for."""
+    other_device: str = ""
+    """What ranks meet where they find the other device; empty where they cannot."""
+    is_refused_there: bool = False
+    """Whether the other device refuses the job."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Most that a rank needs on its device."""
+        return max(stage.device_bytes for stage in self.stages)
 
     def validate(self) -> None:
         """The plan fits the memory that the configuration grants.
@@ -87,7 +100,7 @@ class JobPlan:
         Raises:
             ConfigError: a rank or a node needs more.
         """
-        needed = max(stage.device_bytes for stage in self.stages)
+        needed = self.device_bytes
         if self.device == "cuda" and self.gpu_memory_bytes is not None and needed > self.gpu_memory_bytes:
             raise ConfigError.of(
                 "launch.gpu_memory_bytes",
@@ -110,7 +123,7 @@ class JobPlan:
             f"{self.model}: {self.num_parameters:,} parameters on {sizes.world_size} ranks "
             f"(TP {sizes.tensor_model_parallel_size} PP {sizes.pipeline_model_parallel_size} "
             f"EP {sizes.expert_model_parallel_size} CP {sizes.context_parallel_size} DP {sizes.data_parallel_size}), "
-            f"at most {max(stage.device_bytes for stage in self.stages):,} bytes per rank"
+            f"at most {self.device_bytes:,} bytes per rank"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -160,12 +173,16 @@ def plan_job(
     *,
     device: str,
     with_losses: bool = False,
+    choice: DeviceChoice | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> JobPlan:
     """Plan a validated configuration. ``device`` is ``cpu`` or ``cuda``, already decided.
 
     Args:
         inputs: files of placement and routing, needed where the configuration names some.
         with_losses: say what the loss of each node would cost, and warn of what makes it dearer.
+        choice: how ``device`` was decided, and with ``refused`` what holds on the other one; None says nothing of that.
+        refused: by device the reason why it refuses the configuration, empty where it accepts it.
 
     Raises:
         ConfigError: through ``JobPlan.validate``, or for inputs that do not fit the job.
@@ -183,6 +200,9 @@ def plan_job(
     captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
     wrap = None if trace is None else trace.wrap(training.train_iterations)
     losses, warnings = _losses(config, inputs or JobInputs(), placement, snapshot) if with_losses else ((), ())
+    other = "" if choice is None else other_device(choice, refused or {})
+    is_refused_there = choice is not None and not choice.is_certain and any((refused or {}).values())
+    needed = max(stage.device_bytes for stage in stages)
     plan = JobPlan(
         model=model.name,
         device=device,
@@ -214,8 +234,13 @@ def plan_job(
             *(() if placement is None else placement.notes),
             *(() if wrap is None else (wrap,)),
             *_unknown_domains(config),
+            *((other,) if is_refused_there else ()),
+            *_unchecked_gpu_memory(config, device, needed),
             *warnings,
         ),
+        device_reason="" if choice is None else choice.reason,
+        other_device=other,
+        is_refused_there=is_refused_there,
     )
     plan.validate()
     return plan
@@ -244,6 +269,15 @@ def _unknown_domains(config: JobConfig) -> tuple[str, ...]:
         f"launch.failure_domain_source={source}: which nodes share a failure domain is read when the job starts, of "
         "the nodes it has got; this plan takes each node as a domain of its own, so survival and peers may be worse "
         "than shown, and a start with too few domains is refused",
+    )
+
+
+def _unchecked_gpu_memory(config: JobConfig, device: str, needed: int) -> tuple[str, ...]:
+    if device != "cuda" or config.launch.gpu_memory_bytes is not None:
+        return ()
+    return (
+        f"GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs {needed / 2**30:.1f} GiB "
+        "(activations estimated)",
     )
 
 

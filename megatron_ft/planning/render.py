@@ -27,7 +27,7 @@ def render(plan: JobPlan) -> str:
     if plan.upstream_log is not None:
         blocks.append(_upstream_log(plan.upstream_log))
     if plan.losses:
-        blocks.append(_losses(plan.losses))
+        blocks.append(_losses(plan.losses, plan.device))
     if plan.routing is not None:
         blocks.append(_pairs("routing", [("forced by", plan.routing)]))
     if plan.notes:
@@ -75,12 +75,18 @@ def _overview(plan: JobPlan) -> str:
         f"plan of {plan.model}",
         [
             ("ranks", f"{sizes.world_size} = {plan.num_nodes} nodes x {plan.ranks_per_node}, on {plan.device}"),
+            *_device(plan),
             ("layout", layout),
             ("format", plan.params_dtype),
             ("iterations", f"{plan.train_iterations:,} of {plan.tokens_per_iteration:,} tokens"),
             ("microbatches", microbatches),
         ],
     )
+
+
+def _device(plan: JobPlan) -> list[tuple[str, str]]:
+    """Why this device, and what holds on the other one where the ranks may find that."""
+    return [("device", "; ".join(filter(None, (plan.device_reason, plan.other_device))))] if plan.other_device else []
 
 
 def _snapshot(report: SnapshotReport) -> str:
@@ -157,13 +163,19 @@ def _memory(plan: JobPlan) -> str:
         ("host, largest node*", _with_limit(plan.host_bytes_per_node, plan.host_memory_bytes)),
         (
             f"{plan.device}, largest rank",
-            _with_limit(
-                max(s.device_bytes for s in plan.stages), plan.gpu_memory_bytes if plan.device == "cuda" else None
-            ),
+            _device_memory(plan),
         ),
     ]
     text = ["memory of each rank, by pipeline stage (* estimated)", *(f"  {line}" for line in lines)]
     return "\n".join([*text, *_pairs("", limits).splitlines()[1:]])
+
+
+def _device_memory(plan: JobPlan) -> str:
+    if plan.device != "cuda":
+        return _with_limit(plan.device_bytes, None)
+    if plan.gpu_memory_bytes is None:
+        return f"{readable_bytes(plan.device_bytes)}, not checked (launch.gpu_memory_bytes=null)"
+    return _with_limit(plan.device_bytes, plan.gpu_memory_bytes)
 
 
 def _memory_row(stage: StagePlan) -> tuple[str, ...]:
@@ -240,7 +252,7 @@ def _slots(plan: PlacementPlan) -> str:
     return "\n".join([f"  experts in the slots of layer {plan.layer_numbers[0]}", *lines, *tail])
 
 
-def _losses(losses: Sequence[LossCost]) -> str:
+def _losses(losses: Sequence[LossCost], device: str) -> str:
     """A row for each node, then why the rungs before the ones that serve do not."""
     gone = [cost for cost in losses if cost.is_gone]
     rows: list[Sequence[str]] = [("lost", "goes on from", "iterations again", "bytes moved", "compared")]
@@ -252,7 +264,9 @@ def _losses(losses: Sequence[LossCost]) -> str:
     tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []
     reasons = dict.fromkeys(_shortened(declined) for cost in gone for declined in cost.declined)
     shown = [f"  not {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
-    return "\n".join(["what a loss costs", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown])
+    return "\n".join(
+        [f"what a loss costs on {device}", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown]
+    )
 
 
 def _shortened(declined: Declined) -> str:

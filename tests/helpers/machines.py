@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from megatron_ft.doctor.clocks import ClockFacts
-from megatron_ft.doctor.devices import DeviceFacts
 from megatron_ft.doctor.findings import Finding
 from megatron_ft.doctor.memory import MemoryFacts
 from megatron_ft.doctor.needs import JobNeeds
@@ -11,6 +10,7 @@ from megatron_ft.doctor.network import Interface, NetworkFacts
 from megatron_ft.doctor.software import SoftwareFacts
 from megatron_ft.doctor.storage import StorageFacts
 from megatron_ft.doctor.supported import PACKAGES
+from megatron_ft.planning.devices import DeviceFacts
 
 GIB = 1 << 30
 NEEDS = JobNeeds(
@@ -23,7 +23,7 @@ NEEDS = JobNeeds(
     ranks_per_node=4,
     world_size=8,
     device="cpu",
-    device_is_asked_for=False,
+    device_reason="training.device=cpu",
     uses_transformer_engine=False,
     host_bytes=8 * GIB,
     keeper_bytes=2 * GIB,
@@ -73,7 +73,7 @@ CLOCKS = ClockFacts(
     is_synchronized=True,
     source="chronyc",
 )
-DEVICES = DeviceFacts(has_driver=True, driver="580.65.06", num_gpus=8)
+DEVICES = DeviceFacts(has_driver=True, driver="580.65.06", num_gpus=8, gpu_memory_bytes=80 * GIB)
 SOFTWARE = SoftwareFacts(
     python="3.11.7",
     versions={

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pretrain_moe
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import EXIT_CODES, ConfigError
+from megatron_ft.planning.devices import DeviceFacts
 from tests.helpers.programs import write_program
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +159,78 @@ def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.Captur
         "error: model.multi_latent_attention",
     ]
     assert all("found no GPU here" in line for line in lines)
+
+
+ELASTIC = ("placement=spread", "parallel.use_distributed_optimizer=false", "launch.num_nodes=4", "launch.min_nodes=3")
+GPUS = DeviceFacts(has_driver=True, driver="580", num_gpus=8, gpu_memory_bytes=80 << 30)
+NO_GPU = DeviceFacts(has_driver=False, driver="", num_gpus=0)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceFacts], mock.Mock]]:
+    """Makes this machine one with other devices; gives what ``launch`` would have been called with."""
+    with (
+        mock.patch("megatron_ft.control.launch.launch", return_value=0) as launch,
+        mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
+    ):
+
+        def choose(facts: DeviceFacts) -> mock.Mock:
+            monkeypatch.setattr(pretrain_moe, "observe_here", lambda **_: facts)
+            return launch
+
+        yield choose
+
+
+def test_ranks_get_the_device_that_was_checked(machine: Callable[[DeviceFacts], mock.Mock]) -> None:
+    for facts, overrides, device in (
+        (NO_GPU, ELASTIC, "cpu"),
+        (GPUS, (), "cuda"),
+        (GPUS, ("training.device=cpu",), "cpu"),
+    ):
+        launch = machine(facts)
+        assert pretrain_moe.main(list(overrides)) == 0
+        config, text = launch.call_args.args[:2]
+        assert (config.training.device, yaml.safe_load(text)["training"]["device"]) == (device, device)
+
+
+def test_a_recovery_that_gpus_refuse_ends_before_anything_starts(
+    machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = machine(GPUS)
+    for overrides in (ELASTIC, (*ELASTIC, "dry_run=true")):
+        assert pretrain_moe.main(list(overrides)) == 2
+        assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
+    assert not launch.called
+
+
+def test_a_dry_run_names_the_device_that_refuses_a_recovery(
+    machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine(NO_GPU)
+    assert pretrain_moe.main([*ELASTIC, "dry_run=true"]) == 0
+    text = capsys.readouterr().out
+    assert "what a loss costs on cpu\n" in text
+    assert "note: on cuda this job is refused before it starts: training.device=cuda: must be cpu" in text
+    assert pretrain_moe.main([*ELASTIC, "dry_run=true", "launch.gpu_memory_bytes=80000000000"]) == 2
+    assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
+    assert pretrain_moe.main(["launch.num_nodes=4", "dry_run=true"]) == 0
+    assert "on cuda this job is accepted" in capsys.readouterr().out
+
+
+def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
+    machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ["model=mixtral_8x7b", "training.device=cuda", "launch.host_memory_bytes=99000000000000"]
+    launch = machine(GPUS)
+    assert pretrain_moe.main(large) == 2
+    refusal = capsys.readouterr().err
+    assert f"launch.gpu_memory_bytes={80 << 30}: must be at least" in refusal and "by nvidia-smi" in refusal
+    assert not launch.called
+    machine(NO_GPU)
+    assert pretrain_moe.main([*large, "dry_run=true"]) == 0
+    text = capsys.readouterr().out
+    assert ", not checked (launch.gpu_memory_bytes=null)" in text
+    assert "note: GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs" in text
 
 
 def _data() -> object:

@@ -28,7 +28,7 @@ def means_of(
     """What ``config`` can continue with.
 
     Args:
-        config: of the whole job, derived already.
+        config: of the whole job, derived already, with ``training.device`` decided; ``auto`` counts as ``cpu``.
         plans: the placement in force, of each pipeline stage; empty without replicas.
         snapshot: the estimate of its windows; None without snapshots.
         nodes: those present, ascending; all without it.
@@ -57,7 +57,7 @@ def means_of(
         persist_interval_windows=config.snapshot.persist_interval_windows,
         save_interval_iterations=config.checkpoint.save_interval_iterations,
         train_iterations=config.training.train_iterations,
-        keeps_layout=launch.keep_layout,
+        keeps_layout=launch.keep_layout and config.training.device != "cuda",
         commit_lag_iterations=config.upstream_log.commit_lag_iterations,
         num_spare_nodes=launch.num_spare_nodes,
         restarts_lost_nodes=launch.restart_lost_nodes,
@@ -97,6 +97,7 @@ def _uncovered(config: JobConfig) -> tuple[str, ...]:
     ``launch.min_nodes``."""
     parallel, launch = config.parallel, config.launch
     wanted: tuple[tuple[str, object, object], ...] = (
+        *((("training.device", "cuda", "cpu"),) if config.training.device == "cuda" else ()),
         ("launch.mode", launch.mode, "local"),
         ("parallel.pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, 1),
         ("parallel.tensor_model_parallel_size", parallel.tensor_model_parallel_size, 1),

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.devices import DeviceFacts, check_devices, observe_devices
-from tests.helpers.machines import DEVICES, NEEDS, judged
+from megatron_ft.doctor.devices import built_with_cuda, check_devices, observe_devices, smallest_memory
+from megatron_ft.planning.devices import DeviceFacts
+from tests.helpers.machines import DEVICES, GIB, NEEDS, judged
 
-CUDA = replace(NEEDS, device="cuda", device_is_asked_for=True)
+CUDA = replace(NEEDS, device="cuda", device_reason="training.device=cuda", device_bytes=60 * GIB)
+NO_GPU = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 CAUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "no driver": ({"has_driver": False, "num_gpus": 0}, "no CUDA device, and training.device=cuda"),
+    "no driver": ({"has_driver": False, "num_gpus": 0}, "no CUDA device, and the job needs GPUs: training.device=cuda"),
     "a driver without GPUs": ({"num_gpus": 0}, "0 GPUs"),
+    "PyTorch without CUDA": ({"torch_has_cuda": False}, "PyTorch is built without CUDA"),
+    "too little memory": ({"gpu_memory_bytes": 40 * GIB}, "needs 60.0 GiB of GPU memory"),
     "too few": ({"num_gpus": 7}, "8 ranks here need one each"),
     "too few that are visible": ({"visible": "0,1"}, "2 of them by CUDA_VISIBLE_DEVICES=0,1"),
     "none that is visible": ({"visible": ""}, "0 of them"),
@@ -22,7 +26,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, what = CAUSES[cause]
-    (finding,) = check_devices(replace(DEVICES, **facts), CUDA)
+    (finding,) = judged(check_devices(replace(DEVICES, **facts), CUDA))
     assert (finding.level, what in finding.what) == ("error", True), finding
     assert finding.mend
 
@@ -32,8 +36,24 @@ def test_and_goes_without() -> None:
     assert judged(check_devices(replace(DEVICES, visible="0,1,2,3,4,5,6,7"), CUDA)) == []
 
 
+def test_memory_of_gpus_that_nobody_knows_is_a_warning() -> None:
+    unknown = replace(DEVICES, gpu_memory_bytes=None)
+    (finding,) = judged(check_devices(unknown, CUDA))
+    assert finding.level == "warning" and "compared with nothing" in finding.what
+    assert judged(check_devices(unknown, replace(CUDA, gpu_memory_bytes=80 * GIB))) == [], "the plan was compared"
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "refused", "level"),
+    [(False, False, "told"), (False, True, "told"), (True, False, "told"), (True, True, "warning")],
+)
+def test_what_the_nodes_of_the_job_would_say_is_reported(elsewhere: bool, refused: bool, level: str) -> None:
+    needs = replace(NEEDS, other_device="on cuda: so", is_refused_there=refused, starts_elsewhere=elsewhere)
+    assert [(each.level, each.what) for each in check_devices(NO_GPU, needs)][1:] == [(level, "on cuda: so")]
+
+
 def test_on_cpu_devices_are_told() -> None:
-    (none,) = check_devices(DeviceFacts(has_driver=False, driver="", num_gpus=0), NEEDS)
+    (none,) = check_devices(NO_GPU, NEEDS)
     assert (none.level, none.what) == ("told", "no CUDA device; the job runs on CPU")
 
 
@@ -44,6 +64,33 @@ def test_the_drivers_files(tmp_path: Path) -> None:
         (tmp_path / "dev" / name).touch()
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 12\n"
     (tmp_path / "proc/driver/nvidia/version").write_text(version)
-    assert observe_devices(None, tmp_path) == DeviceFacts(has_driver=True, driver="580.65.06", num_gpus=2)
+    seen = observe_devices(None, tmp_path)
+    assert (seen.has_driver, seen.driver, seen.num_gpus, seen.gpu_memory_bytes) == (True, "580.65.06", 2, None)
     (tmp_path / "dev/nvidiactl").unlink()
     assert not observe_devices(None, tmp_path).has_driver
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("__version__ = '2.13.0'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", True),
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", False),
+        ("cuda = None\n", False),
+        ("cuda = '11.8'\n", True),
+        ("__version__ = '3.0'\n", True),
+    ],
+)
+def test_the_build_of_pytorch_is_read_from_its_version_file(text: str, expected: bool) -> None:
+    assert built_with_cuda(text) is expected
+
+
+def test_the_version_file_of_the_installed_pytorch_is_understood() -> None:
+    import torch
+
+    assert observe_devices(None).torch_has_cuda == (torch.version.cuda is not None)
+
+
+def test_the_answer_of_nvidia_smi() -> None:
+    assert smallest_memory("143771\n81559\n") == 81559 << 20
+    assert smallest_memory("No devices were found\n") is None
+    assert smallest_memory("[N/A]\n") is None

@@ -57,7 +57,8 @@ def test_checkpoints_that_lie_there_at_once(tmp_path: Path) -> None:
 
 
 def test_who_asked_for_the_device() -> None:
-    assert (needs("training.device=cpu").device, needs("training.device=cpu").device_is_asked_for) == ("cpu", True)
-    assert not needs().device_is_asked_for
+    named = needs("training.device=cpu")
+    assert (named.device, named.device_reason, named.other_device) == ("cpu", "training.device=cpu", "")
+    assert needs("launch.gpu_memory_bytes=80000000000").device == "cuda"
     assert needs("training.device=cuda", "training.transformer_impl=transformer_engine").uses_transformer_engine
     assert not needs().uses_transformer_engine

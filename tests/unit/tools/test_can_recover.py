@@ -12,8 +12,9 @@ from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.rpc import RpcServer, new_token
 from megatron_ft.errors import ConfigError, DataError, RecoveryError
-from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record
+from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.planning.placement.stage import first_plans, stage_requests
 from tests.unit.runtime.storage.conftest import make_checkpoint
 from tools import can_recover
@@ -107,6 +108,37 @@ def test_a_living_run_goes_on_with_replicas_in_the_time_it_took_before(living: M
     assert (found["code"], found["rung"], found["max_iterations"]) == (0, "replicas", 0)
     assert (found["seconds_again"], found["seconds_to_go_on"]) == (0.0, 1.5)
     assert found["moved_bytes"] is not None and not found["lost_operators"]
+
+
+def test_an_answer_names_its_device_and_what_the_other_one_refuses(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", *ELASTIC, "launch.min_nodes=3", "--lose", "1"]
+    monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=False, driver="", num_gpus=0))
+    found = ask(*words)
+    assert (found["rung"], found["device"]) == ("replicas", "cpu")
+    assert "on cuda this job is refused before it starts" in found["notes"][0]
+    assert can_recover.main(words) == 0
+    assert capsys.readouterr().out.startswith("on cpu: loss of nodes 1: replicas")
+    monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=True, driver="", num_gpus=8))
+    found = ask(*words)
+    assert found["code"] == ConfigError.exit_code and "must be cpu with launch.min_nodes=3" in found["error"]
+
+
+def test_a_run_on_gpus_is_not_promised_what_only_cpus_do(living: MadeUpRun, ask: Ask) -> None:
+    living.say(
+        RunStarted(run_name="run", model="moe_micro", world_size=4, num_nodes=4, train_iterations=9, device="cpu")
+    )
+    assert (ask(str(living.path), "--lose", "3")["rung"], ask(str(living.path), "--lose", "3")["notes"]) == (
+        "replicas",
+        [],
+    )
+    living.say(
+        RunStarted(run_name="run", model="moe_micro", world_size=4, num_nodes=4, train_iterations=9, device="cuda: H")
+    )
+    found = ask(str(living.path), "--lose", "3")
+    assert (found["rung"], found["device"]) == ("nothing", "cuda")
+    assert found["declined"][0]["reason"] == "training.device=cuda"
 
 
 def test_nodes_lost_before_cannot_be_lost_again(living: MadeUpRun, ask: Ask) -> None:

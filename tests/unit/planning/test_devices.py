@@ -1,0 +1,87 @@
+"""Which device a job takes: named, found, or either of both where the machine is not known."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.devices import DeviceFacts, choose_device, other_device, usable_gpus
+
+GPUS = DeviceFacts(has_driver=True, driver="580", num_gpus=8)
+NONE = DeviceFacts(has_driver=False, driver="", num_gpus=0)
+BOTH = {"cpu": "", "cuda": ""}
+CPU_ONLY = {"cpu": "", "cuda": "training.device=cuda: must be cpu with launch.min_nodes=3"}
+CUDA_ONLY = {"cpu": "model.multi_latent_attention=true: needs CUDA", "cuda": ""}
+
+
+def choose(
+    facts: DeviceFacts,
+    refused: dict[str, str],
+    *,
+    requested: str = "auto",
+    memory: int | None = None,
+    elsewhere: bool = False,
+) -> tuple[str, bool]:
+    found = choose_device(requested, facts, gpu_memory_bytes=memory, refused=refused, may_be_elsewhere=elsewhere)
+    return found.device, found.is_certain
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (GPUS, 8),
+        (NONE, 0),
+        (replace(GPUS, has_driver=False), 0),
+        (replace(GPUS, torch_has_cuda=False), 0),
+        (replace(GPUS, visible=""), 0),
+        (replace(GPUS, visible="-1"), 0),
+        (replace(GPUS, visible="3,1"), 2),
+        (replace(GPUS, visible="0,-1,2"), 1),
+        (replace(GPUS, visible="GPU-8f0f"), 1),
+        (replace(GPUS, num_gpus=1, visible="0,1"), 1),
+    ],
+)
+def test_gpus_that_pytorch_would_find(facts: DeviceFacts, expected: int) -> None:
+    assert usable_gpus(facts) == expected
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_gpu_here_decides_and_its_refusal_counts(elsewhere: bool) -> None:
+    assert choose(GPUS, BOTH, elsewhere=elsewhere) == ("cuda", True)
+    with pytest.raises(ConfigError, match=r"must be cpu with launch\.min_nodes=3 \(training\.device=auto found 8 GPUs"):
+        choose(GPUS, CPU_ONLY, elsewhere=elsewhere)
+
+
+def test_without_a_gpu_a_start_takes_the_cpu_or_is_refused() -> None:
+    assert choose(NONE, BOTH) == ("cpu", True)
+    assert choose(NONE, CPU_ONLY) == ("cpu", True)
+    with pytest.raises(ConfigError, match=r"multi_latent_attention=true: .* \(training\.device=auto found no GPU here"):
+        choose(NONE, CUDA_ONLY)
+    with pytest.raises(ConfigError, match=r"training\.device=auto: must be cpu where no GPU can be used"):
+        choose(NONE, BOTH, memory=80_000_000_000)
+
+
+def test_a_plan_for_an_unknown_machine_names_both_answers() -> None:
+    for refused, device in ((BOTH, "cpu"), (CPU_ONLY, "cpu"), (CUDA_ONLY, "cuda")):
+        assert choose(NONE, refused, elsewhere=True) == (device, False)
+    with pytest.raises(ConfigError):
+        choose(NONE, {"cpu": "no", "cuda": "no"}, elsewhere=True)
+    assert choose(NONE, BOTH, memory=80_000_000_000, elsewhere=True) == ("cuda", True)
+    with pytest.raises(ConfigError, match=r"launch\.min_nodes=3"):
+        choose(NONE, CPU_ONLY, memory=80_000_000_000, elsewhere=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_named_device_is_taken_and_its_refusal_is_raised(device: str) -> None:
+    for facts in (NONE, GPUS):
+        assert choose(facts, {device: ""}, requested=device) == (device, True)
+        with pytest.raises(ConfigError, match="so it is"):
+            choose(facts, {device: "so it is"}, requested=device)
+
+
+def test_the_other_device_is_described_where_ranks_may_find_it() -> None:
+    for refused, expected in ((CPU_ONLY, "on cuda this job is refused"), (BOTH, "on cuda this job is accepted")):
+        choice = choose_device("auto", NONE, gpu_memory_bytes=None, refused=refused, may_be_elsewhere=True)
+        assert other_device(choice, refused).startswith(expected)
+    known = choose_device("auto", NONE, gpu_memory_bytes=None, refused=CPU_ONLY, may_be_elsewhere=False)
+    assert other_device(known, CPU_ONLY) == ""
