@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from megatron_ft.control.facts import JobHung, NodeLost, RankHung
-from megatron_ft.control.membership_state import MembershipPolicy, Phase, State
+from megatron_ft.control.membership_state import MembershipPolicy, Phase, State, ranks_of_all
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -117,7 +117,7 @@ class Detector:
             return []
         self._progress_at = now
         policy = self._membership
-        ranks = {rank for node in state.members for rank in policy.ranks_of(node)} - state.gone
+        ranks = ranks_of_all(policy, state.members) - state.gone
         limit = f"for detector.hang_seconds={hang_seconds:g}"
         if not ranks:
             return []

@@ -36,6 +36,7 @@ from megatron_ft.control.membership_state import (
     State,
     Step,
     is_late,
+    ranks_of_all,
 )
 
 _REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "asked to stop"}
@@ -147,7 +148,7 @@ def _fail(state: State, failure: Failure) -> State:
 def _restart(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     """Start ranks again once the last one is gone, where enough nodes live and another try may mend what failed."""
     first = state.first_failure
-    if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _living(policy, state):
+    if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _any_lives(policy, state):
         return None
     members = _able(policy, state)
     if len(members) < policy.fewest_nodes or state.num_fruitless_restarts >= policy.max_restarts:
@@ -194,16 +195,16 @@ def _wanted(policy: MembershipPolicy, state: State) -> frozenset[int]:
     return state.joined if policy.restart_lost_nodes else state.joined - state.agents_lost
 
 
-def _living(policy: MembershipPolicy, state: State) -> set[int]:
-    """Ranks of which no exit has been heard."""
-    return {rank for node in state.started for rank in policy.ranks_of(node)} - state.gone
+def _any_lives(policy: MembershipPolicy, state: State) -> bool:
+    """Whether there are started ranks of which no exit has been heard."""
+    return not ranks_of_all(policy, state.started) <= state.gone
 
 
 def _end(policy: MembershipPolicy, state: State, fact: Fact, _now: Moment) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
     # After a failure the last word of every rank counts: all of them may be started again.
-    remaining = {rank for node in state.members for rank in policy.ranks_of(node)} - state.gone
-    if (_living(policy, state) if state.failures else remaining) and not nothing_runs:
+    remaining = ranks_of_all(policy, state.started if state.failures else state.members)
+    if not nothing_runs and not remaining <= state.gone:
         return None
     first = state.first_failure
     reason = first.detail if first else _REASONS[state.outcome]
@@ -213,7 +214,7 @@ def _end(policy: MembershipPolicy, state: State, fact: Fact, _now: Moment) -> St
 def _killed_for_nothing(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
     if state.phase is not Phase.KILLING or not is_late(state, now):
         return None
-    missing = sorted(_living(policy, state))
+    missing = sorted(ranks_of_all(policy, state.started) - state.gone)
     reason = f"no word of killed ranks {missing} for {policy.kill_timeout_seconds} s"
     return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, reason)
 
@@ -264,8 +265,8 @@ def _time_out(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -
     if state.phase is Phase.FORMING:
         missing = f"nodes {sorted(set(state.members) - state.joined)}"
     else:
-        ranks = {rank for node in state.members for rank in policy.ranks_of(node)}
-        names = sorted(policy.number_among(state.members, rank) for rank in ranks - state.reported)
+        ranks = ranks_of_all(policy, state.members) - state.reported
+        names = sorted(policy.number_among(state.members, rank) for rank in ranks)
         missing = f"ranks {names}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: no word of {missing}"
     state = replace(state, failures=(Failure(at_seconds=now.seconds, final=True, detail=detail),))
@@ -276,15 +277,13 @@ def _time_out(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -
 
 
 def _go_on(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> Step | None:
-    members = set(state.members)
-    if state.phase is Phase.FORMING and state.joined >= members:
+    if state.phase is Phase.FORMING and state.joined.issuperset(state.members):
         deadline = now.seconds + policy.start_timeout_seconds
-        state = replace(state, phase=Phase.STARTING, deadline_seconds=deadline, started=frozenset(members))
-        return Step(state, Decision.START, f"all {len(members)} nodes joined")
-    ranks = {rank for node in members for rank in policy.ranks_of(node)}
-    if state.phase is Phase.STARTING and state.reported >= ranks:
+        state = replace(state, phase=Phase.STARTING, deadline_seconds=deadline, started=frozenset(state.members))
+        return Step(state, Decision.START, f"all {len(state.members)} nodes joined")
+    if state.phase is Phase.STARTING and state.reported >= ranks_of_all(policy, state.members):
         state = replace(state, phase=Phase.RUNNING, deadline_seconds=None)
-        return Step(state, Decision.WAIT, f"all {len(ranks)} ranks reported")
+        return Step(state, Decision.WAIT, f"all {len(state.members) * policy.ranks_per_node} ranks reported")
     return None
 
 

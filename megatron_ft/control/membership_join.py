@@ -19,6 +19,7 @@ from megatron_ft.control.membership_state import (
     Return,
     State,
     Step,
+    ranks_of_all,
 )
 
 _ALIVE = (Phase.STARTING, Phase.RUNNING, Phase.REFORMING)
@@ -161,8 +162,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     """The next step about nodes that join or leave, while the members work."""
     if state.phase is not Phase.RUNNING or state.failures or state.broken or state.interrupted:
         return None
-    members = {rank for node in state.members for rank in policy.ranks_of(node)}
-    if not policy.may_lose_nodes or members & state.gone:
+    if not policy.may_lose_nodes or not ranks_of_all(policy, state.members).isdisjoint(state.gone):
         return None  # ranks have done their work: the job is about to end
     return kill_or_start(policy, state, now) or _change(policy, state, now)
 

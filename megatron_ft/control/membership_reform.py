@@ -23,6 +23,7 @@ from megatron_ft.control.membership_state import (
     State,
     Step,
     is_late,
+    left_ranks,
 )
 from megatron_ft.errors import RecoveryError
 from megatron_ft.planning.recovery.target import Position, choose_target
@@ -39,14 +40,18 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 
 def hear(policy: MembershipPolicy, state: State, fact: RankBroken) -> State | None:
     """Take in what a rank says; None where it cannot be waited for others and its error is a failure."""
-    spoke = {earlier.rank for earlier in state.broken}
     stale = fact.position.generation != state.generation
     node = policy.node_of(fact.rank)
-    if stale or fact.rank in spoke | state.gone or node in state.lost or node not in state.members:
+    if stale or fact.rank in state.spoke or fact.rank in state.gone or node in state.lost or node not in state.members:
         return state
     if not policy.may_lose_nodes or state.phase not in _BREAKABLE:
         return None
-    return replace(state, broken=(*state.broken, fact))
+    return replace(
+        state,
+        broken=(*state.broken, fact),
+        spoke=state.spoke | {fact.rank},
+        has_errors=state.has_errors or not fact.planned,
+    )
 
 
 def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
@@ -57,7 +62,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return _await_others(policy, state, now) if state.broken else None
     state = places.give_up_late(policy, state, now)
     obstacle = _obstacle(policy, state)
-    if obstacle is None and _left(policy, state) <= {fact.rank for fact in state.broken}:
+    if obstacle is None and left_ranks(policy, state) <= state.spoke:
         try:
             return _reform(policy, state, now) if places.are_filled(policy, state) else _fill(policy, state, now)
         except RecoveryError as error:
@@ -89,13 +94,12 @@ def _leave_silent(policy: MembershipPolicy, state: State, now: Moment) -> Step:
 
     Where too few would be left, they have as long as the whole takes.
     """
-    spoke = {fact.rank for fact in state.broken}
-    silent = sorted(_left(policy, state) - spoke)
+    silent = sorted(left_ranks(policy, state) - state.spoke)
     last = state.reform_by_seconds
     if last is None or now.arrived_seconds >= last:
         return _give_up(policy, state, now, _silent(policy, state))
     wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "ranks say how far they are")
-    if not spoke:
+    if not state.spoke:
         return wait
     latest = max(failure.at_seconds for failure in state.failures)  # on the clock of the deaths, not on ``now``'s
     limit = f"(launch.position_timeout_seconds={policy.position_timeout_seconds:g})"
@@ -119,17 +123,17 @@ def stop_after_failure(policy: MembershipPolicy, state: State, now: Moment, reas
 
 
 def _silent(policy: MembershipPolicy, state: State) -> str:
-    silent = sorted(_left(policy, state) - {fact.rank for fact in state.broken})
+    silent = sorted(left_ranks(policy, state) - state.spoke)
     names = [policy.number_among(state.members, rank) for rank in silent]
     return f"launch.reform_timeout_seconds={policy.reform_timeout_seconds:g}: no word of ranks {names}"
 
 
 def _await_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Nobody has died, and ranks have spoken: they stand at the boundary of a change, or failed."""
-    if any(not fact.planned for fact in state.broken):
+    if state.has_errors:
         return _await_death(policy, state, now)
     obstacle = _silent(policy, state) if is_late(state, now) else None
-    if _left(policy, state) <= {fact.rank for fact in state.broken}:
+    if left_ranks(policy, state) <= state.spoke:
         try:
             return _reform(policy, state, now)
         except RecoveryError as error:
@@ -148,7 +152,7 @@ def _await_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
         return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks failed, nobody died yet")
     failures = tuple(failure_of(policy, state, fact) for fact in state.broken if not fact.planned)
-    state = replace(state, failures=failures, broken=())
+    state = replace(state, failures=failures, broken=(), spoke=frozenset(), has_errors=False)
     first = state.first_failure
     assert first is not None, "a rank has failed"
     return stop_after_failure(policy, state, now, first.detail)
@@ -165,18 +169,13 @@ def failure_of(policy: MembershipPolicy, state: State, fact: RankBroken) -> Fail
     )
 
 
-def _left(policy: MembershipPolicy, state: State) -> set[int]:
-    """Ranks of the members that are not lost."""
-    return {rank for node in state.members if node not in state.lost for rank in policy.ranks_of(node)}
-
-
 def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     """Why the job cannot go on without the nodes it lost; None if it can."""
     for failure in state.failures:
         node = failure.node if failure.rank is None else policy.node_of(failure.rank)
         if node not in state.lost:
             return failure.detail
-    ended = sorted(_left(policy, state) & state.gone)
+    ended = sorted(left_ranks(policy, state) & state.gone)
     if ended:
         return f"rank {policy.number_among(state.members, ended[0])} had done its work"
     if policy.keeps_layout:
@@ -231,6 +230,8 @@ def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
         returns=returns,
         change=None,
         broken=(),
+        spoke=frozenset(),
+        has_errors=False,
         failures=(),
         survived=(*state.survived, state.failures),
         num_reforms=state.num_reforms + 1,
@@ -266,7 +267,8 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
 
 def _positions(policy: MembershipPolicy, state: State) -> tuple[Position, ...]:
     """How far each rank that is left is, in rank order."""
-    spoke = {fact.rank: fact.position for fact in state.broken if fact.rank in _left(policy, state)}
+    left = left_ranks(policy, state)
+    spoke = {fact.rank: fact.position for fact in state.broken if fact.rank in left}
     return tuple(sorted(spoke.values(), key=lambda position: position.rank))
 
 

@@ -1,6 +1,7 @@
 """What the state machine of ``membership`` knows and decides: phases, decisions, knobs, deaths."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -214,6 +215,10 @@ class State:
     """The nodes that leave by the change that was ordered in this generation; null: none was ordered."""
     broken: tuple[RankBroken, ...] = ()
     """What living ranks of this generation, which is at its end, have said."""
+    spoke: frozenset[int] = frozenset()
+    """Ranks of ``broken``."""
+    has_errors: bool = False
+    """Whether one of ``broken`` is not planned."""
     reported: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
@@ -303,6 +308,22 @@ class Step:
     nodes: tuple[int, ...] = ()
     """That the decision is about: those that leave by a ``CHANGE``, those to start or to kill. Of ``BREAK`` and
     ``REFORM`` lost ones with ranks to kill, if any live: not those whose ranks were started again meanwhile."""
+
+
+def ranks_of_all(policy: MembershipPolicy, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
+    """Global ranks of ``nodes``. Computed once for nodes that are asked about again and again, fact by fact."""
+    return _ranks_of_all(policy.ranks_per_node, nodes, frozenset())
+
+
+def left_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
+    """Ranks of the members that are not lost."""
+    return _ranks_of_all(policy.ranks_per_node, state.members, state.lost)
+
+
+@functools.lru_cache(maxsize=32)
+def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int]) -> frozenset[int]:
+    firsts = (node * ranks_per_node for node in nodes if node not in lost)
+    return frozenset(rank for first in firsts for rank in range(first, first + ranks_per_node))
 
 
 class Moment(NamedTuple):
