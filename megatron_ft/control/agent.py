@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron_ft.control.forkserver import listen
 from megatron_ft.control.outbox import Outbox
 from megatron_ft.control.ranks import Ranks
+from megatron_ft.control.runtime_dir import remove_stale_sockets, socket_path
 from megatron_ft.control.services import Services
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, read_line, send
@@ -75,6 +76,7 @@ class Agent:
 
     def __init__(self, spec: AgentSpec) -> None:
         self._spec = spec
+        remove_stale_sockets(Path(spec.runtime_dir), spec.node)
         self._services = _start_services(spec)  # before this process has threads
         from megatron_ft.control.certificates import read_certificates
         from megatron_ft.control.controller_client import ControllerClient
@@ -86,8 +88,7 @@ class Agent:
         self._orders: deque[Message] = deque()
         self._outbox = Outbox(self._wake)
         self._exit_code: int | None = None
-        # An earlier process of this node may have left its own behind.
-        self._socket_path = Path(spec.runtime_dir) / f"node-{spec.node:03d}-{os.getpid()}.sock"
+        self._socket_path = socket_path(Path(spec.runtime_dir), spec.node)
         self._listener = listen(self._socket_path)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()

@@ -23,8 +23,9 @@ from megatron_ft.control import join_file
 from megatron_ft.control.certificates import read_certificates
 from megatron_ft.control.join_file import JoinFile
 from megatron_ft.control.node_main import NodeSpec
-from megatron_ft.control.processes import Processes, kill, make_runtime_dir, tell
+from megatron_ft.control.processes import Processes, kill, tell
 from megatron_ft.control.rpc import RpcClient, RpcError
+from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.slurm.attempts import read_end
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 

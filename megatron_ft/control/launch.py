@@ -37,10 +37,11 @@ from megatron_ft.control.node_main import NodeSpec
 from megatron_ft.control.operating import CONTROLLER_FILE
 from megatron_ft.control.policies import detector_policy, membership_policy
 from megatron_ft.control.ports import free_port
-from megatron_ft.control.processes import Processes, kill, make_runtime_dir, tell
+from megatron_ft.control.processes import Processes, kill, tell
 from megatron_ft.control.ranks import tail_of
 from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_state
+from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.services import STOP_SECONDS
 from megatron_ft.control.slurm.array import read_array
 from megatron_ft.control.slurm.attempts import leave_marker

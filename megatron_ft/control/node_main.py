@@ -19,7 +19,8 @@ from pathlib import Path
 
 from megatron_ft.control import agent
 from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.control.processes import Processes, kill, make_runtime_dir
+from megatron_ft.control.processes import Processes, kill
+from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.slurm import batch_host
 from megatron_ft.control.slurm.nodes import own_address
 from megatron_ft.control.store_place import find_store_place

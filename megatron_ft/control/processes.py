@@ -2,13 +2,11 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,16 +82,6 @@ def kill(process: "subprocess.Popen[bytes]", *, term_seconds: float = 0.0) -> No
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-
-
-@contextlib.contextmanager
-def make_runtime_dir() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, short enough for their 108 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="megatron-ft-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

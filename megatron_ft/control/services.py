@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megatron_ft.control.forkserver import die_with_parent
 from megatron_ft.control.membership import describe_returncode
+from megatron_ft.control.runtime_dir import socket_path
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import decode
 
@@ -100,10 +101,10 @@ class Services:
         self._deadline = time.monotonic() + start_seconds
         self._all: list[Service] = []
         for name, module in modules.items():
-            socket_path = runtime_dir / f"node-{node:03d}-{name}.sock"
-            about = {"socket_path": str(socket_path), "interface": interface, "token": token, "node": node}
+            path = socket_path(runtime_dir, node, name)
+            about = {"socket_path": str(path), "interface": interface, "token": token, "node": node}
             log = log_dir / f"node-{node:03d}-{name}.log"
-            self._all.append(_start(name, module, socket_path, log, json.dumps(about).encode() + b"\n"))
+            self._all.append(_start(name, module, path, log, json.dumps(about).encode() + b"\n"))
 
     @property
     def ready(self) -> bool:

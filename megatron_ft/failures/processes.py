@@ -1,8 +1,8 @@
 """The processes of a job's nodes, found by the logs they write, and signals that cannot hit others.
 
-A node's process, its services and its ranks write their standard output to files of the run's ``logs``, whoever started
-or forked them. Each is held by a descriptor (``pidfd_open``), so its number cannot pass to another process between the
-look and the signal.
+A node's process and its ranks write their standard output to files of the run's ``logs``, whoever started or forked
+them; a service its standard error, for its standard output is a pipe to the node's process. Each is held by a
+descriptor (``pidfd_open``), so its number cannot pass to another process between the look and the signal.
 """
 
 import contextlib
@@ -84,9 +84,12 @@ def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
 
 
 def _log_of(process_id: int, logs: str) -> str | None:
-    """Name of the file below ``logs`` that is the standard output of a process; None if there is none."""
-    try:
-        folder, _, name = os.readlink(f"/proc/{process_id}/fd/1").rpartition("/")
-    except OSError:
-        return None  # ended, a zombie, or another user's
-    return name if folder == logs else None
+    """Name of the file below ``logs`` that is the standard output or error of a process; None if there is none."""
+    for descriptor in (1, 2):
+        try:
+            folder, _, name = os.readlink(f"/proc/{process_id}/fd/{descriptor}").rpartition("/")
+        except OSError:
+            continue  # ended, a zombie, another user's, or closed
+        if folder == logs:
+            return name
+    return None

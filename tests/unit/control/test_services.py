@@ -51,7 +51,7 @@ def test_a_service_is_ready_when_it_has_said_its_address(start: Callable[..., Se
     assert not services.ready
     assert serve(services, lambda: services.ready) == 1
     about = services.for_controller()["dummy"]
-    assert about["socket"] == str(tmp_path / "node-003-dummy.sock")
+    assert about["socket"] == str(tmp_path / f"003-{os.getpid()}-dummy.sock")
     host, _, port = str(about["address"]).rpartition(":")
     socket.create_connection((host, int(port)), timeout=10).close()
     told = services.for_ranks({"dummy": {"3": "a:1", "4": "b:2"}})["dummy"]

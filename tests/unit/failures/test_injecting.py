@@ -32,11 +32,13 @@ class FakeJob:
         self.refusals = 0
 
     def begin(self, *logs: str) -> None:
+        """Start a process for each log; a service's standard output is a pipe, and its standard error the log."""
         for log in logs:
             with (self.run_dir / "logs" / log).open("ab") as output:
-                self.processes[log] = subprocess.Popen(
-                    [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=output
-                )
+                is_service = log.startswith("node-") and log.count("-") > 1
+                streams = {"stdout": subprocess.PIPE, "stderr": output} if is_service else {"stdout": output}
+                command = [sys.executable, "-c", "input()"]
+                self.processes[log] = subprocess.Popen(command, stdin=subprocess.PIPE, **streams)
 
     def begin_node(self, node: int) -> None:
         self.begin(f"node-{node:03d}.log", f"rank-{node:05d}.log")

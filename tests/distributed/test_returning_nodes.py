@@ -1,0 +1,74 @@
+"""Whole jobs of dummy ranks whose nodes are killed from outside, their services too: each node is back afterwards."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_ft.errors import EXIT_INTERRUPTED
+from megatron_ft.failures.processes import processes_of as processes_of_nodes
+from tests.distributed.test_joining_nodes import told
+from tests.distributed.test_launch import eventually, records, started
+from tests.distributed.test_lost_nodes import finish
+from tests.helpers.jobs import start_dummy_job
+
+SERVICES = {"dummy": "tests.helpers.dummy_service"}
+REPLICAS = {"launch.min_nodes": 1, "launch.join_window_seconds": 0.2}
+IN_PLACE = {
+    "launch.keep_layout": True,
+    "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
+}
+WHOLE_NODE = ["node-001.log", "node-001-dummy.log", "rank-00002.log", "rank-00003.log"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs go; sockets go to a short path beside it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path / "runs"
+
+
+def start(runs: Path, layout: dict[str, Any], *, manner: str = "", **overrides: Any) -> Any:
+    """A job on three nodes of two ranks and one service, whose lost nodes are started again."""
+    settings: dict[str, Any] = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.restart_lost_nodes": True}
+    settings |= {**layout, "training.train_iterations": 100000}
+    settings |= {f"launch.{name}": value for name, value in overrides.items()}
+    environment = {"DUMMY_SERVICE": manner}
+    return start_dummy_job(runs, "run_surviving", overrides=settings, services=SERVICES, environment=environment)
+
+
+def kill(runs: Path, logs: Sequence[str]) -> None:
+    """SIGKILL at one instant to the processes of node 1 that write to ``logs``."""
+    with processes_of_nodes(runs / "dummy", [1], ranks_per_node=2) as found:
+        victims = [process for process in found[1] if process.log in logs]
+        assert sorted(process.log for process in victims) == sorted(logs)
+        hit = [process.log for process in victims if process.send(signal.SIGKILL)]
+    assert hit[:1] == logs[:1], "the kernel may have killed the others already, because their parent is gone"
+
+
+def num_memberships(runs: Path) -> int:
+    """Memberships of all three nodes whose six ranks have all said that they are in it; the first is one."""
+    generations = {record["next"]["generation"] for record in records(runs) if record["kind"] == "reformed"}
+    return 1 + sum(len(told(runs, generation)) == 6 for generation in generations)
+
+
+@pytest.mark.parametrize("layout", [REPLICAS, IN_PLACE], ids=["replicas", "in_place"])
+def test_a_killed_node_is_back_whatever_of_it_was_killed(runs: Path, layout: dict[str, Any]) -> None:
+    """No first try fails: the node has one more start than it had deaths, and none is left for another."""
+    job = start(runs, layout, max_node_restarts=3)
+    eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
+    for number, logs in enumerate((WHOLE_NODE[:1], WHOLE_NODE[:2], WHOLE_NODE), start=2):
+        kill(runs, logs)
+        eventually(lambda number=number: num_memberships(runs) == number, f"node 1 is back after {logs} were killed")
+    (runtime_dir,) = runs.parent.glob("megatron-ft-*")
+    sockets = sorted(path.name for path in runtime_dir.glob("001-*.sock"))
+    assert len(sockets) == 2, f"those of the living agent and of its service, none of the dead: {sockets}"
+    job.send_signal(signal.SIGINT)
+    finish(runs, job, EXIT_INTERRUPTED)
+    assert (runs / "dummy" / "logs" / "node-001-dummy.log").read_text() == "serving node 1\n" * 4
+    assert [record for record in records(runs) if record["kind"] == "node_start_failed"] == []
