@@ -99,6 +99,18 @@ class NodeLost(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStartFailed(Record):
+    """A node that was started while the job ran did not join it: its process or a rank ended, or was late."""
+
+    node: int
+    """The node, by the number it has had since it first came."""
+    reason: str
+    """What became of it: exit code and last words of its process, or which rank ended how."""
+    starts_again: bool
+    """Whether the node is started once more, see ``launch.max_node_restarts``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRestarted(Record):
     """Ranks failed, and all ranks are started again; they continue the run."""
 

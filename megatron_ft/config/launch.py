@@ -48,7 +48,8 @@ class LaunchConfig:
     join_window_seconds: float = 5.0
     """From the first node that is ready to join until ranks are told to let it in, so that others may join with it."""
     max_node_restarts: int = 3
-    """Times in a row that a lost node is started again, and joins, without having trained for ten iterations."""
+    """Times in a row that a lost node is started again without having trained for ten iterations, whether it joined
+    or its start failed."""
     restart_lost_nodes: bool = False
     """Whether a lost node is started again, to join the others. With ``launch.node_launcher=none`` its process is not
     started but awaited."""

@@ -225,7 +225,7 @@ class Controller:
         step = membership.advance(self._policy, before, fact, entry["now"], entry.get("arrived"))
         self._state = step.state
         self._members[step.state.generation] = step.state.members
-        if step.decision is not Decision.WAIT:
+        if step.decision is not Decision.WAIT or step.state.failed_starts:
             on_step(step)
             self._execute(before, step)
         return step

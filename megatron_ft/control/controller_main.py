@@ -152,6 +152,8 @@ class ControllerProcess:
         self._num_decisions += 1
 
     def _on_step(self, step: Step) -> None:
+        for event in report.failed_start_records(step):
+            self._console.event({"event": "record", "record": event.to_record()})
         match step.decision:
             case Decision.STOP if not step.state.failures:
                 self._console.event({"event": "stopping"})

@@ -38,7 +38,7 @@ from megatron_ft.control.operating import CONTROLLER_FILE
 from megatron_ft.control.policies import detector_policy, membership_policy
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.processes import Processes, kill, tell
-from megatron_ft.control.ranks import tail_of
+from megatron_ft.control.ranks import last_line, size_of, tail_of
 from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
@@ -228,6 +228,7 @@ class _Job:
             kill(processes.nodes[node], term_seconds=self._term_seconds)
             processes.watchers[node].join()  # its end is told before the new process can register
         log, spec = f"node-{node:03d}.log", self._agent_spec(processes, node)
+        log_begin_bytes = size_of(processes.log_dir / log)
         if self._allocation is None:
             process = processes.start("megatron_ft.control.agent", [], log, {})
             tell(process, spec.to_line())
@@ -238,7 +239,8 @@ class _Job:
             told = NodeSpec(agent=spec, preload=list(self._preload), batch_job=self._allocation.job_id)
             tell(process, told.to_line())
         processes.nodes[node] = process
-        processes.watchers[node] = threading.Thread(target=self._watch, args=(node, process), daemon=True)
+        watched = (node, process, processes.log_dir / log, log_begin_bytes)
+        processes.watchers[node] = threading.Thread(target=self._watch, args=watched, daemon=True)
         processes.watchers[node].start()
 
     def _publish(self, processes: Processes) -> None:
@@ -269,10 +271,12 @@ class _Job:
             lost_controller_seconds=self._detection.lost_controller_seconds,
         )
 
-    def _watch(self, node: int, process: "subprocess.Popen[bytes]") -> None:
+    def _watch(self, node: int, process: "subprocess.Popen[bytes]", log: Path, log_begin_bytes: int) -> None:
         """Thread: a node's process ends."""
         returncode = process.wait()
         detail = f"its process {describe_returncode(returncode)}" if returncode else "its process ended"
+        words = last_line(log, log_begin_bytes) if returncode > 0 else ""
+        detail += f": {words}" if words else ""
         self._controller.post(facts.NodeLost(node, time.time(), detail, process.pid))
 
     def _on_record(self, record: Message) -> None:

@@ -62,7 +62,7 @@ def advance(
     now = Moment(now_seconds, now_seconds if arrived_seconds is None else arrived_seconds)
     if state.phase is Phase.ENDED:
         return Step(state, Decision.WAIT, "the job has ended")
-    observed = _observe(policy, state, fact, now)
+    observed = _observe(policy, replace(state, failed_starts=()), fact, now)
     step = Step(observed, Decision.WAIT, f"{observed.phase.value}")
     for rule in (_restart, _end, _killed_for_nothing, _kill, _survive, _stop, _time_out, _go_on, _change):
         decided = rule(policy, observed, fact, now)
@@ -89,7 +89,7 @@ def _observe(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) ->
         case JobHung(at_seconds, detail):
             return _fail(state, Failure(at_seconds=at_seconds, detail=detail))
         case NodeLost(node, at_seconds, detail):
-            state = joining.lose_agent(policy, state, node)
+            state = joining.lose_agent(policy, state, node, detail)
             if state.phase is Phase.FORMING and not policy.starts_nodes:  # it may come back, as others may still come
                 return replace(state, joined=state.joined - {node})
             if not joining.is_member(state, node):
@@ -107,7 +107,9 @@ def _observe_rank(
     """What befalls ranks of nodes that are lost or no members is no failure."""
     node, rank = policy.node_of(fact.rank), fact.rank
     if node not in state.members or node in state.waiting:
-        return joining.lose_rank(policy, state, rank) if isinstance(fact, RankExited) else state
+        if not isinstance(fact, RankExited):
+            return state
+        return joining.lose_rank(policy, state, rank, f"its rank {rank} {describe_returncode(fact.returncode)}")
     name = f"rank {policy.number_among(state.members, rank)}"
     match fact:
         case RankBroken():

@@ -12,6 +12,7 @@ from dataclasses import replace
 from megatron_ft.control.membership_state import (
     SETTLED_ITERATIONS,
     Decision,
+    FailedStart,
     MembershipPolicy,
     Moment,
     Newcomer,
@@ -56,14 +57,18 @@ def count_returns(
     return tuple(known[node] for node in sorted(known))
 
 
-def count_vain_start(policy: MembershipPolicy, state: State, node: int, *, num_losses: int = 1) -> State:
-    """Where nodes are started until their place is filled, a start that came to nothing counts like a loss, or more."""
-    if not policy.keeps_layout:
-        return state
+def fail_start(policy: MembershipPolicy, state: State, node: int, reason: str, *, num_losses: int = 1) -> State:
+    """Count a start that came to nothing like a loss, or several; the node is started again as often as is allowed."""
     known = {found.node: found for found in state.returns}
     before = known.get(node, Return(node, iteration=0, num_losses=0))
     known[node] = replace(before, num_losses=before.num_losses + num_losses)
-    return replace(state, returns=tuple(known[number] for number in sorted(known)))
+    starts_again = bool(returning(policy, [node], known.values()))
+    return replace(
+        state,
+        returns=tuple(known[number] for number in sorted(known)),
+        wanted=state.wanted | {node} if starts_again else state.wanted - {node},
+        failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again)),
+    )
 
 
 def returning(policy: MembershipPolicy, lost: Iterable[int], returns: Iterable[Return]) -> set[int]:
@@ -81,16 +86,17 @@ def want(policy: MembershipPolicy, state: State, node: int) -> State:
     return replace(state, wanted=state.wanted | {node}, left=state.left - {node})
 
 
-def lose_agent(policy: MembershipPolicy, state: State, node: int) -> State:
+def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
     """Take in that a node's process is gone, and its ranks with it."""
-    again = policy.restart_lost_nodes and node not in state.agents_starting
-    if node in state.agents_starting or node in state.waiting:
-        state = count_vain_start(policy, state, node)
+    is_new = node not in state.joined | state.agents_lost and not is_member(state, node)
+    if is_new or node in state.agents_starting or node in state.waiting:
+        state = fail_start(policy, state, node, reason)
+    elif not policy.restart_lost_nodes:
+        state = replace(state, wanted=state.wanted - {node})
     return replace(
         state,
         gone=state.gone | set(policy.ranks_of(node)),
         agents_lost=state.agents_lost | {node},
-        wanted=state.wanted if again else state.wanted - {node},
         agents_starting=state.agents_starting - {node},
         newcomers=_without(state, node),
         dismissed=state.dismissed - {node},
@@ -107,11 +113,11 @@ def report(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> St
     return replace(state, newcomers=(*_without(state, node), Newcomer(node, now.seconds, is_ready=True)))
 
 
-def lose_rank(policy: MembershipPolicy, state: State, rank: int) -> State:
+def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str) -> State:
     """Take in that a rank of a node that is no member has ended: as a newcomer it will not join."""
     node = policy.node_of(rank)
     state = replace(state, gone=state.gone | {rank})
-    return state if _newcomer(state, node) is None else _dismiss(policy, state, node)
+    return state if _newcomer(state, node) is None else _dismiss(policy, state, node, reason)
 
 
 def drain(policy: MembershipPolicy, state: State, node: int) -> State:
@@ -206,7 +212,8 @@ def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step |
 def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     for newcomer in state.newcomers:
         if not newcomer.is_ready and now.arrived_seconds >= newcomer.since_seconds + policy.start_timeout_seconds:
-            state = _dismiss(policy, state, newcomer.node)
+            late = f"not all of its ranks reported (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
+            state = _dismiss(policy, state, newcomer.node, late)
     nodes = tuple(sorted(state.dismissed))
     if not nodes:
         return None
@@ -257,6 +264,6 @@ def _without(state: State, node: int) -> tuple[Newcomer, ...]:
     return tuple(newcomer for newcomer in state.newcomers if newcomer.node != node)
 
 
-def _dismiss(policy: MembershipPolicy, state: State, node: int) -> State:
-    state = count_vain_start(policy, state, node)
+def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
+    state = fail_start(policy, state, node, reason)
     return replace(state, newcomers=_without(state, node), dismissed=state.dismissed | {node})

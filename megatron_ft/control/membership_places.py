@@ -10,7 +10,7 @@ nodes.
 
 from dataclasses import replace
 
-from megatron_ft.control.membership_join import count_returns, count_vain_start, is_member, kill_or_start
+from megatron_ft.control.membership_join import count_returns, fail_start, is_member, kill_or_start
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Moment, Phase, State, Step, is_late
 
 
@@ -76,8 +76,9 @@ def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
     if not _is_filling(policy, state) or not is_late(state, now):
         return state
     expected = _expected(policy, state)
+    reason = f"it did not begin (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
     for node in sorted(state.wanted | expected):
-        state = count_vain_start(policy, state, node, num_losses=policy.max_node_restarts + 1)
+        state = fail_start(policy, state, node, reason, num_losses=policy.max_node_restarts + 1)
     return replace(
         state,
         wanted=frozenset(),

@@ -168,6 +168,16 @@ class Return:
     """In a row without having settled in between."""
 
 
+@dataclass(frozen=True, slots=True)
+class FailedStart:
+    """A node that was started to join came to nothing: its process or a rank ended, or was late, before it joined."""
+
+    node: int
+    reason: str
+    starts_again: bool
+    """Whether the node is started once more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What the controller knows. ``deadline_seconds`` is on the controller's clock, ``at_seconds`` on the agents'.
@@ -209,6 +219,8 @@ class State:
     """Nodes that have left as asked."""
     returns: tuple[Return, ...] = ()
     """Nodes that were lost or have joined, rising."""
+    failed_starts: tuple[FailedStart, ...] = ()
+    """Of the last step alone."""
     counted: frozenset[int] = frozenset()
     """Dead members whose loss is in ``returns`` already."""
     change: frozenset[int] | None = None

@@ -277,6 +277,23 @@ def processor_seconds(process_id: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a log; 0 for one that is not there yet."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def last_line(path: Path, begin_bytes: int) -> str:
+    """The last line with words that was written to a log behind its first ``begin_bytes``; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(begin_bytes, size - _LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"(cannot read {path}: {error})"
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
 def tail_of(path: Path) -> str:
     """The last lines of a log."""
     try:

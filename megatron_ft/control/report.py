@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.membership import describe_returncode, signal_name
 from megatron_ft.control.membership_state import Failure, MembershipPolicy, Outcome, Step, first_of
-from megatron_ft.events import NodeLost, RankFailed, RanksRestarted, Record
+from megatron_ft.events import NodeLost, NodeStartFailed, RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
 
 _WIDTH = 100
@@ -169,6 +169,14 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
     dead = {rank: details.get(rank, about) for rank, about in known.items()}
     dying = failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
     return [*_lost_nodes(failures), *dying]
+
+
+def failed_start_records(step: Step) -> list[Record]:
+    """The nodes that were started to join and did not, as this step has found."""
+    return [
+        NodeStartFailed(node=failed.node, reason=failed.reason, starts_again=failed.starts_again)
+        for failed in step.state.failed_starts
+    ]
 
 
 def end_records(end: JobEnd, policy: MembershipPolicy) -> list[Record]:

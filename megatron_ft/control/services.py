@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megatron_ft.control.forkserver import die_with_parent
 from megatron_ft.control.membership import describe_returncode
+from megatron_ft.control.ranks import last_line
 from megatron_ft.control.runtime_dir import socket_path
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import decode
@@ -42,6 +43,8 @@ class Service:
     pidfd: int
     socket_path: Path
     log: Path
+    log_begin_bytes: int
+    """Size of the log when it was started: earlier services of the node have written that."""
     address: str | None = None
     line: bytearray = field(default_factory=bytearray)
 
@@ -73,7 +76,9 @@ class Service:
         """In words, after its process has."""
         returncode = self.process.wait()
         how = "exited with code 0" if returncode == 0 else describe_returncode(returncode)
-        return f"service {self.name} {how} while the job ran; its log: {self.log}"
+        words = last_line(self.log, self.log_begin_bytes)
+        said = f", its last words: {words}" if words else ""
+        return f"service {self.name} {how} while the job ran{said}; its log: {self.log}"
 
 
 class Services:
@@ -175,6 +180,7 @@ class Services:
 
 def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) -> Service:
     with log.open("ab") as errors:
+        log_begin_bytes = errors.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -183,7 +189,7 @@ def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) ->
             bufsize=0,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
-    service = Service(name, process, os.pidfd_open(process.pid), socket_path, log)
+    service = Service(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)
     with contextlib.suppress(BrokenPipeError):  # it has ended; the selector says so
         process.stdin.write(line)  # type: ignore[union-attr]
     return service

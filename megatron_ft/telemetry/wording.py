@@ -76,6 +76,9 @@ def note(record: Record) -> Note | None:
             return Note(level="bad", text=_rank_failed(record))
         case events.NodeLost():
             return Note(level="bad", text=f"node {record.node} was lost: {record.reason}")
+        case events.NodeStartFailed():
+            again = "starting it again" if record.starts_again else "it is not started again"
+            return Note(level="bad", text=f"node {record.node} did not join: {record.reason}; {again}")
         case events.RanksRestarted():
             return Note(level="warning", text=_ranks_restarted(record))
         case events.AlertRaised():

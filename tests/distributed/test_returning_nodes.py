@@ -1,13 +1,10 @@
 """Whole jobs of dummy ranks whose nodes are killed from outside, their services too: each node is back afterwards."""
 
-import contextlib
-import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megatron_ft.errors import EXIT_INTERRUPTED
@@ -71,4 +68,38 @@ def test_a_killed_node_is_back_whatever_of_it_was_killed(runs: Path, layout: dic
     job.send_signal(signal.SIGINT)
     finish(runs, job, EXIT_INTERRUPTED)
     assert (runs / "dummy" / "logs" / "node-001-dummy.log").read_text() == "serving node 1\n" * 4
-    assert [record for record in records(runs) if record["kind"] == "node_start_failed"] == []
+    assert failed_starts(runs) == []
+
+
+def test_a_node_whose_starts_fail_is_tried_again_and_each_failure_is_told(runs: Path) -> None:
+    """Its service finds no memory from the second start on, until there is some again for the fourth."""
+    job = start(runs, REPLICAS, manner="fails_if_full", max_node_restarts=4)
+    eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
+    full = runs / "dummy" / "logs" / "full"
+    full.touch()
+    kill(runs, WHOLE_NODE)
+    told_of = eventually(lambda: len(failed_starts(runs)) >= 2 and failed_starts(runs), "two starts have failed")
+    full.unlink()
+    eventually(lambda: num_memberships(runs) == 2, "node 1 is back")
+    job.send_signal(signal.SIGINT)
+    output = finish(runs, job, EXIT_INTERRUPTED)
+    assert {(event["node"], event["starts_again"]) for event in told_of} == {(1, True)}
+    said = "node agent: service dummy exited with code 3 while the job ran, its last words: dummy service: no memory; its"
+    assert all(event["reason"].startswith(f"its process exited with code 8: {said}") for event in told_of)
+    assert "Traceback" not in output
+
+
+def test_a_node_that_can_never_start_is_given_up(runs: Path) -> None:
+    job = start(runs, REPLICAS, manner="fails_if_full", max_node_restarts=2)
+    eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
+    (runs / "dummy" / "logs" / "full").touch()
+    kill(runs, WHOLE_NODE)
+    eventually(lambda: [event["starts_again"] for event in failed_starts(runs)] == [True, False], "it is given up")
+    job.send_signal(signal.SIGINT)
+    finish(runs, job, EXIT_INTERRUPTED)
+    assert len(failed_starts(runs)) == 2
+
+
+def failed_starts(runs: Path) -> list[dict[str, Any]]:
+    """What was told of nodes that did not come back."""
+    return [record for record in records(runs) if record["kind"] == "node_start_failed"]

@@ -1,8 +1,8 @@
 """A service of a node without a purpose: tells ranks its process id over its unix socket.
 
 ``DUMMY_SERVICE`` in the environment makes it misbehave: ``mute`` says no address, the keys of ``FIRST_LINES`` say
-something else, ``fails`` ends before it does, ``brittle`` ends at the first rank's call, ``stubborn`` outlives its
-standard input.
+something else, ``fails`` ends before it does, ``fails_if_full`` also where a file ``full`` is beside its log,
+``brittle`` ends at the first rank's call, ``stubborn`` outlives its standard input.
 """
 
 import json
@@ -11,6 +11,7 @@ import selectors
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from megatron_ft.control.forkserver import listen
 from megatron_ft.framing import FrameReader, send
@@ -22,7 +23,7 @@ MANNER = os.environ.get("DUMMY_SERVICE", "")
 def main() -> int:
     """Serve until standard input closes."""
     about = json.loads(sys.stdin.readline())
-    if MANNER == "fails":
+    if MANNER == "fails" or (MANNER == "fails_if_full" and Path(os.readlink("/proc/self/fd/2")).with_name("full").exists()):
         print("dummy service: no memory", file=sys.stderr, flush=True)
         return 3
     listener = listen(about["socket_path"])

@@ -13,7 +13,7 @@ from megatron_ft.control.controller import Controller
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.facts import DrainRequested, KillRequested, NodeLost
 from megatron_ft.control.job_end import JobEnd
-from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership_state import Decision, FailedStart, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.control.store_place import StorePlace
 from megatron_ft.errors import FINAL_ERRORS, MegatronFtError
@@ -502,9 +502,7 @@ def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> No
             job.call("drain", node=node)
     assert job.call("status")["draining"] == [0]
     assert job.call("add", node=3) == {"epoch": 1}
-    while (step := job.steps.get(timeout=10)).decision is not Decision.START_AGENTS:
-        pass
-    assert step.nodes == (3,)
+    assert await_step(job, Decision.START_AGENTS).nodes == (3,)
 
 
 @pytest.mark.parametrize("job", [replace(GROWING, restart_lost_nodes=True)], indirect=True)
@@ -513,17 +511,44 @@ def test_a_process_that_ends_before_it_registers_is_started_again(job: Running) 
     for rank in (0, 1):
         job.deliver(rank, 0, reported(rank))
     assert job.call("add", node=2) == {"epoch": 1}
-    assert eventually(lambda: job.controller.state.agents_starting == {2})
-    job.controller.post(NodeLost(2, 1.0, "its process ended", 70))
-    assert eventually(lambda: not job.controller.state.agents_starting), "of a node that never had another"
-    assert job.call("add", node=2) == {"epoch": 1}
+    await_step(job, Decision.START_AGENTS)
+    job.controller.post(NodeLost(2, 1.0, "its process exited with code 8", 70))
+    assert await_step(job, Decision.START_AGENTS).nodes == (2,), "of a node that never had another"
     job.join(2, process_id=71)
     job.start_of[2] = 1
     assert job.order(1)["ranks"] == {"2": [2]}
     job.controller.post(NodeLost(2, 2.0, "its process ended", 71))
-    assert eventually(lambda: 2 in job.controller.state.agents_lost)
+    assert await_step(job, Decision.START_AGENTS).nodes == (2,)
     job.controller.post(NodeLost(2, 3.0, "its process ended", 72))
-    assert eventually(lambda: not job.controller.state.agents_starting), "of one whose predecessor was given up"
+    assert await_step(job, Decision.START_AGENTS).nodes == (2,), "of one whose predecessor was given up"
+    job.controller.post(NodeLost(2, 4.0, "its process ended", 73))
+    assert eventually(lambda: not job.controller.state.agents_starting), "as often as launch.max_node_restarts=3 allows"
+    assert 2 not in job.controller.state.wanted
+
+
+def await_step(job: Running, decision: Decision) -> Step:
+    """The next step with that decision; those before it are let pass."""
+    while (step := job.steps.get(timeout=10)).decision is not decision:
+        pass
+    return step
+
+
+@pytest.mark.parametrize("job", [replace(GROWING, restart_lost_nodes=True, max_node_restarts=1)], indirect=True)
+def test_what_came_of_starts_is_passed_on_once(job: Running) -> None:
+    job.start()
+    for rank in (0, 1):
+        job.deliver(rank, 0, reported(rank))
+    job.call("add", node=2)
+    await_step(job, Decision.START_AGENTS)
+    job.controller.post(NodeLost(2, 1.0, "exited with code 8: no memory", 70))
+    first = await_step(job, Decision.START_AGENTS)
+    assert first.state.failed_starts == (FailedStart(2, "exited with code 8: no memory", starts_again=True),)
+    job.controller.post(NodeLost(2, 1.0, "was killed by SIGKILL", 71))
+    last = job.steps.get(timeout=10)
+    assert last.decision is Decision.WAIT
+    assert last.state.failed_starts == (FailedStart(2, "was killed by SIGKILL", starts_again=False),)
+    assert job.call("drain", node=0) == {"epoch": 1}
+    assert await_step(job, Decision.CHANGE).state.failed_starts == ()
 
 
 IN_PLACE = replace(POLICY, num_nodes=3, max_restarts=0, restart_lost_nodes=True, keeps_layout=True)
@@ -565,15 +590,14 @@ def test_the_end_of_a_process_that_was_given_up_before_is_no_news(job: Running) 
     job.join(2, process_id=71)
     job.start_of[2] = 1
     job.controller.post(NodeLost(2, 1.0, "no sign of its process"))
-    assert eventually(lambda: 2 in job.controller.state.agents_lost)
-    assert job.call("add", node=2) == {"epoch": 1}
     assert eventually(lambda: job.controller.state.agents_starting == {2})
     job.controller.post(NodeLost(2, 2.0, "its process was killed by SIGKILL", 71))
     job.controller.post(NodeLost(2, 2.0, "its process was killed by SIGKILL", 71))
     assert job.call("status")["generation"] == 0
     assert job.controller.state.agents_starting == {2}, "the one that was killed was of another process"
+    assert [found.num_losses for found in job.controller.state.returns] == [1]
     job.controller.post(NodeLost(2, 3.0, "its process ended", 72))
-    assert eventually(lambda: not job.controller.state.agents_starting)
+    assert eventually(lambda: [found.num_losses for found in job.controller.state.returns] == [2])
 
 
 def test_a_process_that_asks_twice_to_take_a_place_has_it(job: Running) -> None:

@@ -16,7 +16,7 @@ from megatron_ft.control.facts import (
     RankReported,
     StopRequested,
 )
-from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership_state import Decision, FailedStart, MembershipPolicy, Outcome, Phase, Step
 from tests.unit.control.test_membership_reform import Job
 
 WAIT, REFORM, CHANGE = Decision.WAIT, Decision.REFORM, Decision.CHANGE
@@ -292,6 +292,70 @@ def test_a_node_that_has_settled_may_be_lost_as_often_as_it_likes() -> None:
     for completed in (20, 40, 60, 80):
         assert lose(job, 1, completed=completed).decision is Decision.START_NODES
         come_back(job, 1, completed=completed + 10)
+
+
+RETURNING = replace(POLICY, num_nodes=3, restart_lost_nodes=True, max_node_restarts=2)
+
+
+def test_a_node_whose_process_ends_before_it_registers_is_started_as_often_as_allowed() -> None:
+    job = Job(RETURNING)
+    job.see(NodeLost(1, 0.0, "cable"))
+    job.say(0, 1, 4, 5)
+    assert job.tick(0.0).decision is Decision.START_AGENTS
+    step = job.see(NodeLost(1, 1.0, "its process exited with code 8"))
+    assert (step.decision, step.nodes) == (Decision.START_AGENTS, (1,))
+    assert step.state.failed_starts == (FailedStart(1, "its process exited with code 8", starts_again=True),)
+    step = job.see(NodeLost(1, 2.0, "its process exited with code 8"))
+    assert step.state.failed_starts == (FailedStart(1, "its process exited with code 8", starts_again=False),)
+    assert (step.decision, job.state.wake_seconds) == (WAIT, None)
+    step = job.see(AddRequested(1))
+    assert (step.decision, step.state.failed_starts) == (Decision.START_AGENTS, ())
+
+
+def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
+    job = Job(RETURNING)
+    assert lose(job, 1, completed=20).decision is Decision.START_NODES
+    job.see(RankReported(2))
+    step = job.die(2)
+    assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
+    assert step.state.failed_starts == (FailedStart(1, "its rank 2 was killed by SIGKILL", starts_again=True),)
+    step = job.die(3)
+    assert (step.decision, step.nodes, step.state.failed_starts) == (Decision.START_NODES, (1,), ())
+    step = job.see(NodeLost(1, 3.0, "its process was killed by SIGKILL"))
+    assert step.state.failed_starts == (FailedStart(1, "its process was killed by SIGKILL", starts_again=False),)
+    assert (step.decision, job.state.wake_seconds) == (WAIT, None)
+
+
+def test_a_newcomer_that_is_late_is_killed_and_started_again() -> None:
+    job = Job(RETURNING)
+    assert lose(job, 1, completed=20).decision is Decision.START_NODES
+    step = job.tick(100.0)
+    assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
+    reason = "not all of its ranks reported (launch.start_timeout_seconds=100)"
+    assert step.state.failed_starts == (FailedStart(1, reason, starts_again=True),)
+    job.die(2)
+    assert job.die(3).decision is Decision.START_NODES
+    come_back(job, 1, completed=30)
+
+
+def test_a_spare_comes_back_also_where_its_process_never_registered() -> None:
+    policy = replace(SPARE, restart_lost_nodes=True)
+    job = Job(policy)
+    step = job.see(NodeLost(3, 1.0, "its process exited with code 8"))
+    assert (step.decision, step.nodes) == (Decision.START_AGENTS, (3,))
+    assert [failed.node for failed in step.state.failed_starts] == [3]
+    ready(job, 3)
+    step = job.see(NodeLost(3, 2.0, "cable"))
+    assert (step.decision, step.nodes) == (Decision.START_AGENTS, (3,))
+
+
+def test_a_lost_process_of_a_node_that_is_to_come_back_anyway_is_no_failed_start() -> None:
+    job = Job(RETURNING)
+    job.die(2)
+    job.say(0, 1, 4, 5)
+    step = job.see(NodeLost(1, 1.0, "its process was killed by SIGKILL"))
+    assert (step.decision, step.state.failed_starts) == (Decision.START_AGENTS, ())
+    assert [found.num_losses for found in step.state.returns] == [1], "it was lost once"
 
 
 def test_a_node_that_was_to_leave_and_dies_does_not_come_back() -> None:

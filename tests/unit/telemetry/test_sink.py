@@ -108,6 +108,7 @@ EXAMPLES: list[Record] = [
         seconds=1.5,
     ),
     events.NodeLost(node=2, reason="no sign of its process"),
+    events.NodeStartFailed(node=2, reason="its process exited with code 8", starts_again=True),
     events.RanksRestarted(generation=1, reason="rank 1 raised", failed_ranks=(1,), iteration=4, num_restarts_left=0),
     events.StopRequested(source="SIGTERM"),
     events.RanksReady(seconds=1.5),
