@@ -84,7 +84,9 @@ def test_a_node_whose_starts_fail_is_tried_again_and_each_failure_is_told(runs: 
     job.send_signal(signal.SIGINT)
     output = finish(runs, job, EXIT_INTERRUPTED)
     assert {(event["node"], event["starts_again"]) for event in told_of} == {(1, True)}
-    said = "node agent: service dummy exited with code 3 while the job ran, its last words: dummy service: no memory; its"
+    said = (
+        "node agent: service dummy exited with code 3 while the job ran, its last words: dummy service: no memory; its"
+    )
     assert all(event["reason"].startswith(f"its process exited with code 8: {said}") for event in told_of)
     assert "Traceback" not in output
 

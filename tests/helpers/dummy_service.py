@@ -23,7 +23,9 @@ MANNER = os.environ.get("DUMMY_SERVICE", "")
 def main() -> int:
     """Serve until standard input closes."""
     about = json.loads(sys.stdin.readline())
-    if MANNER == "fails" or (MANNER == "fails_if_full" and Path(os.readlink("/proc/self/fd/2")).with_name("full").exists()):
+    if MANNER == "fails" or (
+        MANNER == "fails_if_full" and Path(os.readlink("/proc/self/fd/2")).with_name("full").exists()
+    ):
         print("dummy service: no memory", file=sys.stderr, flush=True)
         return 3
     listener = listen(about["socket_path"])
