@@ -15,7 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.control.worker import RankContext
+from megatron_ft.runtime.transport import waits
 from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
+from megatron_ft.runtime.transport.held_groups import release
 
 _RETRY_SECONDS = 0.02
 _TRY_SECONDS = 2.0
@@ -68,6 +70,8 @@ def join(
     Raises:
         RuntimeError: others did not come, or the connections were broken.
     """
+    if opening is not None:
+        waits.use(opening.limit)
     if store is None:
         store = open_store(context, timeout_seconds=timeout_seconds, opening=opening)
     return form_groups(
@@ -156,18 +160,24 @@ def form_groups(
         create_gloo_process_groups=False,
     )
     vote = dist.new_group(backend="gloo", timeout=timeout)
+    store_port = store.port if isinstance(store, dist.TCPStore) else None
+    transports = Transports.among(open_sockets() - before, store_port=store_port)
+    waits.use(transports.limit)
     return Groups(
         generation=generation,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         vote=vote,
-        transports=Transports.among(
-            open_sockets() - before, store_port=store.port if isinstance(store, dist.TCPStore) else None
-        ),
+        transports=transports,
     )
 
 
 def dissolve_groups() -> None:
-    """Drop Megatron's groups and torch's. The caller has let go of its ``Groups`` and of all that holds them."""
+    """Drop Megatron's groups and torch's. The caller has let go of its ``Groups`` and of all that holds them.
+
+    Where connections were shut down, operations may be blocked in the groups for good: those groups are held until
+    their own timeout, and this returns.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map) if waits.in_use().is_ended else []
     parallel_state.destroy_model_parallel()
     # The one group that Megatron forgets to drop.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
@@ -178,5 +188,6 @@ def dissolve_groups() -> None:
     else:
         # Groups that could not be formed have been counted: names of the next ones would differ between ranks.
         dist.distributed_c10d._world.group_count = 0
+    release(groups)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ from megatron_ft.mcore.loop.settling import position_of
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
+from megatron_ft.runtime.transport import waits
 
 
 def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
@@ -25,6 +26,8 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
     """
     _check(trainer, history)
     worker, owes_save = trainer.context.worker, False
+    if worker.can_survive:
+        waits.install()
     if trainer.context.is_newcomer:
         owes_save = _form(trainer, worker.await_membership(), history)
     else:

@@ -1,7 +1,8 @@
 """Breaks the connections between ranks at once: every collective of this process fails, and those of its peers.
 
 Gloo notices a peer that is gone by its closed connection; a rank that waits for a healthy peer waits for its timeout.
-Closing down the connections of a rank that knows of the failure wakes it and its neighbours within milliseconds.
+Closing down the connections of a rank that knows of the failure wakes it and its neighbours within milliseconds. An
+operation that gloo does not wake is abandoned shortly after: both classes end their ``WaitLimit`` as well.
 """
 
 import os
@@ -9,6 +10,8 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import closing, suppress
+
+from megatron_ft.runtime.transport.waits import WaitLimit
 
 _LOOK_SECONDS = 0.02
 """How often one looks for connections that have been made since."""
@@ -37,6 +40,8 @@ class Transports:
         self._sockets = sorted(sockets)
         self._lock = threading.Lock()
         self._is_down = False
+        self.limit = WaitLimit()
+        """Of waits for the operations that use these sockets."""
 
     @classmethod
     def among(cls, sockets: Iterable[SocketId], *, store_port: int | None) -> "Transports":
@@ -54,8 +59,9 @@ class Transports:
             for found in connected if self._is_down else ():
                 _shut_down(found)
 
-    def hang_up(self, _reason: str = "") -> None:
-        """Shut down all that are still open. A second call does nothing."""
+    def hang_up(self, reason: str = "") -> None:
+        """Shut down all that are still open, and end their ``limit``. A second call does nothing."""
+        self.limit.end(reason)
         with self._lock:
             if self._is_down:
                 return
@@ -74,10 +80,13 @@ class Opening:
         self._closed = threading.Event()
         self._breaker: threading.Thread | None = None
         self._lock = threading.Lock()
+        self.limit = WaitLimit()
+        """Of waits for these connections."""
 
-    def hang_up(self, _reason: str = "") -> None:
+    def hang_up(self, reason: str = "") -> None:
         """Shut down all TCP connections that have been made since, and those that are still made, also while nobody
-        answers: a machine that has died does not refuse them."""
+        answers: a machine that has died does not refuse them. And end the ``limit``."""
+        self.limit.end(reason)
         with self._lock:
             if self._breaker is None and not self._closed.is_set():
                 self._broken.set()

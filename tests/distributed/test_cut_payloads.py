@@ -1,0 +1,48 @@
+"""A rank whose peer is killed in the middle of a payload leaves the operation, keeps its process, and ends at once."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helpers.cut_payloads import FORGOTTEN, GROUP_TIMEOUT_SECONDS, OPERATIONS
+from tests.helpers.engines import REPOSITORY
+
+IN_TIME_SECONDS = GROUP_TIMEOUT_SECONDS / 3
+"""Far below the timeout of the group, which is what a rank without a second way out waits for."""
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def survivors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the survivor of each operation saw."""
+    outcome = tmp_path_factory.mktemp("cut") / "outcome.json"
+    command = [sys.executable, "-m", "tests.helpers.cut_payloads", str(outcome)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=170)
+    return json.loads(outcome.read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_survivor_leaves_the_operation_and_its_groups(survivors: dict[str, Any], name: str) -> None:
+    seen = survivors[name]
+    assert seen["error"] is not None, "the operation cannot have ended well"
+    assert seen["wait_seconds"] < IN_TIME_SECONDS
+    assert seen["release_seconds"] < IN_TIME_SECONDS
+    assert seen["exit_seconds"] < IN_TIME_SECONDS
+    assert seen["exit_code"] == 0
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_an_operation_that_gloo_forgets_is_abandoned(survivors: dict[str, Any], name: str) -> None:
+    seen = survivors[name]
+    assert seen["error"].startswith("WaitAbandoned: ")
+    assert "(rank 1 was killed)" in seen["error"]
+    assert seen["num_abandoned"] == 1
+
+
+def test_the_group_of_an_abandoned_collective_is_held(survivors: dict[str, Any]) -> None:
+    """Its destructor would wait for the thread that is blocked."""
+    assert survivors["broadcast"]["num_held"] == 1

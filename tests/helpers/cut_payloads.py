@@ -1,0 +1,198 @@
+"""Two gloo ranks per operation, of which one is killed in the middle of the payload that the other receives.
+
+``python -m tests.helpers.cut_payloads OUTCOME`` imports torch once, forks the ranks of one operation after the other
+and writes what the survivor of each saw. Rank 1, the victim, sends slowly (the kernel paces its sockets), so that its
+death comes in the middle of a payload for certain: rank 0 says when it has received some of it.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ft.control.ports import free_port
+from megatron_ft.runtime.transport import held_groups, waits
+from megatron_ft.runtime.transport.hang_up import SocketId, Transports, open_sockets
+
+NUM_ELEMENTS = 16 << 20
+"""Of float32 in each direction: 64 MiB."""
+GROUP_TIMEOUT_SECONDS = 30.0
+_PACE_BYTES_PER_SECOND = 16 << 20
+_CUT_BYTES = 1 << 20
+"""Received by the survivor when the victim is killed."""
+_SO_MAX_PACING_RATE = 47
+_BYTES_RECEIVED = slice(128, 136)
+"""In ``tcp_info``. Source: ``linux/tcp.h``."""
+
+
+def _all_reduce() -> None:
+    dist.all_reduce(torch.ones(NUM_ELEMENTS))
+
+
+def _all_to_all() -> None:
+    sent, received = (0, NUM_ELEMENTS) if dist.get_rank() == 0 else (NUM_ELEMENTS, 0)
+    dist.all_to_all_single(torch.empty(received), torch.ones(sent), [0, received], [sent, 0])  # to rank 0 alone
+
+
+def _broadcast() -> None:
+    dist.broadcast(torch.ones(NUM_ELEMENTS), 1)
+
+
+def _reduce_scatter() -> None:
+    dist.reduce_scatter_tensor(torch.empty(NUM_ELEMENTS // 2), torch.ones(NUM_ELEMENTS))
+
+
+def _coalesced_reduce_scatters() -> None:
+    with dist._coalescing_manager(async_ops=True) as works:
+        for _ in range(2):
+            dist.reduce_scatter_tensor(torch.empty(NUM_ELEMENTS // 4), torch.ones(NUM_ELEMENTS // 2))
+    works.wait()
+
+
+def _all_gather() -> None:
+    dist.all_gather_into_tensor(torch.empty(2 * NUM_ELEMENTS), torch.ones(NUM_ELEMENTS))
+
+
+def _coalesced_all_gathers() -> None:
+    with dist._coalescing_manager(async_ops=True) as works:
+        for _ in range(2):
+            dist.all_gather_into_tensor(torch.empty(NUM_ELEMENTS), torch.ones(NUM_ELEMENTS // 2))
+    works.wait()
+
+
+def _receive() -> None:
+    if dist.get_rank() == 1:
+        dist.send(torch.ones(NUM_ELEMENTS), 0)
+    else:
+        dist.recv(torch.empty(NUM_ELEMENTS), 1)
+
+
+def _async_receive() -> None:
+    if dist.get_rank() == 1:
+        dist.isend(torch.ones(NUM_ELEMENTS), 0).wait()
+    else:
+        dist.irecv(torch.empty(NUM_ELEMENTS), 1).wait()
+
+
+FORGOTTEN = ("broadcast", "receive", "async_receive")
+"""Operations with nothing queued beside the payload that is cut: gloo never reports the cut to them."""
+OPERATIONS: dict[str, Callable[[], None]] = {
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce_scatter": _reduce_scatter,
+    "coalesced_reduce_scatters": _coalesced_reduce_scatters,
+    "all_gather": _all_gather,
+    "coalesced_all_gathers": _coalesced_all_gathers,
+    "receive": _receive,
+    "async_receive": _async_receive,
+}
+
+
+def run(name: str) -> dict[str, Any]:
+    """What the survivor of operation ``name`` saw."""
+    port = free_port("127.0.0.1")
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    ranks = [context.Process(target=_be, args=(rank, port, name, theirs), daemon=True) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    try:
+        assert ours.poll(60), f"{name}: nothing was received"
+        assert ours.recv() == "cut here"
+        os.kill(ranks[1].pid or 0, signal.SIGKILL)
+        ranks[1].join()
+        ours.send("rank 1 was killed")
+        assert ours.poll(GROUP_TIMEOUT_SECONDS + 30), f"{name}: the survivor says nothing"
+        seen: dict[str, Any] = ours.recv()
+        began = time.monotonic()
+        ranks[0].join(60)
+        return {**seen, "exit_seconds": time.monotonic() - began, "exit_code": ranks[0].exitcode}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _be(rank: int, port: int, name: str, parent: Connection) -> None:
+    warnings.simplefilter("ignore")
+    waits.install()
+    before = open_sockets()
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=30))
+    timeout = timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    sockets = open_sockets() - before
+    dist.barrier()
+    if rank == 1:
+        for number, _ in sockets:
+            _on(number, lambda one: one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE_BYTES_PER_SECOND))
+        OPERATIONS[name]()
+        return
+    transports = Transports.among(sockets, store_port=store.port)
+    waits.use(transports.limit)
+    broken: list[float] = []
+
+    def watch() -> None:
+        while _received(sockets) < _CUT_BYTES:
+            time.sleep(0.001)
+        parent.send("cut here")
+        reason = parent.recv()
+        broken.append(time.monotonic())
+        transports.hang_up(reason)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    error = None
+    try:
+        OPERATIONS[name]()
+    except RuntimeError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    left = time.monotonic()
+    watching.join()
+    groups = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    held = held_groups.release(groups)
+    seen = {
+        "error": error,
+        "wait_seconds": left - broken[0],
+        "release_seconds": time.monotonic() - left,
+        "num_held": held,
+        "num_abandoned": transports.limit.num_abandoned,
+    }
+    parent.send(seen)
+    os._exit(0)
+
+
+def _received(sockets: frozenset[SocketId]) -> int:
+    """Bytes that have come in on the busiest of ``sockets``."""
+
+    def count(one: socket.socket) -> int:
+        about = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return int.from_bytes(about[_BYTES_RECEIVED], sys.byteorder)
+
+    return max(_on(number, count) for number, _ in sockets)
+
+
+def _on(number: int, use: Callable[[socket.socket], Any]) -> Any:
+    one = socket.socket(fileno=os.dup(number))
+    try:
+        return use(one) if one.type == socket.SOCK_STREAM and one.family != socket.AF_UNIX else 0
+    finally:
+        one.close()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps({name: run(name) for name in sys.argv[2:] or OPERATIONS}))
