@@ -106,6 +106,7 @@ def _leave_silent(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     failures = tuple(
         Failure(
             rank=rank,
+            number=policy.number_among(state.members, rank),
             at_seconds=latest,
             detail=f"rank {policy.number_among(state.members, rank)} does not say how far it is {limit}",
         )

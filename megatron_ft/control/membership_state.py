@@ -138,6 +138,8 @@ class Failure:
     at_seconds: float
     rank: int | None = None
     node: int | None = None
+    number: int | None = None
+    """Number of the rank in the membership that it failed in, where nothing else says it."""
     iteration: int = 0
     """Last iteration the rank reached, 0 before the first."""
     sudden: bool = False

@@ -163,10 +163,9 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
         details: what is known of its ranks, see ``JobEnd``.
     """
     failures = step.state.survived[-1]
-    known = {
-        failure.rank: {"hung": failure.detail, **_when(failure)} for failure in failures if failure.rank is not None
+    dead = {
+        failure.rank: _death(failure, details.get(failure.rank)) for failure in failures if failure.rank is not None
     }
-    dead = {rank: details.get(rank, about) for rank, about in known.items()}
     dying = failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
     return [*_lost_nodes(failures), *dying]
 
@@ -198,9 +197,17 @@ def _lost_nodes(failures: Iterable[Failure]) -> list[Record]:
     ]
 
 
-def _when(failure: Failure) -> Message:
-    """What a failure itself says, of a rank that nobody has said more of."""
-    return {"at_seconds": failure.at_seconds, "iteration": failure.iteration, "caused_by_us": False}
+def _death(failure: Failure, details: Message | None) -> Message:
+    """What is known of a rank's death: ``details``, and the failure itself where they do not say why it died.
+
+    A rank that did not report in time was killed by the control plane. That it did not report is the failure.
+    """
+    number = {} if failure.number is None else {"number": failure.number}
+    own = {"at_seconds": failure.at_seconds, "iteration": failure.iteration or None}
+    own |= {"hung": failure.detail, **number}
+    if details is None:
+        return {**own, "caused_by_us": False}
+    return {**own, **details, "caused_by_us": False} if details["caused_by_us"] else details
 
 
 def failed_records(end: JobEnd, policy: MembershipPolicy) -> list[RankFailed]:

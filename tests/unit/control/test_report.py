@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.launch import exit_code_of
 from megatron_ft.control.membership_state import Decision, Failure, MembershipPolicy, Outcome, State, Step
@@ -10,6 +12,7 @@ from megatron_ft.control.report import failed_records, failure_screen, lost_reco
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent
 from megatron_ft.events import RanksRestarted
+from megatron_ft.telemetry.wording import note
 
 RUN = Path("/runs/x")
 POLICY = MembershipPolicy(
@@ -159,6 +162,23 @@ def test_a_hung_rank_is_named_with_how_that_is_known() -> None:
     step = Step(State(generation=1, survived=(deaths,)), Decision.REFORM, deaths[0].detail)
     (event,) = lost_records(step, {}, POLICY)
     assert (event.rank, event.iteration, event.error) == (2, 4, "rank 2 gave no sign for 2 s"), "its exit comes later"
+
+
+@pytest.mark.parametrize("exit_is_known", [False, True])
+def test_a_rank_that_was_killed_for_not_reporting_is_an_event(exit_is_known: bool) -> None:
+    """Its node was killed by the control plane; the exit may be known when the others go on, or not yet."""
+    why = "rank 1 does not say how far it is (launch.position_timeout_seconds=10)"
+    deaths = (Failure(rank=0, at_seconds=10.0), Failure(rank=2, number=1, at_seconds=10.0, detail=why))
+    step = Step(State(generation=2, survived=(deaths,)), Decision.REFORM, "rank 0 was killed by SIGKILL")
+    details = died(0, 10.0, -9, number=0)
+    if exit_is_known:
+        details |= died(2, 20.0, -9, by_us=True, number=1, iteration=7)
+    first, silent = lost_records(step, details, POLICY)
+    assert (first.rank, first.first, first.signal) == (0, True, "SIGKILL")
+    assert (silent.rank, silent.node, silent.first, silent.error) == (1, 1, False, why)
+    assert (silent.iteration, silent.signal) == ((7, "SIGKILL") if exit_is_known else (None, None))
+    shown = note(silent)
+    assert shown is not None and shown.level == "bad" and why in shown.text
 
 
 def test_memberships_that_ended_without_a_death_are_no_events() -> None:
