@@ -1,0 +1,143 @@
+"""Claim ``abandoned-collectives``: nodes die while large payloads travel, and every other rank reports in time.
+
+Jobs of gloo ranks keep payloads of 64 MiB in flight: all-reduces, all-to-alls, coalesced reduce-scatters and
+all-gathers, broadcasts, sends and receives, and several of these at once. One node after the other is killed at a
+random moment. Within the time in which a controller learns of it (0 to 20 ms, drawn at random) the others are ordered
+to abandon what they do. The clock runs from SIGKILL to the arrival of the last survivor's report. Then the survivors
+form the next membership in their processes and go on, which checks what they compute. In the end all ranks are told to
+end: they exit at once, whatever is held.
+
+The ranks' part is the product's (``payload_ranks``), the controller's is played. A trial counts when at least one
+survivor was in an operation that had begun before the kill, had received a part of its payload and did not end well.
+"""
+
+import math
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.campaign import Outcome, Trial, execute_jobs, run_campaign
+from benchmarks.report import finish, parse_arguments
+
+ID = "abandoned-collectives"
+NUM_OPERATIONS = 3
+"""Of a membership, in one of which a node dies."""
+NUM_NODES, NUM_LEFT = 5, 2
+KILLS_PER_JOB = NUM_NODES - NUM_LEFT
+NUM_KILLS, QUICK_KILLS = 201, 3
+LIMIT_SECONDS = 1.0
+QUICK_LIMIT_SECONDS = 5.0
+"""Of few kills, on a machine that tests keep busy: far below gloo's own timeout."""
+EXIT_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
+MOST_SECONDS_TO_BREAK = 0.02
+SEED = 20261122
+
+
+def run_job(number: int) -> list[Outcome]:
+    """A job that loses nodes one after the other: an outcome for each kill."""
+    from benchmarks.payload_ranks import PayloadJob
+
+    draw = random.Random(SEED + number)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        job = PayloadJob(NUM_NODES, Path(folder))
+        try:
+            job.await_records("went_on", PATIENCE_SECONDS)
+            for _ in range(KILLS_PER_JOB):
+                outcomes.append(_lose_one(job, draw))
+            exit_seconds = job.end(PATIENCE_SECONDS)
+        except TimeoutError as error:
+            failed = Outcome(proven=True, passed=False, details={"error": str(error)})
+            return outcomes + [failed] * (KILLS_PER_JOB - len(outcomes))
+        finally:
+            job.close()
+    details = {**outcomes[-1].details, "exit_seconds": exit_seconds}
+    passed = outcomes[-1].passed and exit_seconds < EXIT_SECONDS
+    return [*outcomes[:-1], Outcome(proven=outcomes[-1].proven, passed=passed, details=details)]
+
+
+def _lose_one(job: Any, draw: random.Random) -> Outcome:
+    """Kill one node at a moment of one of its next operations, and have the others go on."""
+    number = draw.randrange(NUM_OPERATIONS)
+    job.await_operation(number, PATIENCE_SECONDS)
+    began = time.monotonic()
+    job.await_operation(number + 1, PATIENCE_SECONDS)
+    time.sleep(draw.uniform(0.0, time.monotonic() - began))  # about as long as an operation takes
+    before, victim = job.nodes, draw.choice(job.nodes)
+    killed = job.kill(victim)
+    time.sleep(draw.uniform(0.0, MOST_SECONDS_TO_BREAK))
+    job.break_off(f"node {victim} was lost")
+    reports = job.await_reports(PATIENCE_SECONDS)
+    job.reform(before)
+    broken = job.await_records("broke", PATIENCE_SECONDS)
+    job.await_records("went_on", PATIENCE_SECONDS)
+    hit = [about for about in broken.values() if about["began"] < killed and about["num_received_bytes"] > 0]
+    return Outcome(
+        proven=bool(hit),
+        passed=True,
+        details={
+            "seconds": max(reports.values()) - killed,
+            "num_survivors": len(reports),
+            "num_abandoned": sum(about["num_abandoned"] > 0 for about in broken.values()),
+            "num_held": sum(about["num_held"] for about in broken.values()),
+            "release_seconds": max(about["release_seconds"] for about in broken.values()),
+            "operations": sorted({about["operation"] for about in hit}),
+        },
+    )
+
+
+def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+    """All trials, in a process that has imported what ranks need."""
+    from megatron_ft.mcore.loop.main import warm
+
+    warm()
+    return execute_jobs(trials, run_job)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of ``values`` that at least ``share`` of them do not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def main() -> int:
+    """Run the campaign and judge it."""
+    arguments = parse_arguments(__doc__)
+    num_kills = QUICK_KILLS if arguments.quick else NUM_KILLS
+    limit = QUICK_LIMIT_SECONDS if arguments.quick else LIMIT_SECONDS
+    rows = [{"job": kill // KILLS_PER_JOB, "fault": kill % KILLS_PER_JOB} for kill in range(num_kills)]
+    counts, outcomes = run_campaign(f"{ID}-quick" if arguments.quick else ID, rows, execute)
+    proven = [outcome.details for _, outcome in outcomes if outcome.proven and "seconds" in outcome.details]
+    seconds = [about["seconds"] for about in proven] or [math.inf]
+    p50, p99, longest = percentile(seconds, 0.5), percentile(seconds, 0.99), max(seconds)
+    num_abandoned = sum(about["num_abandoned"] for about in proven)
+    num_kills_abandoned = sum(about["num_abandoned"] > 0 for about in proven)
+    operations = Counter(name for about in proven for name in about["operations"])
+    return finish(
+        arguments.out,
+        ID,
+        passed=counts.complete and p99 < limit,
+        figure=(
+            f"{len(proven)} of {counts.planned} kills with every survivor's process kept; from SIGKILL to the last "
+            f"report p50 {p50:.2f} s, p99 {p99:.2f} s, longest {longest:.2f} s; gloo forgot an operation in "
+            f"{num_kills_abandoned} of them"
+        ),
+        threshold=f"all survivors report and go on, p99 < {limit:g} s; exit < {EXIT_SECONDS:g} s",
+        counts={
+            "kills": counts.planned,
+            "failed": counts.failed,
+            "unproven": counts.unproven,
+            "survivors": sum(about["num_survivors"] for about in proven),
+            "abandoned_waits": num_abandoned,
+            **{f"in {name}": number for name, number in sorted(operations.items())},
+        },
+        details={"seconds": sorted(seconds), "trials": proven},
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
