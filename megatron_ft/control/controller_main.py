@@ -31,6 +31,7 @@ from megatron_ft.control.journal import Journal
 from megatron_ft.control.membership_state import Decision, Step
 from megatron_ft.control.policies import detector_policy, membership_policy
 from megatron_ft.control.start_order import start_order
+from megatron_ft.control.strangers import raise_descriptor_limit
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 
@@ -192,6 +193,7 @@ def main() -> int:
     """Entry of the controller's process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the console is asked to stop, and asks
+    raise_descriptor_limit()
     line = read_line(sys.stdin.fileno())
     if not line.endswith(b"\n"):
         print("controller: the console closed standard input before it sent the spec", file=sys.stderr)

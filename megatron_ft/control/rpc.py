@@ -19,6 +19,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 
 from megatron_ft.control.certificates import Certificates
+from megatron_ft.control.strangers import Strangers, max_connections
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
 
@@ -85,10 +86,12 @@ class RpcServer:
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.so_reuseport", 0),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+            ("grpc.max_allowed_incoming_connections", most := max_connections()),
         ]
+        handlers = _Handlers(service, methods, token)
         self._server = grpc.server(
             ThreadPoolExecutor(num_threads, thread_name_prefix="rpc"),
-            handlers=[_Handlers(service, methods, token)],
+            handlers=[handlers],
             options=options,
         )
         try:
@@ -100,13 +103,16 @@ class RpcServer:
         except RuntimeError as error:
             raise ControlError(f"cannot listen on launch.interface={interface} port {port}: {error}") from error
         self.address = join_address(interface, bound)
+        self._strangers = handlers.strangers = Strangers(bound, max_connections=most)
 
     def start(self) -> None:
         """Serve in threads of its own."""
         self._server.start()
+        self._strangers.start()
 
     def stop(self) -> None:
         """Stop serving; calls under way are cancelled."""
+        self._strangers.stop()
         self._server.stop(grace=None).wait()
 
 
@@ -114,37 +120,39 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, service: str, methods: Mapping[str, Method], token: str) -> None:
         self._methods = {f"/{service}/{name}": method for name, method in methods.items()}
         self._token = token.encode()
+        self.strangers: Strangers | None = None
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         if not self._authentic(handler_call_details):
             return grpc.stream_unary_rpc_method_handler(_refuse)
         method = self._methods.get(handler_call_details.method)
-        return None if method is None else grpc.unary_unary_rpc_method_handler(_answer(method))
+        return None if method is None else grpc.unary_unary_rpc_method_handler(self._answer(method))
 
     def _authentic(self, details: grpc.HandlerCallDetails) -> bool:
         given = [value for key, value in details.invocation_metadata or () if key == _TOKEN_KEY]
         return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._token)
+
+    def _answer(self, method: Method) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+        def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
+            if self.strangers is not None:
+                self.strangers.has_shown_token(context.peer())
+            try:
+                return json.dumps(method(decode(request))).encode()
+            except TimeoutError as error:
+                context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            except ControlError as error:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed request: {error!r}")
+            raise AssertionError("abort returns never")
+
+        return handle
 
 
 def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     """Refuse without the body, which need never come: a stranger must not keep a thread waiting for it."""
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
     raise AssertionError("abort returns never")
-
-
-def _answer(method: Method) -> Callable[[bytes, grpc.ServicerContext], bytes]:
-    def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
-        try:
-            return json.dumps(method(decode(request))).encode()
-        except TimeoutError as error:
-            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        except ControlError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed request: {error!r}")
-        raise AssertionError("abort returns never")
-
-    return handle
 
 
 class RpcError(ControlError):
