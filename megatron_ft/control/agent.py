@@ -22,9 +22,9 @@ from pathlib import Path
 from megatron_ft.control.forkserver import listen
 from megatron_ft.control.outbox import Outbox
 from megatron_ft.control.ranks import Ranks
-from megatron_ft.control.runtime_dir import remove_stale_sockets, socket_path
+from megatron_ft.control.runtime_dir import Use, remove_stale_sockets, socket_path
 from megatron_ft.control.services import Services
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 
 _CONNECT_SECONDS = 5.0
@@ -39,7 +39,7 @@ class AgentSpec:
     token: str
     node: int
     runtime_dir: str
-    """A directory of mode 0700 for the node's socket; removed by the last process of the job that leaves it."""
+    """A directory of mode 0700 for the node's sockets; removed by the last process of the job that leaves it."""
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
     """A controller that does not answer for so long is lost, and the node ends its ranks: another one had the time to
@@ -76,7 +76,9 @@ class Agent:
 
     def __init__(self, spec: AgentSpec) -> None:
         self._spec = spec
+        self._use = Use(Path(spec.runtime_dir))
         remove_stale_sockets(Path(spec.runtime_dir), spec.node)
+        self._forkserver = FrameReader(_connect(spec.forkserver_socket))
         self._services = _start_services(spec)  # before this process has threads
         from megatron_ft.control.certificates import read_certificates
         from megatron_ft.control.controller_client import ControllerClient
@@ -97,7 +99,6 @@ class Agent:
             spec.node, self._listener, self._selector, self._outbox, heartbeat_timeout_seconds=timeout_seconds
         )
         self._check_life_at = time.monotonic()
-        self._forkserver = FrameReader(_connect(spec.forkserver_socket))
 
     def run(self) -> int:
         """Serve until the controller says ``end`` or is lost; the process's exit code.
@@ -148,8 +149,7 @@ class Agent:
         self._services.close()
         self._listener.close()
         self._socket_path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            os.rmdir(self._spec.runtime_dir)
+        self._use.end()
 
     # --- threads -------------------------------------------------------------------------------------------------
 
@@ -343,16 +343,18 @@ def serve(spec: AgentSpec) -> int:
     Raises:
         ControllerSilent: it has not been heard of for ``lost_controller_seconds``; the node's ranks are ended.
     """
-    agent = Agent(spec)
+    agent = None
     try:
+        agent = Agent(spec)
         return agent.run()
     except ControllerSilent:
         raise
-    except (ControlError, ConnectionError) as error:
+    except (MegatronFtError, OSError) as error:
         print(f"node agent: {error}", file=sys.stderr, flush=True)
         return ControlError.exit_code
     finally:
-        agent.close()
+        if agent is not None:
+            agent.close()
 
 
 def main() -> int:

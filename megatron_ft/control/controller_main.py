@@ -6,6 +6,7 @@ doing. It speaks to the console through a unix socket: facts in, records and eve
 console knows what it has had already.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -29,7 +30,9 @@ from megatron_ft.control.epochs import Epoch, begin_epoch
 from megatron_ft.control.inbox import Origin
 from megatron_ft.control.journal import Journal
 from megatron_ft.control.membership_state import Decision, Step
+from megatron_ft.control.operating import CONTROLLER_FILE
 from megatron_ft.control.policies import detector_policy, membership_policy
+from megatron_ft.control.runtime_dir import Use
 from megatron_ft.control.start_order import start_order
 from megatron_ft.control.strangers import raise_descriptor_limit
 from megatron_ft.errors import ControlError, MegatronFtError
@@ -55,6 +58,8 @@ class ControllerSpec:
     """Of the connection to the console."""
     port: int = 0
     """To serve at; 0 takes a free one. A controller that takes over serves where its predecessor did."""
+    runtime_dir: str | None = None
+    """The folder of the job's sockets on this machine, which its last process removes."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -102,6 +107,8 @@ class ControllerProcess:
         run_dir = Path(spec.run_dir)
         folder = run_dir / FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
+        self._access_path = run_dir / CONTROLLER_FILE
+        self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
         self._epoch: Epoch = begin_epoch(folder)
         config: JobConfig = from_dict(spec.config)
         self._policy = membership_policy(config)
@@ -138,11 +145,26 @@ class ControllerProcess:
                 "process_id": os.getpid(),
             }
         )
-        for target, arguments in ((self._console.listen, (self._controller.post,)), (end_with_console, ())):
+        for target, arguments in ((self._console.listen, (self._controller.post,)), (self._end_with_console, ())):
             threading.Thread(target=target, args=arguments, daemon=True).start()
         end = self._controller.run(self._console.record, self._on_step)
         self._console.event({"event": "ended", "end": end.to_json()})
         threading.Event().wait()  # agents fetch their last order until the console lets go
+
+    def _end_with_console(self) -> None:
+        """Thread: when standard input closes the console lets go, or has died. What matters is in the journal.
+
+        A console that was killed could not take back what grants access to this controller, nor remove the folder of
+        sockets.
+        """
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if json.loads(self._access_path.read_bytes())["process_id"] == os.getpid():
+                self._access_path.unlink()
+        if self._use is not None:
+            self._use.end()
+        os._exit(0)
 
     def _record_decision(self, decision: Message) -> None:
         """Unless the controller before has recorded it. One that has been followed decides nothing any more."""
@@ -166,13 +188,6 @@ class ControllerProcess:
             case Decision.REFORM:
                 for event in report.lost_records(step, self._controller.details, self._policy):
                     self._console.event({"event": "record", "record": event.to_record()})
-
-
-def end_with_console() -> None:
-    """Thread: when standard input closes the console lets go, or has died. What matters is in the journal."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(0)
 
 
 def clock_after(entries: list[Message]) -> Callable[[], float]:

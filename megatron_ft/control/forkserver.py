@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ft.control.runtime_dir import Use
 from megatron_ft.errors import ControlError, SoftwareError
 from megatron_ft.framing import FrameReader, Message, send
 
@@ -62,9 +63,21 @@ class _Child:
 class ForkServer:
     """The server's single thread."""
 
-    def __init__(self, listener: socket.socket, run: Callable[[Message], int], watch_stdin: bool) -> None:
-        """``run`` is called in each forked child with the spec it was asked with; its result is the exit code."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        run: Callable[[Message], int],
+        watch_stdin: bool,
+        *,
+        own_descriptors: Sequence[int] = (),
+    ) -> None:
+        """``run`` is called in each forked child with the spec it was asked with; its result is the exit code.
+
+        Args:
+            own_descriptors: further ones that forked children close.
+        """
         self._run = run
+        self._own_descriptors = tuple(own_descriptors)
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._clients: list[_Client] = []
@@ -169,6 +182,8 @@ class ForkServer:
         for key in list(self._selector.get_map().values()):
             if key.fd > 2:
                 os.close(key.fd)
+        for descriptor in self._own_descriptors:
+            os.close(descriptor)
         self._selector.close()
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
@@ -249,17 +264,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--preload", nargs="*", default=[], help="modules, or module:function to call, first")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    use = Use(options.socket.parent)
     listener = listen(options.socket)
     try:
         seconds = preload(options.preload)
         print(json.dumps({"ready": True, "import_seconds": round(seconds, 3)}), flush=True)
         run = importlib.import_module("megatron_ft.control.rank_main").run
-        ForkServer(listener, run, watch_stdin=True).serve()
+        own = () if use.descriptor is None else (use.descriptor,)
+        ForkServer(listener, run, watch_stdin=True, own_descriptors=own).serve()
     finally:
         listener.close()
         options.socket.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            options.socket.parent.rmdir()
+        use.end()
     return 0
 
 

@@ -25,7 +25,6 @@ from megatron_ft.control.join_file import JoinFile
 from megatron_ft.control.node_main import NodeSpec
 from megatron_ft.control.processes import Processes, kill, tell
 from megatron_ft.control.rpc import RpcClient, RpcError
-from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.slurm.attempts import read_end
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 
@@ -63,12 +62,13 @@ class _Node:
         Raises:
             ControlError: nobody publishes in time, what is published is damaged, or the node may not come back.
         """
-        with make_runtime_dir() as runtime_dir:
-            while (found := self._await_console()) is not None:
-                self._count_stay(found)
-                log_dir = Path(str(found.agent["log_dir"]))
-                if self._stay(found, Processes(runtime_dir, log_dir)) == EXIT_OK:
-                    self._told_to_end.add(found.token)
+        while (found := self._await_console()) is not None:
+            self._count_stay(found)
+            log_dir = Path(str(found.agent["log_dir"]))
+            if (
+                self._stay(found, Processes(Path(), log_dir)) == EXIT_OK
+            ):  # the node's process makes a folder for sockets
+                self._told_to_end.add(found.token)
         return EXIT_OK
 
     def _await_console(self) -> JoinFile | None:

@@ -201,6 +201,7 @@ class _Job:
                 token=self._token,
                 console_descriptor=console.fileno(),
                 port=self._port,
+                runtime_dir=str(processes.runtime_dir),
             )
             module, kept = "megatron_ft.control.controller_main", (console.fileno(),)
             process: subprocess.Popen[bytes] = processes.start(module, [], "controller.log", {}, descriptors=kept)

@@ -3,9 +3,14 @@
 Every socket of a node bears the process id of the agent that it belongs to: ``003-4711.sock`` is the agent's own,
 ``003-4711-keeper.sock`` that of a service. So the processes of a node that is started again never meet a socket that
 its killed predecessor left behind, and two that live at the same time never share one.
+
+Every process that uses the folder holds a shared lock on a file in it, which the kernel releases when the process ends,
+however it ends. The last process that leaves gets the lock exclusively and removes the folder: it goes also when the
+process that made it was killed. Where all were killed at one instant, the next job on the machine removes it.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -13,17 +18,75 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+_PREFIX = "megatron-ft-"
+_LOCK_FILE = ".in-use"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SOCKET = re.compile(r"(?P<node>[0-9]{3,})-(?P<process_id>[0-9]+)(-.+)?\.sock")
+
+
+class Use:
+    """That this process uses a folder of sockets, until ``end`` or its end."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin. A folder that ``make_runtime_dir`` did not make is never removed with what it holds."""
+        self._path = path
+        self.descriptor: int | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self.descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+
+    def end(self) -> None:
+        """Leave; the last process that does removes the folder."""
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is None:
+            with contextlib.suppress(OSError):  # it is not empty, or not there
+                self._path.rmdir()
+            return
+        try:
+            _remove_unused(self._path, descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, short enough for their 108 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="megatron-ft-"))
+    """A directory of mode 0700 for sockets, short enough for their 108 bytes; folders that are left over are removed."""
+    parent = Path(tempfile.gettempdir())
+    _remove_left_over(parent)
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    new = path / f"{_LOCK_FILE}.new"
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        os.write(descriptor, _BOOT_ID.read_bytes())
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        os.rename(new, path / _LOCK_FILE)  # nobody ever sees it without the lock
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_left_over(parent: Path) -> None:
+    """Remove the folders that nobody uses any more. Locks tell that only of processes under the same kernel."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        try:
+            descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # no folder of sockets, being made, of another user, or gone meanwhile
+            continue
+        try:
+            if os.pread(descriptor, 64, 0) == _BOOT_ID.read_bytes():
+                _remove_unused(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_unused(path: Path, lock: int) -> None:
+    """Remove the folder whose lock file is open as ``lock`` unless another process holds that lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # others use it, or its file system has no such locks
+        return
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:

@@ -356,6 +356,24 @@ def test_nothing_outlives_a_killed_console(runs: Path) -> None:
     assert_nothing_left(runs)
 
 
+def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(runs: Path, tmp_path: Path) -> None:
+    """A node's agent left its sockets behind; who survives the console removes them, and what grants access."""
+    before = set(os.listdir("/dev/shm"))
+    overrides = {**TWO_NODES, "launch.min_nodes": 1, "training.train_iterations": 100000}
+    job = start_dummy_job(runs, "run_surviving", overrides=overrides, services={"dummy": "tests.helpers.dummy_service"})
+    eventually(lambda: len(started(runs).get(0, [])) == 4, "all ranks run")
+    node = next(found for found in processes_of(runs) if any("node-001.log" in name for name in _logs(found)))
+    node.kill()
+    eventually(lambda: any(record["kind"] == "reformed" for record in records(runs)), "the other node goes on")
+    assert (runs / "dummy" / "controller.json").exists() and list(tmp_path.glob("megatron-ft-*"))
+    os.kill(job.pid, signal.SIGKILL)
+    wait(job, LIMIT_SECONDS)
+    assert_nothing_left(runs)
+    assert not list(tmp_path.glob("megatron-ft-*")), "the folder of sockets is gone with the last process"
+    assert not (runs / "dummy" / "controller.json").exists()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
 def test_a_warm_fork_server_starts_ranks_within_a_second_and_survives_the_job(runs: Path) -> None:
     with forkserver("tests.helpers.dummy_rank") as socket_path:
         overrides = {**TWO_NODES, "training.train_iterations": 2, "launch.forkserver_socket": socket_path}

@@ -1,12 +1,24 @@
 """The folder of sockets: which of them an agent that starts may remove."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ft.control.runtime_dir import remove_stale_sockets, socket_path
+import pytest
+
+from megatron_ft.control.runtime_dir import Use, make_runtime_dir, remove_stale_sockets, socket_path
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where folders of sockets are made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 def ended_process_id() -> int:
@@ -37,3 +49,78 @@ def test_only_sockets_of_dead_agents_of_the_same_node_are_removed(tmp_path: Path
         listen(tmp_path / name)
     remove_stale_sockets(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+MAKER = """
+import sys
+from megatron_ft.control.runtime_dir import make_runtime_dir
+with make_runtime_dir() as path:
+    print(path, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def maker(parent: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that makes a folder, says where, and keeps it until its standard input closes."""
+    environment = {**os.environ, "TMPDIR": str(parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        process.kill()
+
+
+def path_made_by(process: "subprocess.Popen[str]") -> Path:
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip())
+
+
+def test_the_folder_goes_with_its_maker_whatever_it_holds(parent: Path) -> None:
+    with make_runtime_dir() as path:
+        assert path.stat().st_mode & 0o777 == 0o700
+        listen(path / "forkserver.sock")
+    assert list(parent.iterdir()) == []
+
+
+def test_the_last_process_that_leaves_removes_the_folder_of_a_killed_one(maker: "subprocess.Popen[str]") -> None:
+    path = path_made_by(maker)
+    first, last = Use(path), Use(path)
+    listen(path / "003-1-keeper.sock")
+    os.kill(maker.pid, signal.SIGKILL)
+    maker.wait()
+    first.end()
+    assert path.exists(), "another process uses it"
+    last.end()
+    assert not path.exists()
+
+
+def test_who_leaves_before_its_maker_removes_nothing(maker: "subprocess.Popen[str]") -> None:
+    path = path_made_by(maker)
+    Use(path).end()
+    assert path.exists()
+    maker.communicate("")
+    assert not path.exists()
+
+
+def test_a_folder_that_somebody_else_made_is_kept_unless_it_is_empty(parent: Path) -> None:
+    warm = parent / "warm"
+    warm.mkdir()
+    (warm / "notes").touch()
+    Use(warm).end()
+    assert (warm / "notes").exists()
+    (warm / "notes").unlink()
+    Use(warm).end()
+    assert not warm.exists()
+
+
+def test_the_next_job_removes_what_nobody_uses_and_nothing_else(maker: "subprocess.Popen[str]", parent: Path) -> None:
+    used = path_made_by(maker)
+    left_over, foreign, other_kernel = (parent / f"megatron-ft-{name}" for name in ("left", "foreign", "kernel"))
+    for path in (left_over, foreign, other_kernel):
+        path.mkdir()
+        listen(path / "forkserver.sock")
+    (left_over / ".in-use").write_bytes((used / ".in-use").read_bytes())
+    (other_kernel / ".in-use").write_text("another boot")
+    with make_runtime_dir() as path:
+        assert set(parent.iterdir()) == {used, foreign, other_kernel, path}
