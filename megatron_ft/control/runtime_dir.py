@@ -50,7 +50,7 @@ class Use:
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, short enough for their 108 bytes. Folders left over by others are removed."""
+    """A directory of mode 0700 for sockets, short enough for their 108 bytes. Those left over by others are removed."""
     parent = Path(tempfile.gettempdir())
     _remove_left_over(parent)
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
