@@ -61,7 +61,8 @@ train: $(VENV)/installed-train  ## train the small default model (ARGS="model=..
 
 # Much of a run is waiting, which leaves cores free: one worker more than there are cores.
 WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 1)
-PYTEST := $(PY) -m pytest -n $(WORKERS) --durations=0 --durations-min=0.5
+# Jobs start an interpreter for each of their processes: none of them is to compile the same files again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(WORKERS) --durations=0 --durations-min=0.5
 # Of every run its durations are kept, of all tests.
 test_run = @mkdir -p .cache/tests; $(PYTEST) --junitxml=.cache/tests/$@.xml
 
@@ -76,7 +77,7 @@ test-all: $(VENV)/installed-dev  ## test, and what repeats it: other phases and 
 	$(test_run)
 
 test-fast: $(VENV)/installed-dev  ## unit tests that start no training
-	$(PY) -m pytest -n $(WORKERS) tests/unit -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
+	$(PYTEST) tests/unit -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
 
 test-slurm: $(VENV)/installed-dev slurm-packages  ## tests on a real Slurm cluster that they start on this machine (root)
 	$(PY) -m pytest tests/slurm $(ARGS)

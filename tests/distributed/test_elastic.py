@@ -24,6 +24,7 @@ from tests.helpers.elastic_jobs import (
     write_skewed,
 )
 from tests.helpers.elastic_ranks import run_jobs
+from tests.helpers.sharing import chosen, runs_extended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 
@@ -35,6 +36,8 @@ EAGER = {
 BF16 = {"precision.params_dtype": "bf16"}
 BEFORE_THE_BALLOT = ("forward", "dispatch", "backward", "grad_sync", "vote_before")
 PHASES = (*BEFORE_THE_BALLOT, "vote_inside", "vote_after", "update", "gather")
+OTHER_PHASES = ("forward", "dispatch", "grad_sync", "vote_before", "vote_after")
+"""Each is like one of the other phases: another test kills in it as well, or nothing lies between the two."""
 SWAPPED = (
     "lose(nodes=[0,3],before_iteration=1)",
     "join(nodes=[3],before_iteration=3)",
@@ -50,18 +53,19 @@ FRESH = (
     ("grown:bf16", (0, 1, 2, 3), 4),
 )
 """(Scripted job, nodes that it has after an iteration, that iteration)."""
+OTHER_FRESH = (FRESH[0], FRESH[2], FRESH[5])
+"""Repeat others: memberships after the same loss, and another precision."""
 TWO_LOSSES = [(2, 3), (0, 5)]
 """(Node, first iteration without it)."""
 
 
-def _jobs(folder: Path) -> dict[str, Any]:
+def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
     skewed = write_skewed(folder)
     eager = {**EAGER, **skewed}
     jobs = {
         "undisturbed": job({}, until=6),
         "scripted": job({**lose(*TWO_LOSSES), **SAVING}, until=6),
         "grown": job({**script(*GROWN), **SAVING}, until=6),
-        "grown:bf16": job({**script(*GROWN), **SAVING, **BF16}, until=6),
         "swapped": job({**script(*SWAPPED), **SAVING}, until=6),
         "lose:2:3": job(lose((2, 3))),
         "lose:2:4": job(lose((2, 4))),
@@ -76,17 +80,22 @@ def _jobs(folder: Path) -> dict[str, Any]:
         "rebalanced:killed": job({**eager, **faults(kill(2, 3, "backward"))}, until=6),
         "no copies": job({**faults(kill(3, 3, "backward")), **SCARCE, **skewed}),
     }
+    if extended:
+        jobs["grown:bf16"] = job({**script(*GROWN), **SAVING, **BF16}, until=6)
     for phase in PHASES:
-        jobs[f"killed:{phase}"] = job(faults(kill(2, 3, phase)))
+        if extended or phase not in OTHER_PHASES:
+            jobs[f"killed:{phase}"] = job(faults(kill(2, 3, phase)))
     for name, nodes, loaded in FRESH:
+        if not extended and (name, nodes, loaded) in OTHER_FRESH:
+            continue
         jobs[f"fresh:{name}:{loaded}"] = fresh(folder, name, nodes, loaded, **(BF16 if "bf16" in name else {}))
     return jobs
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("elastic")
-    return run_jobs(_jobs(folder), folder, timeout_seconds=580)
+    return run_jobs(_jobs(folder, extended=runs_extended(request)), folder, timeout_seconds=580)
 
 
 # -- a schedule -------------------------------------------------------------------------------------------
@@ -100,11 +109,12 @@ def test_nodes_leave_as_the_schedule_says(outcomes: dict[str, Any]) -> None:
     assert len({digest for ranks in found.values() for digest in ranks}) == sum(map(len, found.values()))
 
 
-@pytest.mark.parametrize(("name", "nodes", "loaded"), FRESH)
+@pytest.mark.parametrize("membership", chosen(FRESH, OTHER_FRESH), ids=str)
 def test_every_membership_trains_like_a_job_of_its_size(
-    outcomes: dict[str, Any], name: str, nodes: tuple[int, ...], loaded: int
+    outcomes: dict[str, Any], membership: tuple[str, tuple[int, ...], int]
 ) -> None:
     """One that starts from a dense checkpoint of the same iteration, with the same placement: to the bit."""
+    name, nodes, loaded = membership
     check_like_fresh(outcomes, name, f"fresh:{name}:{loaded}", nodes, loaded)
 
 
@@ -129,7 +139,7 @@ def test_every_size_reads_the_same_samples(outcomes: dict[str, Any], name: str) 
 # -- faults -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", chosen(PHASES, OTHER_PHASES))
 def test_a_killed_rank_leaves_the_bits_of_its_history(outcomes: dict[str, Any], phase: str) -> None:
     """Wherever in iteration 3 rank 2 dies: before the vote it is void, and where anybody has settled it, it is done."""
     check_same(outcomes, f"killed:{phase}", f"lose:2:{_first_without(outcomes, phase)}")
@@ -138,7 +148,7 @@ def test_a_killed_rank_leaves_the_bits_of_its_history(outcomes: dict[str, Any], 
     assert change[:2] == (1, [0, 1, 3])
 
 
-@pytest.mark.parametrize("phase", BEFORE_THE_BALLOT)
+@pytest.mark.parametrize("phase", chosen(BEFORE_THE_BALLOT, OTHER_PHASES))
 def test_an_iteration_without_every_ballot_is_void(outcomes: dict[str, Any], phase: str) -> None:
     assert _first_without(outcomes, phase) == 3
 

@@ -24,6 +24,7 @@ from tests.helpers.elastic_jobs import (
     write_skewed,
 )
 from tests.helpers.elastic_ranks import run_jobs
+from tests.helpers.sharing import chosen, runs_extended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 
@@ -31,6 +32,8 @@ DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 """Generators of newcomers are those that a scripted history has."""
 CHANGES = {"2": {"leave": [2]}, "4": {"join": [2]}}
 FORMING = ("reform_join", "reform_move", "reform_build")
+OTHER_PHASES = ("reform_join", "reform_build")
+"""Other tests of this module kill a rank in them."""
 SNAPSHOTS = {
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
     "snapshot.num_peer_copies": 2,
@@ -45,7 +48,7 @@ def wait_in(iteration: int) -> str:
     return f'delay(rank=1, at_iteration={iteration}, phase="forward", seconds=2.0)'
 
 
-def _jobs(folder: Path) -> dict[str, Any]:
+def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
     skewed = write_skewed(folder)
     jobs = {
         "grown": job({**script(*GROWN), **DROPOUT}, until=6),
@@ -86,15 +89,15 @@ def _jobs(folder: Path) -> dict[str, Any]:
         "lose:2:3, lose:0:3": job(lose((2, 3), (0, 3))),
         "killed:server": job(faults(kill(2, 3, "backward"), kill(0, 2, "reform_join"))),
     }
-    for phase in FORMING:
+    for phase in FORMING if extended else set(FORMING) - set(OTHER_PHASES):
         jobs[f"killed:{phase}"] = job(faults(kill(2, 3, "backward"), kill(3, 2, phase)))
     return jobs
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("elastic_changes")
-    return run_jobs(_jobs(folder), folder, timeout_seconds=580)
+    return run_jobs(_jobs(folder, extended=runs_extended(request)), folder, timeout_seconds=580)
 
 
 # -- changes that are asked for -------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ def test_experts_leave_a_node_before_it_does(outcomes: dict[str, Any]) -> None:
 # -- deaths while a membership forms --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", FORMING)
+@pytest.mark.parametrize("phase", chosen(FORMING, OTHER_PHASES))
 def test_a_rank_dies_while_the_survivors_of_another_form(outcomes: dict[str, Any], phase: str) -> None:
     """Those that are left go back to what they carried: the bits of both lost at once."""
     name = f"killed:{phase}"

@@ -1,60 +1,79 @@
-"""Whole jobs, from the console to the ranks: a node is lost and comes back, with the bits of the scripted history."""
+"""Whole jobs, from the console to the ranks: nodes are lost and come back, with the bits of the scripted history.
 
-from pathlib import Path
+One job lives through all faults. The longer claim is ``elastic-bitwise``, whose jobs these are.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.helpers.jobs import JobResult, run_job
+from benchmarks.elastic_jobs import Bench, Recorded, failpoints, scripted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # trains
 
-MODEL = (
-    "model=moe_micro",
-    "placement=spread",
-    "placement.num_slots_per_rank=6",
-    "parallel.use_distributed_optimizer=false",
-    "launch.num_nodes=3",
-    "training.train_iterations=40",
-    "training.micro_batch_size=1",
-    "training.global_batch_size=4",
-    "training.eval_interval_iterations=0",
-    "training.digest_interval_iterations=1",
-    "telemetry.log_interval_iterations=1",
-    "telemetry.wandb=disabled",
+NUM_NODES = 4
+JOB = (
+    f"launch.num_nodes={NUM_NODES}",
+    "placement.num_slots_per_rank=4",
+    "placement.rebalance_interval_iterations=3",
+    "placement.rebalance_min_gain=0.0",
+    "snapshot=sparse_window",
+    "snapshot.num_peer_copies=1",
+    "snapshot.iteration_seconds=1",
+    "snapshot.bandwidth_bytes_per_second=3e5",
 )
-SURVIVING = ("launch.min_nodes=2", "launch.restart_lost_nodes=true", "launch.join_window_seconds=0.5")
-FAULTS = (
-    'kill(rank=2,at_iteration=5,phase="backward",generation=0)',
-    # Time for the node to come back.
-    *(f'delay(rank=0,at_iteration={k},phase="forward",seconds=8.0)' for k in (10, 20, 30)),
+SURVIVING = (
+    f"launch.min_nodes={NUM_NODES - 1}",
+    "launch.restart_lost_nodes=true",
+    "launch.join_window_seconds=0.1",
 )
+FAULTS: tuple[dict[str, Any], ...] = (
+    {"node": 2, "phase": "backward", "generation": 0, "passes": 9},
+    {"node": 0, "phase": "vote_inside", "generation": 2, "passes": 2},
+    {"node": 1, "phase": "capture", "generation": 4, "passes": 2},
+)
+"""Of each second membership, which begins when the node that was lost before has come back."""
 
 
-def train(runs: Path, forkserver: str, *overrides: str) -> JobResult:
-    job = run_job([*MODEL, "run.name=job", *overrides], forkserver=forkserver, runs=runs, timeout_seconds=180.0)
-    assert job.exit_code == 0, job.output
-    return job
+def has_ended(events: Sequence[Any]) -> bool:
+    """Whether every node that was lost has come back, and some iterations were done after that."""
+    changes = [number for number, event in enumerate(events) if event["kind"] == "membership_changed"]
+    later = events[changes[-1] :] if len(changes) == 2 * len(FAULTS) else []
+    return len([event for event in later if event["kind"] == "state_digest"]) >= 3
 
 
-def of_kind(job: JobResult, kind: str) -> list[dict[str, Any]]:
-    return [event for event in job.records() if event["kind"] == kind]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> tuple[Recorded, Recorded]:
+    """The job whose nodes are killed, and the one in which they leave and join by schedule."""
+    bench = Bench(tmp_path_factory.mktemp("elastic-jobs"), warm_forkserver)
+    killed = bench.run([*JOB, *SURVIVING, failpoints(FAULTS)], until=has_ended)
+    assert killed.problems == []
+    end = f"training.exit_at_iteration={killed.last_iteration}"
+    return killed, bench.run([*JOB, *scripted(killed.changes, NUM_NODES), end])
 
 
-def digests(job: JobResult) -> dict[int, list[str]]:
-    return {event["iteration"]: event["digests"] for event in of_kind(job, "state_digest")}
+def test_each_lost_node_comes_back(runs: tuple[Recorded, Recorded]) -> None:
+    killed, _ = runs
+    assert [(hit["node"], hit["phase"]) for hit in killed.hits] == [(f["node"], f["phase"]) for f in FAULTS]
+    members = [change["nodes"] for change in killed.changes]
+    others = [[node for node in range(NUM_NODES) if node != fault["node"]] for fault in FAULTS]
+    assert members == [nodes for without in others for nodes in (without, list(range(NUM_NODES)))]
+    assert {rung["rung"] for rung in killed.rungs} == {"replicas"}
 
 
-def test_a_node_is_lost_and_comes_back(tmp_path: Path, warm_forkserver: str) -> None:
-    quoted = ", ".join(f"'{fault}'" for fault in FAULTS)
-    job = train(tmp_path / "faulty", warm_forkserver, *SURVIVING, f"launch.failpoints=[{quoted}]")
-    lost, joined = of_kind(job, "membership_changed")
-    assert (lost["nodes"], lost["iteration"], joined["nodes"]) == ([0, 1], 4, [0, 1, 2])
-    assert [event["rung"] for event in of_kind(job, "recovery_decided")] == ["replicas", "replicas"]
+def test_no_committed_iteration_is_lost(runs: tuple[Recorded, Recorded]) -> None:
+    """A job goes on after the iteration in which the node was killed, or after the one before."""
+    killed, _ = runs
+    ended = [
+        hit["iteration"] - change["iteration"] for hit, change in zip(killed.hits, killed.changes[::2], strict=True)
+    ]
+    assert set(ended) <= {0, 1}, ended
 
-    back = joined["iteration"] + 1
-    script = ["lose(nodes=[2],before_iteration=5)", f"join(nodes=[2],before_iteration={back})"]
-    overrides = (f"training.exit_at_iteration={back + 2}", f"launch.membership_schedule={script}")
-    scripted = digests(train(tmp_path / "scripted", warm_forkserver, *overrides))
-    assert sorted(scripted) == list(range(1, back + 3))
-    assert {k: found for k, found in digests(job).items() if k in scripted} == scripted
+
+def test_every_bit_is_that_of_the_scripted_history(runs: tuple[Recorded, Recorded]) -> None:
+    """Losses, and digests of every rank's whole state, after every iteration."""
+    killed, reference = runs
+    assert reference.problems == []
+    assert killed.differences(reference, 1, killed.last_iteration - 1) == []
+    assert killed.last_iteration > max(change["iteration"] for change in killed.changes), "it trained on at the end"

@@ -1,12 +1,12 @@
 """The layout is kept: only the pipeline stages that lost a rank go back, and the job ends with the undisturbed bits."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.elastic_jobs import digests, figures, records
 from tests.helpers.elastic_ranks import run_jobs
+from tests.helpers.sharing import chosen, runs_extended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 
@@ -67,6 +67,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "pp4: side by side": ("pp4", [kill(1, 8, "backward"), kill(2, 7, "reform_move", 1)]),
 }
 """Name to layout and faults: (rank, iteration, phase), and the generation where it is not the first."""
+OTHER_LAYOUTS = ("pp2 tp2: vote_after", "pp2 vpp2: backward", "pp2 sharded: gather", "pp4: side by side")
+"""The jobs of claim ``localized-bitwise`` are interleaved and sharded as well, and have faults side by side."""
 SPARES: dict[str, dict[str, Any]] = {
     "pp2: a spare": {"spares": [4], "keepers_live": True},
     "pp2: a spare for a dead node": {"spares": [4]},
@@ -75,10 +77,13 @@ REPLAYED = {"pp1: dispatch": {0}, "pp2 tp2: vote_after": {0}, "pp4: apart": {0, 
 """Name to the stages that go back in the last recovery."""
 
 
-def _jobs(folder: Path) -> dict[str, Any]:
-    jobs = {name: job([], **overrides) for name, overrides in LAYOUTS.items()}
+def _jobs(*, extended: bool) -> dict[str, Any]:
+    wanted = [name for name in FAULTS if extended or name not in OTHER_LAYOUTS]
+    layouts = {layout for layout, _ in map(FAULTS.__getitem__, wanted)}
+    jobs = {name: job([], **overrides) for name, overrides in LAYOUTS.items() if name in layouts}
     jobs["too early"] = job([kill(0, 1, "forward")], **PP2)
-    for name, (layout, faults) in FAULTS.items():
+    for name in wanted:
+        layout, faults = FAULTS[name]
         spares = SPARES.get(name, {})
         taken = {"launch.num_spare_nodes": 1} if spares else {}
         jobs[name] = {**job(faults, **LAYOUTS[layout], **taken), **spares, "num_keepers": 4 + len(taken)}
@@ -86,12 +91,12 @@ def _jobs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("in-place")
-    return run_jobs(_jobs(folder), folder, timeout_seconds=580)
+    return run_jobs(_jobs(extended=runs_extended(request)), folder, timeout_seconds=580)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", chosen(FAULTS, OTHER_LAYOUTS))
 def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
     """Losses, and the state of every rank after every iteration."""
     reference, faults = FAULTS[name]
@@ -102,7 +107,7 @@ def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
     assert {record["rung"] for record in records(outcomes, name, "recovery_decided")} == {"localized"}
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", chosen(FAULTS, OTHER_LAYOUTS))
 def test_healthy_stages_compute_nothing(outcomes: dict[str, Any], name: str) -> None:
     """Those that replay run every microbatch of every iteration since the window once, and nothing else."""
     shares = records(outcomes, name, "stage_recovery")
@@ -116,7 +121,7 @@ def test_healthy_stages_compute_nothing(outcomes: dict[str, Any], name: str) -> 
     assert len(passes) == 1
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", chosen(REPLAYED, OTHER_LAYOUTS))
 def test_only_the_stages_that_lost_a_rank_go_back(outcomes: dict[str, Any], name: str) -> None:
     shares = records(outcomes, name, "stage_recovery")
     last = max(share["generation"] for share in shares)

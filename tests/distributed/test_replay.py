@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.engines import of_ranks, run_scenarios
+from tests.helpers.sharing import chosen, runs_extended
 
 REPLAY = "tests.helpers.replay_scenarios:replay"
 LIMIT_SECONDS = 400.0
@@ -82,6 +83,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute_pp2": (2, {"overrides": {**BF16, **RECOMPUTE, **PP2}}),
     "computed": (1, {"overrides": BF16, "skip_frozen": False}),
 }
+EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")
+"""Of what each of them has, another one has all, and more."""
 DAMAGES: dict[str, str] = {
     "weight": "iteration 3 was replayed to something else",
     "random_numbers": "iteration 3 was replayed to something else: loss=",
@@ -91,14 +94,19 @@ DAMAGES: dict[str, str] = {
 }
 
 
-@pytest.fixture(scope="module")
-def layouts() -> dict[str, list[Any]]:
-    return run_scenarios({name: (REPLAY, *job) for name, job in LAYOUTS.items()}, timeout_seconds=LIMIT_SECONDS)
+def _replayed(jobs: dict[str, tuple[int, dict[str, Any]]], request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    wanted = [name for name in jobs if runs_extended(request) or name not in EXTENDED]
+    return run_scenarios({name: (REPLAY, *jobs[name]) for name in wanted}, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, list[Any]]:
-    return run_scenarios({name: (REPLAY, *job) for name, job in MODELS.items()}, timeout_seconds=LIMIT_SECONDS)
+def layouts(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return _replayed(LAYOUTS, request)
+
+
+@pytest.fixture(scope="module")
+def models(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return _replayed(MODELS, request)
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +125,14 @@ def check(ranks: list[Any], num_slices: int) -> None:
         assert rank["num_frozen"][0] > 0 and rank["num_frozen"][-1] == 0
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", chosen(LAYOUTS, EXTENDED))
 def test_a_replay_ends_with_the_same_bits_in_every_layout(layouts: dict[str, list[Any]], name: str) -> None:
     ranks = of_ranks(layouts, name)
     check(ranks, LAYOUTS[name][1].get("num_slices", 3))
     assert all(rank["tensor_parts"] == ([0, 1] if "tp2" in name else [0]) for rank in ranks)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", chosen(MODELS, EXTENDED))
 def test_a_replay_ends_with_the_same_bits_for_every_model(models: dict[str, list[Any]], name: str) -> None:
     check(of_ranks(models, name), MODELS[name][1].get("num_slices", 3))
 

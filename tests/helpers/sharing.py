@@ -1,9 +1,13 @@
 """How several workers of ``pytest -n`` share the tests of a run: in whole groups, the longest first.
 
-A group is a module, so that its fixtures are made once. Claims are a group each, but for those that read one journal.
+A group is a module, so that its fixtures are made once. A claim is a group, unless it is counted in the jobs of another
+one, and so is a test on a Slurm cluster, which has a cluster of its own.
 """
 
+from collections.abc import Collection, Iterable
 from typing import Any
+
+import pytest
 
 LONGEST = (
     "tests/slurm/",
@@ -32,7 +36,18 @@ def group(test: str) -> str:
     if test.startswith(_CLAIMS):
         claim = test.partition("[")[2].rstrip("]")
         return f"{_CLAIMS}{_ONE_JOURNAL.get(claim, claim)}"
-    return test.partition("::")[0]
+    return test if test.startswith("tests/slurm/") else test.partition("::")[0]
+
+
+def runs_extended(request: pytest.FixtureRequest) -> bool:
+    """Whether tests marked ``extended`` of the fixture's module are run, so that it has to train for them as well."""
+    mine = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker("extended") for item in mine)
+
+
+def chosen(names: Iterable[Any], extended: Collection[Any]) -> list[Any]:
+    """Parameters for ``pytest.mark.parametrize``: all of ``names``, those in ``extended`` marked so."""
+    return [pytest.param(name, marks=pytest.mark.extended) if name in extended else name for name in names]
 
 
 def make_scheduler(config: Any, log: Any) -> Any:

@@ -9,8 +9,12 @@ from tests.helpers import engines
 
 @pytest.fixture(scope="session", autouse=True)
 def megatron() -> None:
-    """Megatron on this process's CPU."""
+    """Megatron on this process's CPU, with one thread, as ranks have it; several workers share the cores."""
+    import torch
+
     engines.install()
+    torch.set_num_threads(1)
+    engines.be_ready_to_fork()  # each test tears an engine down, which collects garbage: not what was imported
 
 
 @pytest.fixture(autouse=True)
