@@ -1,5 +1,6 @@
 """Where agents and the console reach the controller: calls wait here until its thread has done with them."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from megatron_ft.control.store_place import StorePlace
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 
+MAX_JOIN_BYTES = 64 * 1024
+"""Of what a node's process says when it registers: all nodes are told of it."""
 _MAX_POLL_SECONDS = 30.0
 _ACCEPT_SECONDS = 20.0
 _FAREWELL_SECONDS = 5.0
@@ -154,6 +157,8 @@ class FrontDesk:
     def _join(self, request: Message) -> Message:
         """A node's process registers, also with a controller that takes over: its session, and the orders before it."""
         node, process_id = self._known(request), int(request["process_id"])
+        if (num_bytes := len(json.dumps(request))) > MAX_JOIN_BYTES:
+            raise ControlError(f"node {node} registers with {num_bytes} bytes: at most {MAX_JOIN_BYTES} are taken")
         services = {name: str(about["address"]) for name, about in dict(request.get("services", {})).items()}
         self._hear(node)
         replaced = self._sessions.replaced(node, process_id)

@@ -1,10 +1,17 @@
 """The shape of every item that an agent may deliver, checked before any of it is used."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 
 from megatron_ft.errors import ControlError
+from megatron_ft.framing import MAX_FRAME_BYTES
 
+MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
+"""Of a record with what is said about it, as JSON: it goes on to the console in one message."""
+MAX_ITEM_BYTES = 1024 * 1024
+"""Of every other item: it goes into the journal, and what it says of an end goes on to the console."""
+_MAX_INTEGER = 2**63 - 1
 ITEMS = ("record", "reported", "raised", "broken", "exited", "progress", "hung")
 _OF_ENDS = ("raised", "broken", "exited", "hung")
 
@@ -13,7 +20,7 @@ def check_shape(item: object) -> None:
     """Refuse what has not the fields of its kind, each of its type.
 
     Raises:
-        ControlError: naming the item's kind and the field.
+        ControlError: naming the item's kind and the field, or its size and the limit.
     """
     if not isinstance(item, dict):
         raise ControlError(f"malformed item {item!r:.100}: must be an object")
@@ -31,6 +38,10 @@ def check_shape(item: object) -> None:
         checks |= {"returncode": _is_integer, "done": lambda value: type(value) is bool}
     _apply(kind, item, checks)
     _apply(kind, item, {name: check for name, check in _OPTIONAL.items() if name in item})
+    most_bytes = MAX_RECORD_BYTES if kind == "record" else MAX_ITEM_BYTES
+    num_bytes = len(json.dumps(item, separators=(",", ":")))
+    if num_bytes > most_bytes:
+        raise ControlError(f"item {kind} of rank {item['rank']} has {num_bytes} bytes: at most {most_bytes} are taken")
 
 
 def _apply(kind: str, item: Mapping[str, object], checks: Mapping[str, Callable[[object], bool]]) -> None:
@@ -42,11 +53,11 @@ def _apply(kind: str, item: Mapping[str, object], checks: Mapping[str, Callable[
 
 
 def _is_integer(value: object) -> bool:
-    return type(value) is int
+    return type(value) is int and abs(value) <= _MAX_INTEGER
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= _MAX_INTEGER
 
 
 def _is_time(value: object) -> bool:
@@ -60,7 +71,7 @@ def _is_text(value: object) -> bool:
 _OPTIONAL: dict[str, Callable[[object], bool]] = {
     "iteration": _is_count,
     "planned": lambda value: type(value) is bool,
-    "exit_code": lambda value: value is None or type(value) is int,
+    "exit_code": lambda value: value is None or _is_integer(value),
     "phase": _is_text,
     "error": _is_text,
     "traceback": _is_text,

@@ -8,6 +8,7 @@ from megatron_ft.framing import Message
 
 _NOT_NOTED = ("op", "rank", "generation", "position")
 _LONG = ("traceback", "log_tail")
+_SHORT_LENGTH = 500
 _FIRST_WORDS = ("error", "traceback", "exit_code")
 
 
@@ -41,7 +42,8 @@ class JobEnd:
         """Whole of the rank that failed first; of the others without what fills a message when there are thousands."""
         if self.first_failure is not None and self.first_failure.rank == rank:
             return about
-        return {name: value for name, value in about.items() if name not in _LONG}
+        short = {name: value for name, value in about.items() if name not in _LONG}
+        return {name: value[:_SHORT_LENGTH] if isinstance(value, str) else value for name, value in short.items()}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "JobEnd":

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,9 @@ from megatron_ft.runtime.keeper.windows import PAGE_BYTES, Origin, Slice, Window
 from megatron_ft.runtime.keeper.wire import GREETING_BYTES, Refused, Wire, is_token
 
 MAX_STRANGERS = 64
-"""Connections that may be open without having shown the token."""
+"""Connections that may be open without having shown the token: one more, and the oldest of them is closed."""
+GREETING_SECONDS = 10.0
+"""A connection that has not shown the token by then is closed, however slowly it speaks."""
 REPLACE_SECONDS = 10.0
 SIGN_OF_LIFE_SECONDS = 5.0
 
@@ -27,18 +30,37 @@ class PeerSessions:
     def __init__(self) -> None:
         self._of_node: dict[int, PeerSession] = {}
         self._lock = threading.Lock()
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers: dict[PeerSession, float] = {}
+        """Since when they are connected, the oldest first."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection, unless too many strangers are being served."""
-        if self._strangers.acquire(blocking=False):
-            PeerSession(sock, store, self).start()
-        else:
-            sock.close()
+        """Serve a new connection; the oldest stranger goes where there are too many."""
+        session = PeerSession(sock, store, self)
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= MAX_STRANGERS else None
+            if oldest is not None:
+                del self._strangers[oldest]
+            self._strangers[session] = time.monotonic()
+        if oldest is not None:
+            oldest.hang_up()
+        session.start()
 
-    def greeted(self) -> None:
+    def greeted(self, session: "PeerSession") -> None:
         """A stranger has shown the token, or has gone."""
-        self._strangers.release()
+        with self._lock:
+            self._strangers.pop(session, None)
+
+    def expire(self) -> float | None:
+        """Close connections of strangers that have had their time; seconds until the next one has, None without any."""
+        now = time.monotonic()
+        with self._lock:
+            late = [session for session, since in self._strangers.items() if now - since >= GREETING_SECONDS]
+            for session in late:
+                del self._strangers[session]
+            since = next(iter(self._strangers.values()), None)
+        for session in late:
+            session.hang_up()
+        return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
         """End the earlier connection of a node before the new one is served: two must not write to one buffer.
@@ -96,7 +118,7 @@ class PeerSession(threading.Thread):
             if not is_token(hello.get("token"), self._store.token):
                 raise Refused("wrong or missing token")
         finally:
-            self._sessions.greeted()
+            self._sessions.greeted(self)
         if hello.get("op") != "hello":
             raise ControlError("the first message must be hello")
         node = fields.integer(hello, "node", most=fields.MAX_RANK)

@@ -99,7 +99,7 @@ class Keeper:
             selector.register(self._peers, selectors.EVENT_READ)
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                for key, _ in selector.select(self._sessions.expire()):
                     if isinstance(key.fileobj, socket.socket):
                         self._accept(key.fileobj)
                     elif not os.read(sys.stdin.fileno(), 4096):

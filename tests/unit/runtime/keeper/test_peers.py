@@ -68,19 +68,50 @@ def test_a_second_connection_of_a_node_ends_the_first(listener: socket.socket) -
     second.close()
 
 
-def test_strangers_are_counted(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_connection_takes_the_place_of_the_oldest_stranger(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "MAX_STRANGERS", 2)
     store, sessions = Store(0, TOKEN, Memory()), PeerSessions()
     strangers = []
-    for _ in range(3):
+    for _ in range(2):
         strangers.append(socket.create_connection(listener.getsockname(), timeout=20))
         sessions.accept(listener.accept()[0], store)
-    assert strangers[2].recv(1) == b"", "one too many"
-    strangers[0].close()
+        strangers[-1].sendall(b"\0")  # a byte now and then, as if more came
+    wire = greeted(listener, store, sessions)
+    assert strangers[0].recv(1) == b"", "the oldest one"
+    second = greeted(listener, store, sessions)
+    assert second.call({"op": "inventory", "rank": 0})["windows"] == []
+    assert sessions.expire() is not None, "the other stranger has its place yet: who has shown the token needs none"
+    strangers[1].close()
+    for opened in (strangers[0], wire, second):
+        opened.close()
+
+
+def test_a_stranger_that_speaks_slowly_has_a_limited_time(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions, store = PeerSessions(), Store(0, TOKEN, Memory())
+    wire = greeted(listener, store, sessions)
+    assert sessions.expire() is None
+    stranger = socket.create_connection(listener.getsockname(), timeout=20)
+    sessions.accept(listener.accept()[0], store)
+    stranger.sendall(b"\0")
+    left = sessions.expire()
+    assert left is not None and 0 < left <= peers.GREETING_SECONDS
+    monkeypatch.setattr(peers, "GREETING_SECONDS", 0.0)
+    assert sessions.expire() is None
+    assert stranger.recv(1) == b""
+    assert wire.call({"op": "inventory", "rank": 0})["windows"] == []
+    stranger.close()
+    wire.close()
+
+
+def test_a_stranger_that_has_gone_is_not_counted(listener: socket.socket) -> None:
+    sessions = PeerSessions()
+    socket.create_connection(listener.getsockname(), timeout=20).close()
+    sessions.accept(listener.accept()[0], Store(0, TOKEN, Memory()))
     deadline = time.monotonic() + 20
-    while not sessions._strangers.acquire(blocking=False):
+    while sessions.expire() is not None:
         assert time.monotonic() < deadline, "a stranger that left is still counted"
         time.sleep(0.01)
-    sessions.greeted()
-    greeted(listener, store, sessions).close()
-    strangers[1].close()
