@@ -57,8 +57,9 @@ class LaunchConfig:
     """Whether the job keeps its parallel layout when nodes are lost: other processes take their places, a spare that
     is ready or the node's own ranks started again, and only the pipeline stages that lost a rank go back."""
     position_timeout_seconds: float = 10.0
-    """Longest wait, when nodes are lost, for a rank to say how far it is while others have: what holds it then may hold
-    it for good, and its node is lost, too. More than a rank computes between two collectives."""
+    """Longest wait, when nodes are lost, for a rank to report how far it is while others have. Its node is lost then,
+    too: the last resort, for a rank abandons a collective by itself after half a second. Must be more than a rank
+    computes between two collectives."""
     reform_timeout_seconds: float = 60.0
     """Longest wait, when nodes are lost, for the other ranks to say how far they are, and to join each other again."""
     membership_schedule: list[str] = field(default_factory=list)
