@@ -61,7 +61,7 @@ def hostile_checkpoints() -> list[Hostile]:
 
 
 def forge(
-    manifest: bytes, payload: bytes, *, version: int = 1, length: int | None = None, magic: bytes = MAGIC
+    manifest: bytes, payload: bytes, *, version: int = 2, length: int | None = None, magic: bytes = MAGIC
 ) -> bytes:
     """A window's file with a right checksum around any manifest."""
     digest = xxhash.xxh3_128_digest(manifest)
@@ -219,7 +219,7 @@ def _window_heads() -> Iterator[Hostile]:
         "zeros": bytes(len(good)),
     }.items():
         yield _raw_window(name, manifest)
-    for version in (0, 2, 3, 255, 2**31, 2**32 - 1):
+    for version in (0, 1, 3, 255, 2**31, 2**32 - 1):
         yield _raw_window(f"version {version}", good, version=version)
     for length in (0, 1, len(good) - 1, len(good) + 1, HUGE, 2**31, 2**32, 2**63, 2**64 - 1):
         yield _raw_window(f"manifest of {length} bytes", good, length=length)
@@ -247,7 +247,8 @@ def _dense_manifest(name: str, change: Callable[[dict[str, Any]], object]) -> Ho
 def _dense_manifests() -> Iterator[Hostile]:
     for text in NAMES:
         yield _dense_manifest(f"file {text[:20]!r}", _setter("files", 0, "name", value=text))
-    for name in ("iteration", "generation", "consumed_samples", "format_version", "topology", "files", "run_id"):
+    numbers = ("iteration", "generation", "consumed_samples", "format_version")
+    for name in (*numbers, "topology", "files", "run_id", "run_name", "settings"):
         yield _dense_manifest(f"without {name}", lambda b, name=name: b.pop(name))
         yield _dense_manifest(f"{name} is null", _setter(name, value=None))
     wrong = (-1, 1.5, True, "1", None, [1])
@@ -262,7 +263,8 @@ def _dense_manifests() -> Iterator[Hostile]:
     yield _dense_manifest("a file twice", lambda b: b["files"].append(b["files"][0]))
     yield _dense_manifest("a file left out", lambda b: b["files"].pop())
     yield _dense_manifest("itself", _setter("files", 0, "name", value=MANIFEST_NAME))
-    yield _dense_manifest("version 2", _setter("format_version", value=2))
+    yield _dense_manifest("version 3", _setter("format_version", value=3))
+    yield _dense_manifest("version 1 with fields of version 2", _setter("format_version", value=1))
     yield _dense_manifest("NaN", _setter("consumed_samples", value=float("nan")))
 
 

@@ -87,7 +87,6 @@ def join_groups(config: JobConfig, rank: Rank) -> tuple[Any, str]:
 
 
 def _context(rank: Rank) -> RankContext:
-    rank.run_dir.mkdir(parents=True, exist_ok=True)
     return RankContext(
         rank=rank.rank,
         world_size=rank.world_size,

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.ports import free_port
+from megatron_ft.control.run_id import make_run_id
 from megatron_ft.mcore.loop.main import warm
 
 
@@ -37,6 +38,8 @@ def run_ranks(
         RuntimeError: a rank raised; the message is its traceback.
     """
     warm()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    make_run_id(run_dir, is_older=False)
     port = free_port("127.0.0.1")
     fork = multiprocessing.get_context("fork")
     ranks = [Rank(rank=rank, world_size=world_size, master_port=port, run_dir=run_dir) for rank in range(world_size)]

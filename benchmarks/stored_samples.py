@@ -155,11 +155,12 @@ def _save_dense(folder: Path, iteration: int) -> None:
     fsync_directory(directory)
     manifest = Manifest(
         run_id="run-1",
+        run_name="first",
         generation=0,
         topology={"world_size": WORLD_SIZE},
         iteration=iteration,
         consumed_samples=iteration * 16,
-        config_digest="abc",
+        settings={"optimizer": {"optimizer.lr": 0.001}},
         software={"torch": "2.13.0"},
         files=files,
     )

@@ -228,6 +228,8 @@ class CheckpointLoaded(Record):
     """Seconds of verifying and loading."""
     generators_restored: bool | None = None
     """Whether every rank got its random generators back; on another layout they start from the seed again."""
+    differences: tuple[str, ...] = ()
+    """In what it differs from the job, where it was named by ``checkpoint.load`` or cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

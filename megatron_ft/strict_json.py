@@ -1,5 +1,6 @@
 """Typed values as strict JSON. Numbers JSON lacks travel as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``."""
 
+import json
 import math
 import types
 from collections.abc import Mapping
@@ -7,6 +8,18 @@ from typing import Any, Union, get_args, get_origin
 
 JsonValue = Any
 """What ``json`` reads and writes."""
+
+
+def parse_json(content: bytes | str) -> JsonValue:
+    """What JSON text holds.
+
+    Raises:
+        ValueError: not JSON, not UTF-8, or nested too deep to be read.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def encode(value: object) -> JsonValue:

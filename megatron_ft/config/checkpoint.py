@@ -18,10 +18,11 @@ class CheckpointConfig:
     keep_every_iterations: int = 0
     """Also keep those whose iteration is a multiple of this; 0 none."""
     load: str | None = None
-    """Checkpoint directory to start from (weights, optimizer, position); null starts fresh."""
+    """Checkpoint directory to start from (weights, optimizer, position), of any run; what it differs in is printed.
+    Null starts fresh."""
     trust: bool = False
     """Load a checkpoint without a manifest of ours. Its metadata is pickle: it can run code."""
     fully_parallel: bool = True
     """Spread writing and reading over data-parallel ranks."""
     allow_other_data: bool = False
-    """Go on from a checkpoint although the training data differs from what it was trained on."""
+    """Continue a run from a checkpoint of its own although the training data differs from what it was trained on."""

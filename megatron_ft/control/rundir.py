@@ -1,6 +1,6 @@
 """The folder of a run: claimed by one job at a time.
 
-``<run.dir>/<run.name>/`` holds ``config.yaml``, ``logs/``, ``checkpoints/`` and what sinks write.
+``<run.dir>/<run.name>/`` holds ``run_id.json``, ``config.yaml``, ``logs/``, ``checkpoints/`` and what sinks write.
 """
 
 import fcntl
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.config.run import RunConfig
+from megatron_ft.control.run_id import make_run_id
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ConfigError
 
@@ -37,7 +38,7 @@ class RunDir:
 
 
 def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
-    """Create or reopen the folder that ``run`` asks for, lock it and write ``config.yaml``.
+    """Create or reopen the folder that ``run`` asks for, lock it, give the run its random name, write ``config.yaml``.
 
     Without ``run.name`` the next free ``<model_name>-001`` is taken. A configuration that differs from the one of an
     earlier attempt replaces it; the earlier one stays as ``config-001.yaml`` (and so on).
@@ -54,12 +55,12 @@ def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
     except OSError as error:
         raise ConfigError.of("run.dir", run.dir, f"must be a folder this user can read and write: {error}") from error
     claimed = RunDir(path, None, _lock(path))
-    if existed:
-        try:
-            claimed.resume_from = _resume(run, path)
-        except ConfigError:
-            claimed.release()
-            raise
+    try:
+        claimed.resume_from = _resume(run, path) if existed else None
+        make_run_id(path, is_older=has_state(path))
+    except ConfigError:
+        claimed.release()
+        raise
     for folder in ("logs", "checkpoints"):
         (path / folder).mkdir(exist_ok=True)
     _write_config(path, config_yaml)

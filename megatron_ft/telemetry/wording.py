@@ -40,7 +40,9 @@ def note(record: Record) -> Note | None:
         case events.CheckpointFailed():
             return Note(level="bad", text=f"checkpoint of iteration {record.iteration} failed: {record.error}")
         case events.CheckpointLoaded():
-            return Note(level="good", text=f"checkpoint of iteration {record.iteration} loaded")
+            different = "".join(f"; {difference}" for difference in record.differences)
+            level = "warning" if different else "good"
+            return Note(level=level, text=f"checkpoint of iteration {record.iteration} loaded{different}")
         case events.SnapshotPlanned() | events.WindowCommitted() | events.WindowDelayed() | events.SnapshotProblem():
             return _snapshot(record)
         case events.UpstreamLogPlanned():

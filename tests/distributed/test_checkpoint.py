@@ -193,6 +193,7 @@ class Rank:
 
     def rebuild(self) -> None:
         """New model, optimizer and manager on the same groups, as a restarted process has them."""
+        from megatron_ft.config.identity import JobIdentity
         from megatron_ft.mcore.checkpoint import CheckpointManager
 
         self.engine.build(self.groups)
@@ -200,7 +201,7 @@ class Rank:
         self.manager = CheckpointManager(
             self.checkpoint_config,
             run_dir=self.directory,
-            run_id="test",
+            identity=JobIdentity(run_id="test", run_name="test", settings={}),
             topology_record=self.topology,
             group=self.groups.vote,
             dp_cp_group=self.groups.pg_collection.dp_cp,

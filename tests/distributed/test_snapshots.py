@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.errors import RecoveryError
+from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.mcore.loop.held_window import VOTE
 from megatron_ft.runtime.storage.refusals import read_refusals
 from megatron_ft.runtime.storage.window_folder import WindowFolder
@@ -149,14 +149,14 @@ def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_f
     assert chosen["source"] == "nothing" and "captured at another layout" in json.dumps(chosen["declined"])
 
 
-def test_a_window_trained_with_other_keys_is_not_replayed(tmp_path: Path, warm_forkserver: str) -> None:
+def test_a_run_is_not_continued_with_another_schedule(tmp_path: Path, warm_forkserver: str) -> None:
     persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1"]
     died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=0)'])
     assert died.exit_code != 0
     changed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "optimizer.lr=2e-4")
-    assert changed.exit_code == 0, changed.output
-    (chosen,) = of_kind(changed, "recovery_chosen")
-    assert chosen["source"] == "nothing" and "optimizer.lr" in json.dumps(chosen["declined"])
+    assert changed.exit_code == CheckpointError.exit_code, changed.output
+    assert "optimizer.lr: was 0.001, now 0.0002" in changed.output
+    assert max(record["iteration"] for record in changed.records("metrics.jsonl")) < 14
 
 
 def test_memory_beyond_the_limit_is_refused_before_anything_starts(tmp_path: Path, warm_forkserver: str) -> None:

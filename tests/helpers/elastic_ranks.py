@@ -23,6 +23,7 @@ import numpy as np
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.ports import free_port
+from megatron_ft.control.run_id import RUN_ID_NAME
 from megatron_ft.control.worker import MembershipOrder, RankContext
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.planning.recovery.membership import NextMembership
@@ -183,6 +184,7 @@ class Job:
         wanted = {**BASE, "launch.num_nodes": nodes, "data.train": [str(folder.parent / "tokens")], **overrides}
         self.config = derive_placement(micro_config(wanted))
         folder.mkdir()
+        _name_run(folder)
         self.folder = folder
         self.changes = {int(iteration): change for iteration, change in (changes or {}).items()}
         self.targets: list[dict[str, Any]] = []
@@ -229,6 +231,7 @@ class Job:
     def _start_stranger(self, node: int) -> int:
         own = self.folder.with_name(f"{self.folder.name}-{node}")
         own.mkdir()
+        _name_run(own)
         config, self.config = self.config, copy.deepcopy(self.config)
         self.config.data.train = [str(self.folder.parent / "others")]
         number = self._start(node, is_newcomer=True, run_dir=own)
@@ -348,6 +351,11 @@ class Job:
             self.calls[process].send(None)
         for process in members:
             self.calls[process].send(following.to_json())
+
+
+def _name_run(folder: Path) -> None:
+    """All jobs are one run, so that one can continue what another has saved."""
+    (folder / RUN_ID_NAME).write_text(json.dumps({"run_id": "ab" * 16, "is_older": False}))
 
 
 def _context(folder: Path, node: int, port: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
 from megatron_ft.mcore.checkpoint.digest import tensor_digest, tensor_digests
@@ -113,7 +114,7 @@ def job_of(
         manager = CheckpointManager(
             config.checkpoint,
             run_dir=Path(directory),
-            run_id="test",
+            identity=JobIdentity(run_id="test", run_name="test", settings={}),
             topology_record=dict.fromkeys(Topology.__dataclass_fields__, 1) | {"world_size": world_size},
             group=groups.vote,
             dp_cp_group=groups.pg_collection.dp_cp,

@@ -1,8 +1,10 @@
-"""Which checkpoint can be loaded: verified by all ranks together, damage named and set aside."""
+"""Which checkpoint can be loaded: verified by all ranks together, compared with the job, damage named and set aside."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
+from megatron_ft.config.identity import JobIdentity, differences
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.runtime.storage import checkpoints
@@ -12,38 +14,103 @@ from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, verify
 class CheckpointFinder:
     """Looks for checkpoints and verifies them, the reading shared by the ranks. All methods are collective."""
 
-    def __init__(self, agreement: Agreement, report_damage: Callable[[int, Path, str], None]) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        identity: JobIdentity,
+        report_damage: Callable[[int, Path, str], None],
+        *,
+        allow_other_data: bool = False,
+    ) -> None:
         """``report_damage`` gets iteration, directory and reason."""
         self._agreement = agreement
+        self._allow_other_data = allow_other_data
+        self._identity = identity
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
+        self.foreign: dict[Path, str] = {}
+        """Checkpoints that ``newest`` has passed over for they are not this run's, each with the reason."""
 
     def newest(self, folder: Path) -> Path | None:
-        """The newest checkpoint in ``folder`` that verifies; damaged newer ones are reported and set aside."""
+        """The newest checkpoint in ``folder`` that verifies and is of this run and of the iteration in its name.
+
+        Damaged newer ones are reported and set aside; those of other runs and iterations are put into ``foreign``.
+
+        Raises:
+            CheckpointError: it was written with other data, another model, optimizer or schedule than the job has.
+        """
+        self.foreign = {}
         while True:
-            names = [entry.path.name for entry in checkpoints.list_checkpoints(folder) if entry.complete]
+            found = [entry.path for entry in checkpoints.list_checkpoints(folder) if entry.complete]
+            names = [path.name for path in found if path not in self.foreign]
             name: str | None = self._agreement.from_first(names[-1] if names else None)
             if name is None:
                 return None
+            path = folder / name
             try:
-                self.verify(folder / name)
+                manifest = self.verify(path)
             except CheckpointError as error:
-                self._set_aside(folder / name, str(error))
+                self._set_aside(path, str(error), "damaged")
                 continue
-            return folder / name
+            # Rank 0 compares for all: ranks that differ here would wait for each other for ever.
+            reason, error = self._agreement.from_first([self._not_own(path, manifest), self._other(path, manifest)])
+            if reason is not None:
+                self.foreign[path] = reason
+                continue
+            if error is not None:
+                raise CheckpointError(error)
+            return path
 
-    def _set_aside(self, path: Path, reason: str) -> None:
+    def set_foreign_aside(self) -> None:
+        """Rename what is in ``foreign``: saving and deleting go by the names of checkpoints, and it is none here."""
+        for path, reason in self.foreign.items():
+            self._set_aside(path, reason, "foreign")
+        self.foreign = {}
+
+    def differences(self, directory: Path, manifest: Manifest) -> tuple[str, ...]:
+        """In what a checkpoint, which may be of another run, differs from this job; empty for one of its own."""
+        notes = [self._not_own(directory, manifest)]
+        if manifest.format_version == 1:
+            notes.append("format 1 says nothing of data, model, optimizer and schedule: they cannot be compared")
+        else:
+            notes += map(str, differences(manifest.settings, self._identity.settings))
+        return tuple(note for note in notes if note is not None)
+
+    def _not_own(self, path: Path, manifest: Manifest) -> str | None:
+        """Why it is not the checkpoint of this run that its name says; None where it is."""
+        if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
+            return renamed
+        reason = self._identity.not_of_run(
+            run_id=manifest.run_id, run_name=manifest.run_name, format_version=manifest.format_version
+        )
+        return None if reason is None else f"{path}: {reason}"
+
+    def _other(self, path: Path, manifest: Manifest) -> str | None:
+        """What is told of a checkpoint of this run that was written with other settings; None of one with the same."""
+        if manifest.format_version == 1:
+            return None
+        found = differences(manifest.settings, self._identity.settings)
+        if self._allow_other_data:
+            found = [difference for difference in found if difference.concern != "data"]
+        if not found:
+            return None
+        return (
+            f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
+            f"its own settings, or begin another run from its state: run.name=<another> checkpoint.load={path}"
+        )
+
+    def _set_aside(self, path: Path, reason: str, kind: Literal["damaged", "foreign"]) -> None:
         moved, error = None, None
         if self._agreement.rank == 0:
             try:
-                moved = checkpoints.set_aside(path)
+                moved = checkpoints.set_aside(path, kind)
             except OSError as failure:
-                error = f"{path}: damaged ({reason}) and cannot be set aside: {failure}"
+                error = f"{path}: {kind} ({reason}) and cannot be set aside: {failure}"
         error = self._agreement.errors(error)
         if error is not None:
             raise CheckpointError(error)
         if moved is not None:
-            self._report_damage(checkpoints.iteration_of(path), path, f"damaged, set aside as {moved.name}: {reason}")
+            self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, set aside as {moved.name}: {reason}")
 
     def verify(self, directory: Path) -> Manifest:
         """Check all files of ``directory``, the reading shared by the ranks.

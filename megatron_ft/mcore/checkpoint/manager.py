@@ -12,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from megatron_ft.config.checkpoint import CheckpointConfig
+from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
 from megatron_ft.mcore.checkpoint.agreement import Agreement
@@ -72,23 +73,21 @@ class CheckpointManager:
         config: CheckpointConfig,
         *,
         run_dir: Path,
-        run_id: str,
+        identity: JobIdentity,
         topology_record: dict[str, int],
         group: dist.ProcessGroup,
         dp_cp_group: dist.ProcessGroup,
         report: Callable[[dict[str, Any]], None],
-        config_digest: str = "",
         generation: int = 0,
     ) -> None:
         """``dp_cp_group``: ranks that hold the same dense weights. ``report`` gets records on rank 0."""
         self.folder = run_dir / "checkpoints"
         self._config = config
-        self._run_id = run_id
+        self._identity = identity
         self._topology = dict(topology_record)
         self._agreement = Agreement(group)
         self._dp_cp_group = dp_cp_group
         self._report = report
-        self._config_digest = config_digest
         self._generation = generation
         self._planner = Planner(dp_cp_group, fully_parallel=config.fully_parallel)
         self._retention = RetentionPolicy(
@@ -96,7 +95,9 @@ class CheckpointManager:
         )
         self._pending: _Pending | None = None
         self._resumed_from: str | None = None
-        self._finder = CheckpointFinder(self._agreement, self._say_failed)
+        self._finder = CheckpointFinder(
+            self._agreement, identity, self._say_failed, allow_other_data=config.allow_other_data
+        )
         self.last_saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this manager completed or loaded."""
 
@@ -237,12 +238,13 @@ class CheckpointManager:
 
     def _manifest(self, pending: _Pending, files: tuple[FileEntry, ...]) -> Manifest:
         return Manifest(
-            run_id=self._run_id,
+            run_id=self._identity.run_id,
+            run_name=self._identity.run_name,
             generation=self._generation,
             topology=self._topology,
             iteration=pending.iteration,
             consumed_samples=pending.consumed_samples,
-            config_digest=self._config_digest,
+            settings=self._identity.settings,
             software=software(),
             files=files,
         )
@@ -274,11 +276,23 @@ class CheckpointManager:
     # -- loading
 
     def newest(self, folder: Path | None = None) -> Path | None:
-        """The newest checkpoint in ``folder`` (this run's by default) whose every file verifies.
+        """The newest checkpoint in ``folder`` (this run's by default) whose every file verifies and that is this run's.
 
         Damaged newer ones are reported and set aside; None when there is no valid one.
+
+        Raises:
+            CheckpointError: it was written with other data, another model, optimizer or schedule than the job has.
         """
         return self._finder.newest(folder or self.folder)
+
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """Why ``newest`` has passed over checkpoints that are not this run's, each by its path."""
+        return tuple(self._finder.foreign.values())
+
+    def set_foreign_aside(self) -> None:
+        """Rename the checkpoints that ``newest`` found not to be this run's, and report them."""
+        self._finder.set_foreign_aside()
 
     def load(self, state: TrainingState, directory: Path) -> LoadResult:
         """Verify ``directory``, then fill ``state`` from it; no file is opened by Megatron before.
@@ -305,6 +319,7 @@ class CheckpointManager:
                 path=str(directory),
                 seconds=time.monotonic() - began,
                 generators_restored=same_layout,
+                differences=() if manifest is None else self._finder.differences(directory, manifest),
             ).to_record()
         )
         return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)

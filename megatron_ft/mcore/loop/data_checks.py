@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_ft.config.identity import JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
+from megatron_ft.control.run_id import read_run_id
+from megatron_ft.corpus.check import resolve_vocab_size
 from megatron_ft.errors import DataError
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.data.samples import Samples, open_samples
 from megatron_ft.runtime.storage.files import write_atomically
+from megatron_ft.strict_json import parse_json
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer
@@ -24,6 +28,22 @@ def open_splits(config: JobConfig) -> dict[str, Samples]:
     """``train``, and ``valid`` where the run evaluates."""
     splits = ["train"] + (["valid"] if config.training.eval_interval_iterations else [])
     return {split: open_samples(config, split) for split in splits}
+
+
+def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdentity:
+    """The identity of a job that trains on ``samples`` in ``run_dir``.
+
+    Raises:
+        ConfigError: the run's random name cannot be read.
+    """
+    known = read_run_id(run_dir)
+    vocab_size = resolve_vocab_size(config)
+    return JobIdentity(
+        run_id=known.run_id,
+        run_name=run_dir.name,
+        settings=settings_of(config, data_fingerprint=samples.fingerprint(), vocab_size=vocab_size),
+        takes_format_1=known.is_older,
+    )
 
 
 def check_same_data(config: JobConfig, samples: Samples, agreement: Agreement) -> None:
@@ -59,8 +79,8 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
     if not path.exists():
         return
     try:
-        known = json.loads(path.read_bytes())["train"]
-    except (ValueError, KeyError, TypeError) as error:
+        known = parse_json(path.read_bytes())["train"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: must say what the run reads: {error}") from None
     if known != samples.fingerprint():
         raise DataError(

@@ -15,6 +15,7 @@ from megatron_ft.runtime.storage.refusals import window_digest
 from megatron_ft.runtime.storage.window_manifest import WindowManifest
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
+SETTINGS = "settings"
 """What the header of a slice holds, as JSON text: NaN and the like are no JSON of the manifest's kind."""
 
 

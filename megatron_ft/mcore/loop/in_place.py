@@ -90,7 +90,7 @@ def go_on_in_place(trainer: "Trainer", carried: Carried | None, groups: Groups, 
     engine.iteration, engine.newest_vote, engine.underway = plan.target, told.newest_vote, None
     engine.build(groups)
     trainer.context = share_addresses(trainer.context, trainer.agreement)
-    client = connect_keeper(trainer.config, trainer.context, trainer.topology_record, trainer.nodes)
+    client = connect_keeper(trainer)
     assert client is not None, "launch.keep_layout needs a snapshot.policy"
     failpoints.hit("reform_move", target)
     kept = _recover(trainer, carried, plan, standings, client, told)

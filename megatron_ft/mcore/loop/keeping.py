@@ -1,8 +1,8 @@
 """How a rank reaches its node's keeper, and which nodes keep copies for which."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
@@ -10,6 +10,9 @@ from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
 from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.runtime.storage.window_folder import WindowFolder
+
+if TYPE_CHECKING:
+    from megatron_ft.mcore.loop.trainer import Trainer
 
 SERVICE = "keeper"
 _FOLDER = "windows"
@@ -24,20 +27,16 @@ def peer_assignment(config: JobConfig) -> PeerAssignment:
     return assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies)
 
 
-def connect_keeper(
-    config: JobConfig, context: RankContext, topology: dict[str, int], nodes: Sequence[int]
-) -> KeeperClient | None:
+def connect_keeper(trainer: "Trainer") -> KeeperClient | None:
     """A connection to the keeper of this rank's node; None where the job takes no snapshots.
-
-    Args:
-        nodes: of each rank, by its number since the job began; ``config`` counts those that are there from 0.
 
     Raises:
         ControlError: the keeper is not there, or refuses this rank.
     """
+    config, context = trainer.config, trainer.context
     if config.snapshot.policy is None:
         return None
-    service, present = context.services[SERVICE], list(dict.fromkeys(nodes))
+    service, present = context.services[SERVICE], list(dict.fromkeys(trainer.nodes))
     peers = peer_assignment(config).peers[present.index(context.node)]
     hello = {
         "token": service["token"],
@@ -45,8 +44,8 @@ def connect_keeper(
         "world_size": context.world_size,
         "node": context.node,
         "generation": context.generation,
-        "run_id": context.run_dir.name,
-        "topology": topology,
+        "run_id": trainer.identity.run_id,
+        "topology": trainer.topology_record,
         "peers": service["addresses"],
         "peer_nodes": [present[peer] for peer in peers],
         "persist_every": config.snapshot.persist_interval_windows,

@@ -1,18 +1,18 @@
 """What a started rank continues from: found together with all others, verified, and turned into a dense state."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.config.identity import JobIdentity, differences
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, HeldWindow, other_pieces
+from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, SETTINGS, HeldWindow, other_pieces
 from megatron_ft.mcore.loop.replaying import CapturedSlice, Replayer
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
@@ -23,6 +23,7 @@ from megatron_ft.runtime.storage.refusals import Refusal, add_refusal, read_refu
 from megatron_ft.runtime.storage.window_folder import FolderEntry, WindowFolder
 from megatron_ft.runtime.storage.window_manifest import WindowManifest
 from megatron_ft.runtime.storage.windows import check_pieces
+from megatron_ft.strict_json import parse_json
 
 _INVENTORY = ("start_iteration", "num_slices", "generation", "where", "node", "complete", "buffer")
 
@@ -35,6 +36,7 @@ class Recovery:
         folder: persisted windows; None where the run has none.
         topology: parallel sizes, as manifests record them.
         run_dir: the run's folder; rank 0 keeps there which windows were refused.
+        identity: of this job; windows of other runs are not used, and newer ones with other settings end the start.
         settings: what ``replay_settings.replay_config`` says of this job.
         report: takes records; called on every rank.
     """
@@ -46,6 +48,7 @@ class Recovery:
         rank: int,
         node: int,
         run_dir: Path,
+        identity: JobIdentity,
         topology: dict[str, int],
         settings: dict[str, Any],
         agreement: Agreement,
@@ -57,6 +60,7 @@ class Recovery:
         self._rank = rank
         self._node = node
         self._run_dir = run_dir
+        self._identity = identity
         self._topology = topology
         self._settings = settings
         self._agreement = agreement
@@ -64,6 +68,8 @@ class Recovery:
         self._folder = folder
         self._report = report
         self._foreign: list[tuple[int, str]] = []
+        self._other_runs: list[FolderEntry] = []
+        self._other_settings: list[tuple[int, str]] = []
         self._committed_buffer: int | None = None
         self._refused: list[str] = []
         self._chosen_digest = ""
@@ -81,18 +87,24 @@ class Recovery:
 
         Raises:
             RecoveryError: windows were refused, and nothing else is left.
-            CheckpointError: it cannot be read which windows were refused.
+            CheckpointError: it cannot be read which windows were refused; or a window newer than what is left was
+                captured by this run with other data, another model, optimizer or schedule.
         """
         if self._client is None and self._folder is None:
             return None
         mine = self._held_windows()
-        told = [[StoredWindow(**window) for window in windows] for windows in self._agreement.gather(mine)]
+        everyone = self._agreement.gather([mine, self._other_settings])
+        told = [[StoredWindow(**window) for window in windows] for windows, _ in everyone]
+        other_settings: list[tuple[int, str]] = everyone[0][1]
         by_rank = [[window for window in windows if only in (None, window.identity)] for windows in told]
         at = None if checkpoint is None else iteration_of(checkpoint)
         reasons = [reason for last, reason in self._foreign if at is None or last > at]
         refusals = self._refusals()
         while True:
             source = choose_source(by_rank, at, reasons=reasons)
+            newer = [text for last, text in other_settings if last > source.iteration]
+            if newer and only is None:
+                raise CheckpointError(newer[-1])
             if not source.places:
                 self._say(source)
                 if source.kind == "nothing" and self._refused:
@@ -148,14 +160,17 @@ class Recovery:
         )
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
-        """Rename persisted windows that begin after ``iteration``, where they may be written anew.
+        """Rename persisted windows of other runs, and those after ``iteration`` where they may be written anew.
 
         By another job, or by this one where it went back behind a refused window.
         """
         error = None
-        if self._folder is not None and self._agreement.rank == 0 and (is_new_job or self._refused):
+        if self._folder is not None and self._agreement.rank == 0:
             try:
-                self._folder.set_aside_from(iteration + 1)
+                self._folder.set_aside(self._other_runs)
+                self._other_runs = []
+                if is_new_job or self._refused:
+                    self._folder.set_aside_from(iteration + 1)
             except CheckpointError as failure:
                 error = str(failure)
         error = self._agreement.errors(error)
@@ -222,17 +237,25 @@ class Recovery:
     def _persisted_windows(self) -> list[StoredWindow]:
         """This rank's files in the folder that open and are of this job's layout; others are named."""
         found = []
+        self._other_runs, self._other_settings = [], []
         for stored in [] if self._folder is None else self._folder.list_windows():
             try:
                 with self._folder.open(stored, self._rank) as opened:  # type: ignore[union-attr]
                     manifest = opened.manifest
+                other, settings = self._other_run(manifest), self._other_job(manifest, opened.path)
             except CheckpointError as error:
                 self._problem("load persisted", str(error))
                 continue
-            difference = self._difference(manifest)
+            last = manifest.start_iteration + manifest.num_slices - 1
+            where = f"persisted window of iteration {manifest.start_iteration}"
+            if other is not None:
+                self._other_runs.append(stored)
+            elif settings is not None:
+                self._other_settings.append((last, settings))
+                continue
+            difference = other or self._difference(manifest)
             if difference is not None:
-                last = manifest.start_iteration + manifest.num_slices - 1
-                self._foreign.append((last, f"persisted window of iteration {manifest.start_iteration}: {difference}"))
+                self._foreign.append((last, f"{where}: {difference}"))
                 continue
             found.append(
                 StoredWindow(
@@ -293,8 +316,10 @@ class Recovery:
 
     def _difference(self, manifest: WindowManifest) -> str | None:
         """How the window's run or layout differs from this job's; None where it does not."""
-        if manifest.run_id != self._run_dir.name or manifest.rank != self._rank:
-            return f"is of run {manifest.run_id}, rank {manifest.rank}"
+        if (other := self._other_run(manifest)) is not None:
+            return other
+        if manifest.rank != self._rank:
+            return f"is of rank {manifest.rank}"
         before, now = manifest.topology, self._topology
         changed = [
             f"{name} {before.get(name)}, now {now[name]}" for name in sorted(now) if before.get(name) != now[name]
@@ -306,9 +331,32 @@ class Recovery:
             "and go on from the dense checkpoint that this leaves"
         )
 
+    def _other_run(self, manifest: WindowManifest) -> str | None:
+        run_id, version = manifest.run_id, manifest.format_version
+        return self._identity.not_of_run(run_id=run_id, run_name="of another name", format_version=version)
+
+    def _other_job(self, manifest: WindowManifest, where: str) -> str | None:
+        """What the window was captured with otherwise than this job has it; None without, and in format 1.
+
+        Raises:
+            CheckpointError: it does not say.
+        """
+        if manifest.format_version == 1:
+            return None
+        try:
+            found = differences(parse_json(manifest.slices[0].header[SETTINGS]), self._identity.settings)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{where}: must say what it was captured with: {error!r}") from None
+        if not found:
+            return None
+        return (
+            f"{where}: was captured with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
+            "its own settings, or begin another one"
+        )
+
     def _other_key(self, manifest: WindowManifest) -> str | None:
         """A key that the window's iterations were trained with otherwise: replaying them would give another state."""
-        before = json.loads(manifest.slices[0].header.get(CONFIG, "{}"))
+        before = parse_json(manifest.slices[0].header.get(CONFIG, "{}"))
         now = self._settings
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if not changed:

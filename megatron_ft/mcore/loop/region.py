@@ -132,6 +132,7 @@ class Region:
             rank=trainer.context.rank,
             node=trainer.context.node,
             run_dir=trainer.context.run_dir,
+            identity=trainer.identity,
             topology=trainer.topology_record,
             settings=trainer.replay_config(),
             agreement=self._agreement,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.mcore.checkpoint import CheckpointManager
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.data_checks import check_known_data
-from megatron_ft.mcore.loop.reporting import config_digest
 from megatron_ft.planning.commit import History
 
 if TYPE_CHECKING:
@@ -18,12 +17,11 @@ def open_checkpoints(trainer: "Trainer", groups: Groups) -> CheckpointManager:
     return CheckpointManager(
         trainer.config.checkpoint,
         run_dir=trainer.context.run_dir,
-        run_id=trainer.context.run_dir.name,
+        identity=trainer.identity,
         topology_record=trainer.topology_record,
         group=groups.vote,
         dp_cp_group=groups.pg_collection.dp_cp,
         report=trainer.report_record,
-        config_digest=config_digest(trainer.job),
         generation=groups.generation,
     )
 
@@ -46,11 +44,12 @@ def load(trainer: "Trainer", directory: Path) -> None:
 
     Raises:
         CheckpointError: it is damaged, or does not fit.
-        DataError: it was trained on other data.
+        DataError: it has no manifest of format 2, which could be compared before, and was trained on other data.
     """
     state = trainer.state({})
-    trainer.checkpoints.load(state, directory)
-    check_known_data(trainer.config, trainer.samples["train"], state.extra.get("data_fingerprint"), directory)
+    manifest = trainer.checkpoints.load(state, directory).manifest
+    if manifest is None or manifest.format_version == 1:
+        check_known_data(trainer.config, trainer.samples["train"], state.extra.get("data_fingerprint"), directory)
     trainer.engine.iteration = state.iteration
     trainer.engine.history = History(
         losses=tuple(state.extra.get("losses", ())),

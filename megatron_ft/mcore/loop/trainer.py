@@ -3,7 +3,6 @@
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from megatron_ft.events import (
     LossSpike,
     RanksReady,
     Record,
-    RecoveryDecided,
     SnapshotProblem,
     StateDigest,
 )
@@ -29,9 +27,8 @@ from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.checkpoint.digest import state_digest
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.carrying import Beginning
-from megatron_ft.mcore.loop.data_checks import check_same_data, open_splits
+from megatron_ft.mcore.loop.data_checks import check_same_data, job_identity, open_splits
 from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.held_window import HeldWindow
 from megatron_ft.mcore.loop.keeping import connect_keeper
 from megatron_ft.mcore.loop.migration import Former, migrate
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
@@ -44,7 +41,7 @@ from megatron_ft.mcore.loop.reporting import (
 )
 from megatron_ft.mcore.loop.saving import extra_state, load, open_checkpoints
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
-from megatron_ft.mcore.loop.starting import find_source, recorded_placement
+from megatron_ft.mcore.loop.starting import decided, find_source, recorded_placement
 from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.loop.upstream import keep_log, replay_window
 from megatron_ft.mcore.loop.windows import open_recovery, take_snapshots
@@ -75,6 +72,7 @@ class Trainer:
         """The same for the ranks there are now."""
         self.device = device
         self.samples = open_splits(config)
+        self.identity = job_identity(config, context.run_dir, self.samples["train"])
         self.engine = TrainingEngine(
             config,
             device=device,
@@ -125,7 +123,7 @@ class Trainer:
         self.placement = self._placement_keeper()
         self.use(groups)
         check_same_data(self.config, self.samples["train"], self.agreement)
-        client = connect_keeper(self.config, self.context, self.topology_record, self.nodes)
+        client = connect_keeper(self)
         recovery = open_recovery(self, client)
         source, window = find_source(self.config, self.context, self.checkpoints, recovery)
         if self.placement is not None and (source is not None or window is not None):
@@ -141,7 +139,7 @@ class Trainer:
         self.keep_copies()
         origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
         if self.context.generation > 0:
-            self.report(_decided(self, source, window, recovery.declined))
+            self.report(decided(self, source, window, recovery.declined))
         resumed = None if origin is None else (str(origin), self.engine.iteration)
         self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
@@ -390,11 +388,3 @@ class Trainer:
 
 def _due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
-
-
-def _decided(
-    trainer: Trainer, source: Path | None, window: HeldWindow | None, declined: tuple[str, ...]
-) -> RecoveryDecided:
-    rung = "window" if window is not None else "nothing" if source is None else "checkpoint"
-    generation, iteration = trainer.context.generation, trainer.engine.iteration
-    return RecoveryDecided(generation=generation, rung=rung, iteration=iteration, declined=declined)

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from megatron_ft.mcore.loop.extras import capture_extras
-from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, KeptPart
+from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS, KeptPart
 from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, share_addresses, window_folder
 from megatron_ft.mcore.loop.recovering import Recovery
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
@@ -22,6 +22,7 @@ def open_recovery(trainer: "Trainer", client: KeeperClient | None) -> Recovery:
         rank=trainer.context.rank,
         node=trainer.context.node,
         run_dir=trainer.context.run_dir,
+        identity=trainer.identity,
         topology=trainer.topology_record,
         settings=trainer.replay_config(),
         agreement=trainer.agreement,
@@ -55,7 +56,7 @@ def take_snapshots_anew(trainer: "Trainer") -> None:
     if trainer.config.snapshot.policy is None:
         return
     trainer.context = share_addresses(trainer.context, trainer.agreement)
-    client = connect_keeper(trainer.config, trainer.context, trainer.topology_record, trainer.nodes)
+    client = connect_keeper(trainer)
     assert client is not None, "there is a policy"
     trainer.snapshots = take_snapshots(trainer, client, None)
 
@@ -69,4 +70,5 @@ def _slice_header(trainer: "Trainer", index: int) -> dict[str, str]:
         EXTRAS: json.dumps(capture_extras(trainer.engine)),
         PLACEMENT: json.dumps(placement),
         CONFIG: json.dumps(trainer.replay_config()),
+        SETTINGS: json.dumps(trainer.identity.settings),
     }

@@ -12,7 +12,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 
 PAGE_BYTES = 4096
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Key = tuple[int, int]
 """Generation and first iteration: what tells a rank's windows apart."""

@@ -5,6 +5,7 @@
     checkpoints/iter_0000030/        complete once it holds a manifest
     checkpoints/iter_0000030.1/      saved again after the first one (a run that went back and forth)
     checkpoints/damaged_iter_0000020 set aside by a resume that found it damaged
+    checkpoints/foreign_iter_0000050 set aside by a resume: of another run, or of another iteration than its name says
     checkpoints/latest               JSON; the newest complete checkpoint, for people and tools
 """
 
@@ -15,15 +16,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.runtime.storage.files import fsync_directory, write_atomically
 from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.strict_json import parse_json
 
 LATEST_NAME = "latest"
 _DIRECTORY = re.compile(r"iter_(\d{7,})(?:\.(\d{1,6}))?")
 _TRASH_PREFIX = ".deleted_"
-_DAMAGED_PREFIX = "damaged_"
+_SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,6 +66,11 @@ def iteration_of(path: Path) -> int:
     return int(match[1])
 
 
+def is_named(path: Path) -> bool:
+    """Whether the directory's name is that of a checkpoint."""
+    return _DIRECTORY.fullmatch(path.name) is not None
+
+
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     """All checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
     if not folder.is_dir():
@@ -99,7 +107,8 @@ def start_directory(folder: Path, iteration: int) -> Path:
 def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path | None, list[DamageReport]]:
     """The newest checkpoint that passes ``check``, and a report on each newer one that did not.
 
-    Directories without a manifest are leftovers of a save that never finished: they are reported too.
+    Directories without a manifest are leftovers of a save that never finished, and renamed ones hold another iteration
+    than their names say: both are reported too.
     """
     reports = []
     for stored in reversed(list_checkpoints(folder)):
@@ -107,12 +116,21 @@ def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tu
             reports.append(DamageReport(path=stored.path, reason="incomplete: no manifest"))
             continue
         try:
-            check(stored.path)
+            reason = other_iteration(stored.path, check(stored.path))
         except CheckpointError as error:
-            reports.append(DamageReport(path=stored.path, reason=str(error)))
-            continue
-        return stored.path, reports
+            reason = str(error)
+        if reason is None:
+            return stored.path, reports
+        reports.append(DamageReport(path=stored.path, reason=reason))
     return None, reports
+
+
+def other_iteration(path: Path, manifest: Manifest) -> str | None:
+    """Why the directory's name is not that of the iteration its manifest says; None where it is."""
+    named = iteration_of(path)
+    if named == manifest.iteration:
+        return None
+    return f"{path}: holds iteration {manifest.iteration}, its name says {named}: it was renamed, or its files swapped"
 
 
 def move_latest(folder: Path, path: Path, iteration: int) -> None:
@@ -126,23 +144,23 @@ def read_latest(folder: Path) -> Path | None:
     """What ``latest`` points at; None without it. Raises CheckpointError when it is damaged."""
     path = folder / LATEST_NAME
     try:
-        name = json.loads(path.read_bytes())["checkpoint"]
+        name = parse_json(path.read_bytes())["checkpoint"]
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
         raise CheckpointError(f"{path}: {name!r} is not a checkpoint's name")
     return folder / name
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that it no longer counts as one; its bytes are kept.
+def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Path:
+    """Rename a checkpoint so that it no longer counts as one; its bytes are kept.
 
     ``latest`` moves to the newest complete checkpoint that is left, and goes when there is none.
     """
     for attempt in range(1_000_000):
-        target = path.with_name(f"{_DAMAGED_PREFIX}{path.name}" + (f"_{attempt}" if attempt else ""))
+        target = path.with_name(f"{_SET_ASIDE_PREFIX[kind]}{path.name}" + (f"_{attempt}" if attempt else ""))
         if not target.exists():
             os.rename(path, target)
             fsync_directory(path.parent)

@@ -16,11 +16,12 @@ from typing import Any
 
 import xxhash
 
+from megatron_ft.config.identity import Settings
 from megatron_ft.errors import CheckpointError
 from megatron_ft.runtime.storage.files import FileEntry, hash_file, write_atomically
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 64 << 20
 """A larger manifest is refused before it is read."""
 
@@ -33,7 +34,9 @@ class Manifest:
     """What a checkpoint is and which files, byte for byte, it consists of."""
 
     run_id: str
-    """Identity of the run that wrote it."""
+    """Random name of the run that wrote it; in format 1, which has none, the name of its folder."""
+    run_name: str
+    """Name of the run's folder."""
     generation: int
     """Membership the writers had agreed on."""
     topology: dict[str, int]
@@ -42,8 +45,8 @@ class Manifest:
     """Iterations whose updates it holds."""
     consumed_samples: int
     """Samples read up to there."""
-    config_digest: str
-    """Checksum of the job's configuration."""
+    settings: Settings
+    """What the run's data, model, optimizer and schedule were: concern to key to value; empty in format 1."""
     software: dict[str, str]
     """Versions of the packages that wrote it."""
     files: tuple[FileEntry, ...]
@@ -69,7 +72,7 @@ class Manifest:
         total = sum(entry.num_bytes for entry in self.files)
         return (
             f"iteration {self.iteration}, {len(self.files)} files, {total} bytes, "
-            f"run {self.run_id}, written by {self.topology.get('world_size', '?')} ranks"
+            f"run {self.run_name}, written by {self.topology.get('world_size', '?')} ranks"
         )
 
     def to_bytes(self) -> bytes:
@@ -206,18 +209,28 @@ def _parse(body: dict[str, Any]) -> Manifest:
             for entry in body["files"]
         )
         return Manifest(
-            run_id=_typed(body["run_id"], str),
+            **_about_run(body),
             generation=_typed(body["generation"], int),
             topology={key: _typed(value, int) for key, value in body["topology"].items()},
             iteration=_typed(body["iteration"], int),
             consumed_samples=_typed(body["consumed_samples"], int),
-            config_digest=_typed(body["config_digest"], str),
             software={key: _typed(value, str) for key, value in body["software"].items()},
             files=files,
             format_version=body["format_version"],
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"manifest lacks a field or has one of another type: {error}") from None
+
+
+def _about_run(body: dict[str, Any]) -> dict[str, Any]:
+    run_id = _typed(body["run_id"], str)
+    if body["format_version"] == 1:
+        _typed(body["config_digest"], str)
+        return {"run_id": run_id, "run_name": run_id, "settings": {}}
+    settings = _typed(body["settings"], dict)
+    for values in settings.values():
+        _typed(values, dict)
+    return {"run_id": run_id, "run_name": _typed(body["run_name"], str), "settings": settings}
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -14,7 +14,7 @@ import xxhash
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.runtime.storage.files import write_atomically
-from megatron_ft.strict_json import JsonValue, decode
+from megatron_ft.strict_json import JsonValue, decode, parse_json
 
 REFUSALS_NAME = "refused_windows.json"
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -59,7 +59,7 @@ def read_refusals(run_dir: Path) -> list[Refusal]:
     """
     path = run_dir / REFUSALS_NAME
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
         if not isinstance(content, list):
             raise ValueError("must be a list")
         return [Refusal.from_json(entry) for entry in content]

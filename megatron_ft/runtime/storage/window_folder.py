@@ -122,10 +122,12 @@ class WindowFolder:
         Returns:
             the new names.
         """
+        return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
+
+    def set_aside(self, windows: Sequence[FolderEntry]) -> list[str]:
+        """Rename ``windows``, so that they do not count as windows of the run; the new names."""
         taken, moved = set(self._place.list_directories()), []
-        for stored in self.list_windows():
-            if stored.start_iteration < iteration:
-                continue
+        for stored in windows:
             target, attempt = _SUPERSEDED_PREFIX + stored.name, 0
             while target in taken:
                 attempt += 1

@@ -10,7 +10,8 @@ from typing import Any
 from megatron_ft.errors import CheckpointError
 from megatron_ft.runtime.storage.manifest import parse_object
 
-WINDOW_FORMAT_VERSION = 1
+WINDOW_FORMAT_VERSION = 2
+"""1: ``run_id`` is the name of the run's folder. 2: it is the run's random name, and slice 0 tells its settings."""
 WINDOW_ALIGNMENT_BYTES = 4096
 """Slices, and the payload in its file, begin at multiples of it."""
 ITEM_BYTES = {
@@ -184,7 +185,7 @@ class WindowManifest:
     """One rank's part of a window (MoEvement, section 3.2): which states it spans and what lies where."""
 
     run_id: str
-    """Identity of the run that captured it."""
+    """Random name of the run that captured it; in format 1 the name of its folder."""
     generation: int
     """Membership the ranks had agreed on."""
     topology: dict[str, int]

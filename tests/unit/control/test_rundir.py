@@ -40,7 +40,8 @@ def test_a_folder_is_found_after_the_death_of_its_machine(tmp_path: Path, monkey
     steps = note_steps(monkeypatch)
     claimed(tmp_path / "all" / "runs", "first").release()
     made = [f"fsync {tmp_path.name}", "fsync all", "fsync runs"]
-    assert steps == [*made, "fsync config.yaml", "rename config.yaml", "fsync first"]
+    written = [f"{step} {name}" for name in ("run_id.json", "config.yaml") for step in ("fsync", "rename")]
+    assert steps == [*made, *written[:2], "fsync first", *written[2:], "fsync first"]
 
 
 def test_who_has_a_folder_is_seen_without_taking_it(tmp_path: Path) -> None:

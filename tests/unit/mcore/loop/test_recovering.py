@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.stored_samples import sample_window
+from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
-from megatron_ft.errors import RecoveryError
+from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem
 from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, VOTE, HeldWindow
+from megatron_ft.mcore.loop.held_window import SETTINGS as WRITTEN_WITH
 from megatron_ft.mcore.loop.recovering import Recovery
 from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.operators import OperatorId
@@ -25,7 +27,9 @@ SETTINGS = {"data": "fingerprint"}
 TOPOLOGY = {"data_parallel": 1}
 UNITS = [Unit(operator=OperatorId(layer=0, kind="embedding")), Unit(operator=OperatorId(layer=3, kind="head"))]
 PLAN = WindowPlan(slices=((UNITS[0],), (UNITS[1],)), interval_iterations=2, reason="by hand")
-GOOD = {EXTRAS: "{}", PLACEMENT: "null", CONFIG: json.dumps(SETTINGS)}
+OWN = {"optimizer": {"optimizer.lr": 0.001}}
+GOOD = {EXTRAS: "{}", PLACEMENT: "null", CONFIG: json.dumps(SETTINGS), WRITTEN_WITH: json.dumps(OWN)}
+RUN_ID = "5" * 32
 
 
 class OneRank:
@@ -48,14 +52,16 @@ def vote(iteration: int) -> dict[str, object]:
     return Vote(generation=0, iteration=iteration, found_inf=False, num_tokens=64, **losses).to_record()
 
 
-def save(run_dir: Path, start: int, *, plan: dict[str, Any] | None = None, **headers: str) -> None:
+def save(
+    run_dir: Path, start: int, *, plan: dict[str, Any] | None = None, run_id: str = RUN_ID, **headers: str
+) -> None:
     """A window of two slices; ``headers`` replace those of slice 0."""
     manifest, payload = sample_window(start, 0)
     slices = [replace(part, header={VOTE: json.dumps(vote(part.iteration))}) for part in manifest.slices]
     slices[0] = replace(slices[0], header={**slices[0].header, **GOOD, **headers})
     manifest = replace(
         manifest,
-        run_id=run_dir.name,
+        run_id=run_id,
         world_size=1,
         topology=TOPOLOGY,
         plan=json.loads(json.dumps(plan or PLAN.to_json())),
@@ -72,6 +78,7 @@ def recovery(run_dir: Path) -> tuple[Recovery, list[Record]]:
         rank=0,
         node=0,
         run_dir=run_dir,
+        identity=JobIdentity(run_id=RUN_ID, run_name=run_dir.name, settings=OWN),
         topology=TOPOLOGY,
         settings=SETTINGS,
         agreement=OneRank(),  # type: ignore[arg-type]
@@ -171,3 +178,36 @@ def test_what_auto_came_to_is_compared() -> None:
     cpu = replay_config(config, "data", device="cpu", transformer_impl="local")
     gpu = replay_config(config, "data", device="cuda", transformer_impl="transformer_engine")
     assert {key for key in cpu if cpu[key] != gpu[key]} == {"training.device", "training.transformer_impl"}
+
+
+def test_windows_of_another_run_are_not_used_and_set_aside(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    save(tmp_path, 30, run_id="6" * 32)
+    window, chosen, _ = choose(tmp_path)
+    assert window is not None and window.manifest.start_iteration == 20
+    assert "persisted window of iteration 30: is of another run" in chosen.declined[0]
+    found, _ = recovery(tmp_path)
+    found.find(None)
+    found.set_aside_later(31, is_new_job=False)
+    names = sorted(path.name for path in (tmp_path / "windows").iterdir())
+    assert names == ["superseded_window_0000030", "window_0000020"]
+
+
+def test_newer_windows_of_this_run_with_other_settings_end_the_start(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    save(tmp_path, 30, **{WRITTEN_WITH: json.dumps({"optimizer": {"optimizer.lr": 0.5}})})
+    found, _ = recovery(tmp_path)
+    with pytest.raises(CheckpointError, match=r"0000030.*captured with other settings.*optimizer\.lr: was 0\.5, now"):
+        found.find(None)
+    window, _, _ = choose(tmp_path, tmp_path / "iter_0000040")
+    assert window is None, "a checkpoint is newer than the window"
+
+
+@pytest.mark.parametrize("text", ["{", "3", "[]", '{"optimizer": 3}'])
+def test_a_window_that_does_not_say_its_settings_is_passed_over(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 20)
+    save(tmp_path, 30, **{WRITTEN_WITH: text})
+    window, _, records = choose(tmp_path)
+    assert window is not None and window.manifest.start_iteration == 20
+    (problem,) = [record for record in records if isinstance(record, SnapshotProblem)]
+    assert "must say what it was captured with" in problem.error

@@ -17,11 +17,12 @@ def make_checkpoint(directory: Path, iteration: int = 30, sizes: tuple[int, ...]
     entries = [write_file(directory, f"__{i}_0.distcp", generator.randbytes(size)) for i, size in enumerate(sizes)]
     manifest = Manifest(
         run_id="run-1",
+        run_name="first",
         generation=0,
         topology={"world_size": 2},
         iteration=iteration,
         consumed_samples=iteration * 16,
-        config_digest="abc",
+        settings={"optimizer": {"optimizer.lr": 0.001}},
         software={"torch": "2.13.0"},
         files=tuple(entries),
     )

@@ -159,3 +159,18 @@ def test_every_crash_prefix_of_a_save_is_safe(tmp_path: Path, monkeypatch: pytes
     monkeypatch.undo()
     assert states > 20
     assert newest_valid(folder)[0] == folder / directory_name(20)
+
+
+def test_a_renamed_checkpoint_is_passed_over_by_its_manifest(tmp_path: Path, make: Make) -> None:
+    make(tmp_path / directory_name(14), 14)
+    make(tmp_path / directory_name(5), 5)
+    (tmp_path / directory_name(5)).rename(tmp_path / directory_name(50))
+    path, (report,) = newest_valid(tmp_path)
+    assert path == tmp_path / directory_name(14)
+    assert report.path == tmp_path / directory_name(50) and "holds iteration 5, its name says 50" in report.reason
+
+
+def test_a_pointer_nested_too_deep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"[" * 100_000)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/latest: damaged: nested too deep"):
+        read_latest(tmp_path)

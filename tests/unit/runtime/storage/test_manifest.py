@@ -5,6 +5,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,11 +94,12 @@ def test_hostile_names_are_refused(tmp_path: Path, name: str) -> None:
     directory.mkdir()
     body = Manifest(
         run_id="r",
+        run_name="r",
         generation=0,
         topology={},
         iteration=1,
         consumed_samples=0,
-        config_digest="",
+        settings={},
         software={},
         files=(FileEntry(name=name, num_bytes=0, xxh3_128="0" * 32),),
     )
@@ -176,3 +178,21 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     entry = write_file(tmp_path, "f", b"0123456789")
     assert (tmp_path / "f").read_bytes() == b"0123456789"
     assert entry.num_bytes == 10
+
+
+def test_version_1_is_read_and_says_nothing_of_settings(tmp_path: Path) -> None:
+    """Every later version must read this file; it is never written again."""
+    fixture = Path(__file__).parents[3] / "fixtures" / "checkpoints" / "version_1.json"
+    (tmp_path / MANIFEST_NAME).write_bytes(fixture.read_bytes())
+    manifest = verify(tmp_path)
+    assert (manifest.format_version, manifest.run_id, manifest.run_name) == (1, "first", "first")
+    assert (manifest.iteration, manifest.generation, manifest.settings) == (30, 1, {})
+
+
+def test_settings_of_other_types_are_refused(tmp_path: Path, make: Make) -> None:
+    manifest = make(tmp_path / "c")
+    for settings in (3, [], {"optimizer": 3}, {"optimizer": {"optimizer.lr": float("nan")}}):
+        body = replace(manifest, settings=settings)  # type: ignore[arg-type]
+        (tmp_path / "c" / MANIFEST_NAME).write_bytes(body.to_bytes())
+        with pytest.raises(CheckpointError, match=MANIFEST_NAME):
+            read_manifest(tmp_path / "c")

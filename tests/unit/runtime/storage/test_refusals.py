@@ -69,3 +69,9 @@ def test_anything_else_is_refused_by_name_and_not_overwritten(tmp_path: Path, co
     with pytest.raises(CheckpointError, match=REFUSALS_NAME):
         add_refusal(tmp_path, refusal(9))
     assert path.read_text() == content
+
+
+def test_a_file_nested_too_deep_is_named(tmp_path: Path) -> None:
+    (tmp_path / REFUSALS_NAME).write_bytes(b"[" * 100_000)
+    with pytest.raises(CheckpointError, match=f"{REFUSALS_NAME}: nested too deep"):
+        read_refusals(tmp_path)

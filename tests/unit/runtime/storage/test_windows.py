@@ -195,19 +195,20 @@ def test_a_slice_in_memory_is_checked() -> None:
 def test_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     manifest, payload = sample_window(20, 1)
     path = tmp_path / "a.window"
-    path.write_bytes(forge(manifest.to_bytes(), b"".join(payload), version=2))
-    with pytest.raises(CheckpointError, match="format_version=2: this version reads 1 to 1"):
+    path.write_bytes(forge(manifest.to_bytes(), b"".join(payload), version=3))
+    with pytest.raises(CheckpointError, match="format_version=3: this version reads 1 to 2"):
         open_window(path)
 
 
-def test_version_1_is_read_bit_for_bit() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_version_is_read_bit_for_bit(version: int) -> None:
     """Every later version must read this file; it is never written again."""
     expected, payload = window_fixture.window()
-    with open_window(window_fixture.FOLDER / "version_1.window") as opened:
+    with open_window(window_fixture.FOLDER / f"version_{version}.window") as opened:
         manifest = opened.verify()
         slices = [bytes(opened.read_slice(index)) for index in range(manifest.num_slices)]
     assert slices == payload
-    assert manifest.to_json() == {**expected.to_json(), "format_version": 1}
+    assert manifest.to_json() == {**expected.to_json(), "format_version": version}
     for record, content in zip(manifest.slices, slices, strict=True):
         for piece in record.pieces:
             data = window_fixture.content_of(record.iteration, piece.component, piece.num_bytes)

@@ -1,0 +1,59 @@
+"""The random name of a run, made when its folder is first claimed and kept there: ``run_id.json``.
+
+A folder can be renamed and another run can get the same name; the random name tells runs apart all the same.
+"""
+
+import json
+import re
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_ft.durable import replace_file
+from megatron_ft.errors import ConfigError
+from megatron_ft.strict_json import parse_json
+
+RUN_ID_NAME = "run_id.json"
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunId:
+    """Who a run is."""
+
+    run_id: str
+    """32 hexadecimal digits."""
+    is_older: bool = False
+    """Whether the run had checkpoints or windows before it had this name: those are of format 1."""
+
+
+def make_run_id(run_dir: Path, *, is_older: bool) -> RunId:
+    """The name of the run in ``run_dir``, which this process has claimed: the one that is there, or a new one, durably.
+
+    Raises:
+        ConfigError: the file is there and damaged.
+        OSError: it cannot be written.
+    """
+    if (run_dir / RUN_ID_NAME).exists():
+        return read_run_id(run_dir)
+    made = RunId(run_id=secrets.token_hex(16), is_older=is_older)
+    replace_file(run_dir / RUN_ID_NAME, json.dumps(asdict(made)).encode() + b"\n")
+    return made
+
+
+def read_run_id(run_dir: Path) -> RunId:
+    """The name of the run in ``run_dir``.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    path = run_dir / RUN_ID_NAME
+    advice = "put it back from a copy: its run_id is in the manifest.json of each of the run's checkpoints"
+    try:
+        content = parse_json(path.read_bytes())
+        found = RunId(run_id=content["run_id"], is_older=content["is_older"])
+        if not _RUN_ID.fullmatch(found.run_id) or type(found.is_older) is not bool:
+            raise ValueError("run_id must be 32 hexadecimal digits, is_older true or false")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: must hold the run's random name: {error}; {advice}") from None
+    return found
