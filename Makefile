@@ -11,7 +11,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
 CONSTRAIN := -c requirements/constraints.txt -c $(VENV)/torch-constraint.txt
-STRICT := $(wildcard $(addprefix megatron_ft/,errors.py topology.py operators.py events.py membership_events.py records.py strict_json.py durable.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning))
+STRICT := $(wildcard $(addprefix megatron_ft/,errors.py reading.py topology.py operators.py events.py membership_events.py records.py strict_json.py durable.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning))
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*.hpp *.cuh *.cpp *.cu))
 

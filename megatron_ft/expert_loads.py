@@ -6,21 +6,30 @@ A file that does not say exactly what it should is refused: a wrong load would b
 import csv
 import io
 import itertools
-import json
+import math
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib import format as npformat
 
 from megatron_ft.errors import DataError
+from megatron_ft.reading import read_bytes, reading
+from megatron_ft.strict_json import parse_json
 
 SUFFIXES = (".json", ".npz", ".npy", ".csv")
 CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")
 STAGES = ("encoder", "decoder")
+MAX_BYTES = 1 << 30
+"""A larger file, or array in an archive, is refused before memory is taken for it."""
+MAX_EXPERTS = 1 << 16
+"""Experts of a layer; a higher id is damage."""
+MAX_LOADS = 1 << 26
+"""Loads that a file of expert ids may come to, all layers together."""
 
 Tokens = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
@@ -92,12 +101,10 @@ def read_expert_loads(path: Path) -> ExpertLoads:
     reader = readers.get(path.suffix)
     if reader is None:
         raise DataError(f"{path}: unknown suffix {path.suffix!r}: must be one of {', '.join(SUFFIXES)}")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    iterations, tokens = reader(path.name, content)
-    return ExpertLoads(source=path.name, iterations=iterations, tokens=_checked(path.name, iterations, tokens))
+    content = read_bytes(path, max_bytes=MAX_BYTES)
+    with reading(path):
+        iterations, tokens = reader(path.name, content)
+        return ExpertLoads(source=path.name, iterations=iterations, tokens=_checked(path.name, iterations, tokens))
 
 
 def _checked(name: str, iterations: tuple[int, ...], tokens: Tokens) -> Tokens:
@@ -122,7 +129,7 @@ def _checked(name: str, iterations: tuple[int, ...], tokens: Tokens) -> Tokens:
 
 def _json(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     try:
-        document = json.loads(content)
+        document = parse_json(content)
     except ValueError as error:
         raise DataError(f"{name}: is not JSON: {error}") from error
     layers = document.get("logical_count") if isinstance(document, dict) else document
@@ -143,6 +150,7 @@ def _npz(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
             missing = {"counts", "iters"} - set(archive.files)
             if missing:
                 raise DataError(f"{name}: lacks the array {sorted(missing)[0]!r}")
+            _check_members(name, content)
             counts, iterations = archive["counts"], archive["iters"]
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{name}: is not a readable npz archive: {error}") from error
@@ -151,8 +159,36 @@ def _npz(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     return tuple(int(value) for value in iterations), _numbers(name, counts)
 
 
+def _check_members(name: str, content: bytes) -> None:
+    """Sizes of an archive's arrays, before one of them is unpacked. Raises DataError, and what zipfile raises."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for member in archive.infolist():
+            if member.filename in ("counts.npy", "iters.npy"):
+                if member.file_size > MAX_BYTES:
+                    raise DataError(f"{name}: {member.filename}: {member.file_size} bytes: must be at most {MAX_BYTES}")
+                with archive.open(member) as file:
+                    _check_array(f"{name}: {member.filename}", file, member.file_size)
+
+
+def _check_array(name: str, file: IO[bytes], num_bytes: int) -> None:
+    """That an array has as many bytes as its header says, before memory is taken for them.
+
+    Raises:
+        DataError: it has more or fewer; and what numpy raises for a header that is none.
+    """
+    version = npformat.read_magic(file)
+    read_header = npformat.read_array_header_1_0 if version == (1, 0) else npformat.read_array_header_2_0
+    shape, _, dtype = read_header(file)
+    if dtype.hasobject:
+        raise DataError(f"{name}: is not a readable npy array: holds Python objects")
+    said, there = math.prod(shape) * dtype.itemsize, num_bytes - file.tell()
+    if min(shape, default=0) < 0 or said != there:
+        raise DataError(f"{name}: shape {shape} of {dtype} needs {said} bytes, {there} are there")
+
+
 def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     try:
+        _check_array(name, io.BytesIO(content), len(content))
         ids = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise DataError(f"{name}: is not a readable npy array: {error}") from error
@@ -161,6 +197,10 @@ def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     if ids.min() < 0:
         raise DataError(f"{name}: expert id {ids.min()}: must be 0 or more")
     num_experts = int(ids.max()) + 1
+    if num_experts > MAX_EXPERTS:
+        raise DataError(f"{name}: expert id {ids.max()}: must be below {MAX_EXPERTS}")
+    if num_experts * ids.shape[1] > MAX_LOADS:
+        raise DataError(f"{name}: {ids.shape[1]} layers of {num_experts} experts: must be at most {MAX_LOADS} loads")
     layers = [np.bincount(ids[:, layer].ravel(), minlength=num_experts) for layer in range(ids.shape[1])]
     return (0,), np.stack(layers)[None, None, :, None, :]
 
@@ -201,12 +241,12 @@ def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[
     batches = _distinct([key[:1] for key in loads])
     layers = _distinct([key[1:3] for key in loads])
     experts = _distinct([key[3:] for key in loads])
-    tokens = np.zeros((len(batches), 1, len(layers), 1, len(experts)), dtype=np.int64)
-    for (batch, stage, layer, expert), count in loads.items():
-        tokens[batches[(batch,)], 0, layers[(stage, layer)], 0, experts[(expert,)]] = count
     expected = len(batches) * len(layers) * len(experts)
     if len(loads) != expected:
         raise DataError(f"{name}: has {len(loads)} rows: must have one for each batch, layer and expert, {expected}")
+    tokens = np.zeros((len(batches), 1, len(layers), 1, len(experts)), dtype=np.int64)
+    for (batch, stage, layer, expert), count in loads.items():
+        tokens[batches[(batch,)], 0, layers[(stage, layer)], 0, experts[(expert,)]] = count
     return tuple(batch for (batch,) in batches), tokens
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ft.errors import ControlError
+from megatron_ft.strict_json import parse_json
 
 Message = dict[str, Any]
 
@@ -124,8 +125,8 @@ def decode(payload: bytes) -> Message:
         ControlError: the bytes are no JSON object.
     """
     try:
-        message = json.loads(payload)
-    except (ValueError, RecursionError) as error:
+        message = parse_json(payload)
+    except ValueError as error:
         raise ControlError(f"a peer sent bytes that are no JSON: {error}") from None
     if not isinstance(message, dict):
         raise ControlError(f"a peer sent a JSON {type(message).__name__}: must be an object")

@@ -38,6 +38,7 @@ from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import report_snapshots
 from megatron_ft.runtime.storage.checkpoints import iteration_of, newest_valid
 from megatron_ft.runtime.storage.window_folder import WindowFolder
+from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50
@@ -113,7 +114,7 @@ class Run:
             raise DataError(f"run_dir={self.path}: no placement has come into force yet")
         path = self.path / "placements" / f"iter_{newest[0].iteration:07d}.json"
         try:
-            content = json.loads(path.read_text())
+            content = parse_json(path.read_bytes())
             plans, loads = [PlacementPlan.from_json(plan) for plan in content["stages"]], content["loads"]
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
             raise DataError(f"{path}: must hold the placement in force: {error}") from None

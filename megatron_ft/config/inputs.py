@@ -1,6 +1,5 @@
 """Reads the recorded loads and the placements that a configuration names; what they must fit is decided elsewhere."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,9 @@ from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError, DataError
-from megatron_ft.expert_loads import ExpertLoads, read_expert_loads
+from megatron_ft.expert_loads import MAX_BYTES, ExpertLoads, read_expert_loads
+from megatron_ft.reading import read_bytes
+from megatron_ft.strict_json import parse_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +81,9 @@ def _read_loads(key: str, path: str) -> ExpertLoads:
 
 def _stages(path: str) -> tuple[Mapping[str, Any], ...]:
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"placement.schedule={path}: cannot be read: {error.strerror}") from None
+        document = parse_json(read_bytes(Path(path), max_bytes=MAX_BYTES))
+    except DataError as error:
+        raise DataError(f"placement.schedule={path}: {error}") from None
     except ValueError as error:
         raise DataError(f"placement.schedule={path}: is not JSON: {error}") from None
     stages = document.get("stages") if isinstance(document, dict) else None

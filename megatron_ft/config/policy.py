@@ -1,7 +1,8 @@
 """Builds the policy that a configuration names: a frozen dataclass, by the dotted path in ``_target_``.
 
-An outside package extends the project with a class and a YAML file; there is no registry to edit. Only dataclasses
-are built, so that a configuration cannot call arbitrary code.
+An outside package extends the project with a class and a YAML file; there is no registry to edit. Only frozen
+dataclasses are built, which catches a mistake and is no protection: the module in ``_target_`` is imported, also by a
+dry run, and importing runs its code. Whoever writes a configuration may run code, as SECURITY.md says.
 """
 
 import dataclasses

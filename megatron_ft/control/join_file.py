@@ -15,6 +15,7 @@ from megatron_ft.control.agent import AgentSpec
 from megatron_ft.control.controller_main import FOLDER
 from megatron_ft.control.private_file import read_private, write_private
 from megatron_ft.errors import ControlError
+from megatron_ft.strict_json import parse_json
 
 _FILE = "join.json"
 _OWN = ("node", "runtime_dir", "forkserver_socket", "process_id", "store")
@@ -92,8 +93,8 @@ def read(run_dir: Path) -> JoinFile | None:
     except FileNotFoundError:
         return None
     try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(content)
+    except ValueError as error:
         raise ControlError(f"{path}: damaged: {error}") from None
     wrong = _wrong(values, JoinFile) or _wrong(values["agent"], AgentSpec, without=_OWN)
     if wrong is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
+from megatron_ft.strict_json import parse_json
 
 
 class Journal:
@@ -59,7 +60,7 @@ class Journal:
 
 def _parse(line: bytes, path: Path, number: int) -> Message:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError as error:
         raise ControlError(f"{path}, line {number}: no JSON: {error}") from None
     if not isinstance(entry, dict):

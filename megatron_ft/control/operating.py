@@ -3,7 +3,6 @@
 A job that runs keeps ``controller.json`` in its folder, of mode 0600: address and token of its controller.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from megatron_ft.control.private_file import read_private
 from megatron_ft.control.rpc import RpcClient, RpcError
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
+from megatron_ft.strict_json import parse_json
 
 CONTROLLER_FILE = "controller.json"
 CALL_SECONDS = 10.0
@@ -53,11 +53,11 @@ def read_address(run_dir: Path) -> ControllerAddress:
 
 def _parse(path: Path, content: bytes) -> ControllerAddress:
     try:
-        values = json.loads(content)
+        values = parse_json(content)
         found = ControllerAddress(
             address=values["address"], token=values["token"], epoch=values["epoch"], tls_dir=values.get("tls_dir")
         )
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ControlError(f"{path}: damaged: {error!r}") from None
     texts_fit = all(isinstance(text, str) and text for text in (found.address, found.token))
     texts_fit = texts_fit and isinstance(found.tls_dir, str | None)

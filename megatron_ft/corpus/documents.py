@@ -1,10 +1,10 @@
 """Documents out of text and JSONL files; whatever cannot be read is named by file and line."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ft.errors import DataError
+from megatron_ft.strict_json import parse_json
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -66,8 +66,8 @@ def _joined(lines: list[str]) -> Iterator[str]:
 
 def _json_text(place: str, line: str, key: str) -> str:
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(f"{place}: damaged JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place}: must be a JSON object, not {type(row).__name__}")

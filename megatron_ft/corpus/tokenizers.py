@@ -14,9 +14,12 @@ import numpy as np
 from megatron_ft.config.data import DataConfig
 from megatron_ft.corpus import vocabulary as files
 from megatron_ft.errors import ConfigError, DataError
+from megatron_ft.reading import reading
 
 END_OF_DOCUMENT_ENTRIES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|end▁of▁sentence|>", "[EOS]")
 """Names the end-of-document token goes by in published vocabularies, tried in this order."""
+
+_REFUSED = "refused by the tokenizers library"
 
 
 class Tokenizer(Protocol):
@@ -70,9 +73,13 @@ class LibraryTokenizer:
     """A tokenizer of the ``tokenizers`` library, told to add, cut and interpret nothing.
 
     A vocabulary without a known end-of-document entry gets one more id, its largest plus one.
+
+    Raises:
+        DataError: the library fails on the file's rules, when it is built or at any text; names ``source``.
     """
 
-    def __init__(self, backend: Any, vocabulary: dict[str, int], fingerprint: str) -> None:
+    def __init__(self, backend: Any, vocabulary: dict[str, int], fingerprint: str, source: Path) -> None:
+        self._source = source
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True
@@ -85,15 +92,18 @@ class LibraryTokenizer:
         self.dropped = "".join(letter for letter in string.printable if not self.encode(letter).size)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        with reading(self._source, what=_REFUSED):
+            return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with reading(self._source, what=_REFUSED):
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
         kept = [int(number) for number in ids if number != self.eod]
-        return str(self._backend.decode(kept, skip_special_tokens=False))
+        with reading(self._source, what=_REFUSED):
+            return str(self._backend.decode(kept, skip_special_tokens=False))
 
 
 def losses(tokenizer: Tokenizer) -> str:
@@ -139,7 +149,7 @@ def _gpt2(vocab_file: Path, merges_file: Path) -> Tokenizer:
     backend = Backend(models.BPE(vocab=vocabulary, merges=[(left, right) for _, left, right in merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return LibraryTokenizer(backend, vocabulary, _digest(vocab_file, merges_file))
+    return LibraryTokenizer(backend, vocabulary, _digest(vocab_file, merges_file), vocab_file)
 
 
 def _huggingface(path: Path) -> Tokenizer:
@@ -151,11 +161,9 @@ def _huggingface(path: Path) -> Tokenizer:
         _check_json_merges(path, model)
     import tokenizers
 
-    try:
+    with reading(path, what=_REFUSED):
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"{path}: refused by the tokenizers library: {error}") from error
-    return LibraryTokenizer(backend, _checked(path, backend.get_vocab(with_added_tokens=True)), _digest(path))
+    return LibraryTokenizer(backend, _checked(path, backend.get_vocab(with_added_tokens=True)), _digest(path), path)
 
 
 def _checked(path: Path, vocabulary: dict[str, int]) -> dict[str, int]:

@@ -1,19 +1,21 @@
 """Strict reading of vocabulary files, so that damage is one clear message before anything starts."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import DataError
+from megatron_ft.reading import read_bytes
+from megatron_ft.strict_json import parse_json
+
+MAX_BYTES = 1 << 30
+"""A larger file is no vocabulary."""
 
 
 def read_text(path: Path) -> str:
     """Content of a UTF-8 file. Raises DataError where it is missing, unreadable, empty or not UTF-8."""
     try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        text = read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start}: must be UTF-8") from error
     if not text.strip():
@@ -24,8 +26,8 @@ def read_text(path: Path) -> str:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Content of a JSON file that holds an object."""
     try:
-        content = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        content = parse_json(read_text(path))
+    except ValueError as error:
         raise DataError(f"{path}: damaged JSON: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: must hold a JSON object, not {type(content).__name__}")

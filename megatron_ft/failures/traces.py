@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.failures.schedule import FailureSchedule, MembershipEvent
+from megatron_ft.reading import read_bytes
 
 _MOST_BYTES = 64 * 1024 * 1024
 _ROW = re.compile(r"([0-9]{1,15}),(add|remove),([A-Za-z0-9._-]{1,64})")
@@ -124,14 +125,7 @@ def read_trace(path: Path) -> MembershipTrace:
     Raises:
         DataError: with the number of the line.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(content) > _MOST_BYTES:
-        raise DataError(f"{path.name}: larger than {_MOST_BYTES} bytes: no trace is")
-    return parse_trace(path.name, content)
+    return parse_trace(path.name, read_bytes(path, max_bytes=_MOST_BYTES))
 
 
 def parse_trace(source: str, content: bytes) -> MembershipTrace:

@@ -1,12 +1,11 @@
 """Reading back what a run has reported."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from megatron_ft.events import Metrics, Record
-from megatron_ft.strict_json import JsonValue
+from megatron_ft.strict_json import JsonValue, parse_json
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -72,7 +71,7 @@ def read_lines(
                 return  # being written, or torn by a crash
             try:
                 yield parse(_object(line))
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
 
 
@@ -84,7 +83,7 @@ def to_metrics(values: dict[str, JsonValue]) -> Metrics:
 
 
 def _object(line: bytes) -> dict[str, JsonValue]:
-    value = json.loads(line.decode("utf-8"))
+    value = parse_json(line)
     if not isinstance(value, dict):
         raise ValueError(f"{type(value).__name__}: must be a JSON object")
     return value

@@ -1,6 +1,10 @@
 """Recorded loads: the real files and what must be refused."""
 
+import io
 import json
+import os
+import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -124,3 +128,100 @@ def test_truncated_archive_is_refused(tmp_path: Path) -> None:
 def test_json_file_of_one_thousand_layers(tmp_path: Path) -> None:
     layers = [[layer, 1] for layer in range(1000)]
     assert read_expert_loads(write(tmp_path, "x.json", json.dumps(layers))).num_layers == 1000
+
+
+def _npy_bytes(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def _npz_bytes(compression: int = zipfile.ZIP_DEFLATED, **members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return buffer.getvalue()
+
+
+_IDS = _npy_bytes(np.zeros((4, 2, 2), dtype=np.int64))
+_SOUND = {"counts": _npy_bytes(np.ones((1, 1, 1, 1, 4), dtype=np.int64)), "iters": _npy_bytes(np.array([1]))}
+
+
+def _ids(value: int) -> bytes:
+    return _npy_bytes(np.full((4, 2, 2), value, dtype=np.int64))
+
+
+def _broken_zip(offset: int, value: bytes) -> bytes:
+    content = bytearray(_npz_bytes(**_SOUND))
+    content[offset : offset + len(value)] = value
+    return bytes(content)
+
+
+def _other_method() -> bytes:
+    """Both headers of the first member name a compression that nobody knows."""
+    content = bytearray(_npz_bytes(**_SOUND))
+    struct.pack_into("<H", content, 8, 99)
+    struct.pack_into("<H", content, content.index(b"PK\x01\x02") + 10, 99)
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.npy", _ids(1 << 29)),
+        ("a.npy", _ids(1 << 62)),
+        ("a.npy", _ids(1 << 16)),
+        ("a.npy", _npy_bytes(np.full((1, 3000, 1), 40_000))),
+        ("a.npy", _IDS.replace(b"(4, 2, 2)", b"(9999999999, 2, 2)".ljust(9))),
+        ("a.npy", _IDS.replace(b"(4, 2, 2)", b"(4, 2, 3)")),
+        ("a.npy", _IDS.replace(b"(4, 2, 2)", b"(4, 2, 2 ")),
+        ("a.npy", _IDS.replace(b"'shape'", b"'sh\x00pe'")),
+        ("a.npy", _IDS[:20]),
+        ("a.npy", b""),
+        ("a.npz", _other_method()),
+        ("a.npz", _broken_zip(60, b"\xff" * 40)),
+        ("a.npz", _npz_bytes(**{**_SOUND, "counts": _SOUND["counts"][:100]})),
+        ("a.npz", _npz_bytes(**{**_SOUND, "counts": b"\x80\x04K\x01."})),
+        ("a.csv", HEADER + "\n".join(f"{n},x,encoder,{n},{n},1,1" for n in range(1500))),
+        ("a.csv", HEADER + f"0,x,encoder,0,0,{'9' * 5000},1\n"),
+        ("a.csv", HEADER + f"0,x,encoder,0,0,{'9' * 30},1\n"),
+        ("a.csv", HEADER + f'0,"{"x" * 200_000}",encoder,0,0,1,1\n'),
+        ("a.csv", HEADER + "0,x\0,encoder,0,0,1,1\n"),
+        ("a.json", b"[" * 100_000),
+        ("a.json", b"[[1" + b"0" * 400 + b"]]"),
+        ("a.json", b"[[1" + b"0" * 5000 + b"]]"),
+    ],
+)
+def test_no_damage_is_anything_but_one_error_that_names_the_file(
+    tmp_path: Path, name: str, content: str | bytes
+) -> None:
+    path = write(tmp_path, name, content)
+    try:
+        loads = read_expert_loads(path)
+    except DataError as error:
+        assert name in str(error), error
+    else:  # a field of no interest may hold anything
+        assert name == "a.csv" and loads.num_records == 1
+
+
+def test_an_archive_that_unpacks_to_more_than_memory_is_refused_by_its_sizes(tmp_path: Path) -> None:
+    """10 GB of zeros in 10 MB: the header says a shape that would fit them."""
+    shape = (10, 1, 1, 1, 134_217_728)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": shape})
+    content = bytearray(_npz_bytes(**{**_SOUND, "counts": header.getvalue()}))
+    size = struct.pack("<I", (1 << 32) - 2)
+    where = content.index(b"PK\x01\x02") + 24
+    content[where : where + 4] = size
+    content[22:26] = size
+    path = write(tmp_path, "a.npz", bytes(content))
+    with pytest.raises(DataError, match=r"counts\.npy: 4294967294 bytes: must be at most"):
+        read_expert_loads(path)
+
+
+def test_a_sparse_file_is_refused_by_its_size(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.npy", _IDS)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match=r"a\.npy: 1099511627776 bytes"):
+        read_expert_loads(path)

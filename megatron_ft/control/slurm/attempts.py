@@ -14,6 +14,7 @@ from typing import Any
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
+from megatron_ft.strict_json import parse_json
 
 FOLDER = "slurm"
 """Of the run's folder."""
@@ -61,7 +62,7 @@ def newest_iteration(run_dir: Path) -> int:
     path = run_dir / _METRICS
     try:
         return max((int(line["iteration"]) for line in _lines(path, 0)), default=0)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ControlError(f"{path}: damaged: {error!r}") from None
 
 
@@ -74,7 +75,7 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
     path = run_dir / FOLDER / _FILE
     try:
         return [_parse(line) for line in _lines(path, 0)]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ControlError(f"{path}: damaged: {error!r}") from None
 
 
@@ -118,10 +119,10 @@ def read_end(run_dir: Path, job_id: str) -> int | None:
     """
     path = marker_of(run_dir, job_id)
     try:
-        return int(json.loads(path.read_text())["exit_code"])
+        return int(parse_json(path.read_bytes())["exit_code"])
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OverflowError, ValueError, KeyError, TypeError) as error:
         raise ControlError(f"{path}: damaged: {error!r}") from None
 
 
@@ -154,4 +155,4 @@ def _lines(path: Path, first_byte: int) -> list[Mapping[str, Any]]:
         return []
     with path.open("rb") as file:
         file.seek(first_byte)
-        return [json.loads(line) for line in file if line.endswith(b"\n")]
+        return [parse_json(line) for line in file if line.endswith(b"\n")]

@@ -1,6 +1,5 @@
 """Where expert replicas have sat over a run: each placement that took over, and the slots of the one in force."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import PlacementInForce, Record
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
-from megatron_ft.strict_json import decode
+from megatron_ft.strict_json import decode, parse_json
 
 FOLDER = "placements"
 MAX_BYTES = 64 * 2**20
@@ -40,8 +39,8 @@ def newest_plans(run_dir: Path, records: Sequence[Record]) -> tuple[PlacementPla
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"must be at most {MAX_BYTES} bytes")
-        return _plans(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError, ConfigError) as error:
+        return _plans(parse_json(path.read_bytes()))
+    except (ValueError, ConfigError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 

@@ -36,7 +36,7 @@ def test_a_line_that_was_cut_short_goes(tmp_path: Path, num_bytes: int) -> None:
     assert Journal(path).entries == [{"a": 1}, {"c": 3}]
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", "\x00"])
+@pytest.mark.parametrize("line", ["{", "[1]", "\x00", "[" * 100_000])
 def test_damage_elsewhere_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text(f'{{"a":1}}\n{line}\n{{"b":2}}\n')

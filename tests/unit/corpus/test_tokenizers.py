@@ -137,6 +137,18 @@ def test_bad_tokenizer_json(tmp_path: Path, content: object, message: str) -> No
         build_tokenizer(DataConfig(tokenizer="huggingface", tokenizer_file=str(path)))
 
 
+def test_a_pattern_that_makes_the_library_panic_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """The panic of a library in Rust is no ``Exception``: it would end the process without a word on the file."""
+    path = tmp_path / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    path.write_text(json.dumps({"version": "1.0", "pre_tokenizer": split, "model": model}), encoding="utf-8")
+    tokenizer = build_tokenizer(DataConfig(tokenizer="huggingface", tokenizer_file=str(path)))
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_many([text])):
+        with pytest.raises(DataError, match=f"{path}: refused by the tokenizers library: PanicException"):
+            encode("a" * 40 + "b")
+
+
 def test_truncation_in_the_file_does_not_cut_documents(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     model = {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []}
