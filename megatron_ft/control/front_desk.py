@@ -34,7 +34,7 @@ class FrontDesk:
         hear: Callable[[int], None],
         clock: Callable[[], float],
         sign_seconds: float,
-        others: Mapping[str, Method],
+        others: Mapping[str, Callable[[Message], Message]],
         interface: str,
         token: str,
         epoch: int,
@@ -56,12 +56,15 @@ class FrontDesk:
         self._hear, self._sign_seconds = hear, sign_seconds
         self._inbox = Inbox(clock)
         self._orders: list[Message] = []
+        self._encoded_orders: list[bytes] = []
+        """The same as JSON: a large one is encoded once, not for every agent."""
         self._new_order = threading.Condition()
         """For calls that wait for orders alone: an order is for all of them."""
         self._farewell = threading.Condition()
         self._has_ended = False
-        calls = {"join": self._join, "poll": self._poll, "deliver": self._deliver, **others}
-        methods = {name: self._with_epoch(method) for name, method in calls.items()}
+        calls = {"join": self._join, "deliver": self._deliver, **others}
+        methods: dict[str, Method] = {name: self._with_epoch(method) for name, method in calls.items()}
+        methods["poll"] = self._poll
         num_threads = 4 * policy.most_nodes + 4
         self._server = RpcServer(
             "Controller",
@@ -132,6 +135,7 @@ class FrontDesk:
         """Let agents fetch an order."""
         with self._new_order:
             self._orders.append(order)
+            self._encoded_orders.append(json.dumps(order).encode())
             self._new_order.notify_all()
 
     def let_go(self) -> None:
@@ -151,7 +155,7 @@ class FrontDesk:
 
     # --- calls, in gRPC's threads ----------------------------------------------------------------------------------
 
-    def _with_epoch(self, method: Method) -> Method:
+    def _with_epoch(self, method: Callable[[Message], Message]) -> Method:
         return lambda request: {**method(request), "epoch": self._epoch}
 
     def _join(self, request: Message) -> Message:
@@ -174,18 +178,18 @@ class FrontDesk:
         session = self._sessions.of_process(node, process_id)
         return {"session": session.number, "after": session.first_order}
 
-    def _poll(self, request: Message) -> Message:
+    def _poll(self, request: Message) -> bytes:
         node, after = self._known(request), int(request["after"])
         session = self._session(node, request)
         wait_seconds = min(float(request["wait_seconds"]), _MAX_POLL_SECONDS)
         with self._new_order:
             self._new_order.wait_for(lambda: len(self._orders) > after, timeout=wait_seconds)
-            orders = self._orders[after:]
+            orders = self._encoded_orders[after:]
         with self._farewell:
             session.num_told = after + len(orders)
             if self._has_ended:
                 self._farewell.notify_all()
-        return {"node": node, "orders": orders}
+        return b'{"node":%d,"epoch":%d,"orders":[%b]}' % (node, self._epoch, b",".join(orders))
 
     def _deliver(self, request: Message) -> Message:
         """Take items not taken before; says which one is expected next: all before it have had their effect."""

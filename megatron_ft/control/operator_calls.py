@@ -6,7 +6,6 @@ from megatron_ft.control.detector import Detector
 from megatron_ft.control.facts import AddRequested, DrainRequested, Fact
 from megatron_ft.control.membership_join import is_member, refuse_add, refuse_drain
 from megatron_ft.control.membership_state import MembershipPolicy, State
-from megatron_ft.control.rpc import Method
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 
@@ -31,7 +30,7 @@ class OperatorCalls:
         self._clock = clock
 
     @property
-    def methods(self) -> dict[str, Method]:
+    def methods(self) -> dict[str, Callable[[Message], Message]]:
         """Name to method."""
         return {"status": self._status, "drain": self._drain, "add": self._add}
 

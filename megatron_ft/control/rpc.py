@@ -23,7 +23,8 @@ from megatron_ft.control.strangers import Strangers, max_connections
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
 
-Method = Callable[[Message], Message]
+Method = Callable[[Message], Message | bytes]
+"""From a JSON object to a JSON object, or to the bytes of one."""
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 HANDSHAKE_SECONDS = 10
@@ -137,7 +138,8 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             if self.strangers is not None:
                 self.strangers.has_shown_token(context.peer())
             try:
-                return json.dumps(method(decode(request))).encode()
+                answer = method(decode(request))
+                return answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             except TimeoutError as error:
                 context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             except ControlError as error:

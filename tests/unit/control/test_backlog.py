@@ -218,6 +218,28 @@ def test_a_call_is_woken_by_its_own_item_alone(begin: Callable[..., Job]) -> Non
     assert {poll.result(timeout=20)["orders"][0]["op"] for poll in polls} == {"break"}
 
 
+class Counted(dict[str, Any]):
+    """Counts how often somebody goes through it."""
+
+    num_readings = 0
+
+    def items(self) -> Any:
+        Counted.num_readings += 1
+        return super().items()
+
+
+def test_an_order_is_encoded_once_for_all_who_fetch_it(begin: Callable[..., Job]) -> None:
+    job = begin(replace(POLICY, num_nodes=20, max_nodes=20))
+    job.run()
+    polls = [job.calls.submit(job.call, "poll", node=node, after=1, wait_seconds=30) for node in range(20)]
+    assert eventually(lambda: len(job.controller._desk._new_order._waiters) == 20)
+    job.controller._desk.give({"op": "kill", "nodes": [], "about": Counted(large=1)})
+    assert all(
+        poll.result(timeout=20)["orders"] == [{"op": "kill", "nodes": [], "about": {"large": 1}}] for poll in polls
+    )
+    assert Counted.num_readings == 1
+
+
 def num_sleeps() -> int:
     """Voluntary context switches of the threads of the service."""
     total = 0
