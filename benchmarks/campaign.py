@@ -1,9 +1,10 @@
-"""Campaigns: many trials, resumable, counted only when their event is proven to have happened.
+"""Campaigns: many trials, resumable, counted only when their event is proven and their result was compared.
 
 An executor is a generator: it may start one job and put many faults into it, and yields each trial's
 outcome as soon as it is known. Every outcome is on disk before the next trial goes on, under a key made
-of the trial's parameters and the digest of the source, so that a campaign that was stopped goes on where
-it stopped and a change of the code starts it anew.
+of the trial's parameters and the digest of the source, so that a campaign that was stopped goes on where it
+stopped and a change of the code starts it anew. Every earlier outcome of the same source stays in the journal and is
+counted: a failure that a later attempt does not repeat is still shown.
 """
 
 import dataclasses
@@ -35,34 +36,63 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a trial. ``proven``: the run's own record shows that the event happened."""
+    """What became of a trial."""
 
     proven: bool
+    """Whether the run's own record shows that the event happened."""
     passed: bool
+    """Whether nothing was found wrong."""
+    num_compared: int
+    """Values (losses, digests of states) that were compared with a reference. A trial without any never counts as
+    passed: nothing was found wrong because nothing was looked at."""
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Totals of a campaign; ``passed`` and ``failed`` count proven trials only."""
+    """Totals of a campaign by each trial's newest outcome, and what came before these."""
 
     planned: int
     passed: int
+    """Proven, compared with a reference, and nothing wrong."""
     failed: int
+    """Proven, and something wrong."""
+    uncompared: int
+    """Proven, nothing wrong, and compared with nothing."""
     unproven: int
     resumed: int
+    """Trials whose outcome is of an earlier call."""
+    failed_before: int
+    """Outcomes that failed, or were compared with nothing, and whose trial was run again."""
+    unproven_before: int
+    """Outcomes without proof whose trial was run again."""
 
     @property
     def complete(self) -> bool:
-        """Whether every planned trial was proven and passed."""
+        """Whether every planned trial was proven, compared, and passed."""
         return self.passed == self.planned
+
+    @property
+    def again(self) -> str:
+        """The end of a figure: how many outcomes were replaced by later ones; empty where none was."""
+        parts = [
+            f"{count} {what}"
+            for count, what in ((self.failed_before, "failed"), (self.unproven_before, "unproven"))
+            if count
+        ]
+        return f"; trials run again: {', '.join(parts)} before" if parts else ""
 
     def summary(self) -> str:
         """One line for a log."""
         return (
-            f"{self.planned} trials: {self.passed} passed, {self.failed} failed, {self.unproven} not proven"
-            f" ({self.resumed} from the journal)"
+            f"{self.planned} trials: {self.passed} passed, {self.failed} failed, {self.uncompared} compared with "
+            f"nothing, {self.unproven} not proven ({self.resumed} from the journal){self.again}"
         )
+
+    def to_counts(self) -> dict[str, int]:
+        """For a claim's result."""
+        counts = dataclasses.asdict(self)
+        return {"trials": counts.pop("planned"), **counts}
 
 
 Executor = Callable[[Sequence[Trial]], Iterator[tuple[Trial, Outcome]]]
@@ -89,6 +119,9 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.outcomes: dict[str, Outcome] = {}
+        """Newest of each key."""
+        self.replaced: dict[str, list[Outcome]] = {}
+        """Those before it, oldest first."""
         if path.exists():
             self._load(path.read_bytes())
 
@@ -100,7 +133,12 @@ class Journal:
             record = json.loads(line)
             key = record.pop("key")
             record.pop("parameters")
-            self.outcomes[key] = Outcome(**record)
+            self._keep(key, Outcome(**{"num_compared": 0, **record}))
+
+    def _keep(self, key: str, outcome: Outcome) -> None:
+        if key in self.outcomes:
+            self.replaced.setdefault(key, []).append(self.outcomes[key])
+        self.outcomes[key] = outcome
 
     def append(self, key: str, trial: Trial, outcome: Outcome) -> None:
         """Keep an outcome durably."""
@@ -110,7 +148,7 @@ class Journal:
             file.write(json.dumps(record, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self.outcomes[key] = outcome
+        self._keep(key, outcome)
 
 
 def run_campaign(
@@ -125,8 +163,8 @@ def run_campaign(
 ) -> tuple[Counts, list[tuple[Trial, Outcome]]]:
     """Run every trial that the journal does not hold as proven and passed; return totals and outcomes.
 
-    A trial whose event did not happen is tried again, ``num_attempts`` times in all. Failed trials of an
-    earlier call run again: a failure is a reason to look, not a result to keep.
+    A trial whose event did not happen is tried again, ``num_attempts`` times in all. Failed trials of an earlier call
+    run again; their failures stay in the totals (``Counts.failed_before``).
     """
     source = source_digest() if source is None else source
     trials = {trial.key(source): trial for trial in (Trial(campaign=name, parameters=dict(row)) for row in rows)}
@@ -140,28 +178,36 @@ def run_campaign(
             journal.append(key, trial, outcome)
             done[key] = outcome
             report(f"{name}: {len(done)}/{len(trials)} {_word(outcome)} {_text(trial.parameters)}")
-    counts = _count(trials, done, num_resumed)
+    counts = _count(trials, done, journal, num_resumed)
     report(f"{name}: {counts.summary()}")
     return counts, [(trial, done[key]) for key, trial in trials.items() if key in done]
 
 
 def _good(outcome: Outcome | None) -> bool:
-    return outcome is not None and outcome.proven and outcome.passed
+    return outcome is not None and outcome.proven and outcome.passed and outcome.num_compared > 0
 
 
-def _count(trials: Mapping[str, Trial], done: Mapping[str, Outcome], num_resumed: int) -> Counts:
+def _count(trials: Mapping[str, Trial], done: Mapping[str, Outcome], journal: Journal, num_resumed: int) -> Counts:
     proven = [outcome for outcome in done.values() if outcome.proven]
+    before = [outcome for key in trials for outcome in journal.replaced.get(key, ())]
     return Counts(
         planned=len(trials),
-        passed=sum(outcome.passed for outcome in proven),
+        passed=sum(map(_good, proven)),
         failed=sum(not outcome.passed for outcome in proven),
+        uncompared=sum(outcome.passed and not outcome.num_compared for outcome in proven),
         unproven=len(trials) - len(proven),
         resumed=num_resumed,
+        failed_before=sum(outcome.proven and not _good(outcome) for outcome in before),
+        unproven_before=sum(not outcome.proven for outcome in before),
     )
 
 
 def _word(outcome: Outcome) -> str:
-    return ("passed" if outcome.passed else "FAILED") if outcome.proven else "not proven"
+    if not outcome.proven:
+        return "not proven"
+    if not outcome.passed:
+        return "FAILED"
+    return "passed" if outcome.num_compared else "compared with nothing"
 
 
 def _text(parameters: Mapping[str, Scalar]) -> str:

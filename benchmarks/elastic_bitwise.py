@@ -3,26 +3,30 @@
 Three kinds of jobs of eight nodes. In most, one node after another is killed, each in a drawn phase, starts again and
 joins at a boundary, before the next one dies: many faults in one living job. In some, four nodes die one by one and
 none comes back. In some, two or three die at once: then replicas serve exactly if the placement in force says that
-every expert is left, else the next rung does.
+every expert is left, else the newest checkpoint does. A node is killed whole, agent, snapshot server and rank at one
+instant, from outside; in every third of the jobs whose nodes come back, ranks alone kill themselves.
 
 The history of memberships that a run has recorded is given to a run in which nodes leave and join by schedule instead:
 losses and the digests of every rank's whole state after every iteration must be equal. (An iteration that the survivors
-finish is digested by them only: its state is compared from the next iteration on.) A trial is a fault; it counts when
-the victim wrote it down before it happened and the job then went on without that node. ``atol=0``. Beside it, losses
-are compared with those of a run that nothing happened to.
+finish is digested by them only: its state is compared from the next iteration on.) A job that a checkpoint served is
+compared with a run on the nodes that were left which loads this checkpoint. A trial is a fault; it counts when the
+victim wrote it down before it happened, a whole node when the kill from outside is written down, too, and the job then
+went on without that node. ``atol=0``. Beside it, losses are compared with those of a run that nothing happened to.
 """
 
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.campaign import Outcome, Trial, execute_jobs, run_campaign
 from benchmarks.covering import Row
-from benchmarks.elastic_jobs import MOST_ITERATIONS, NUM_NODES, Bench, Recorded, failpoints, scripted
+from benchmarks.elastic_jobs import MOST_ITERATIONS, NUM_NODES, Bench, Recorded, failpoints
+from benchmarks.histories import scripted
+from benchmarks.node_killer import StoppedNodeKiller
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -33,6 +37,8 @@ ID = "elastic-bitwise"
 NUM_REJOINING, NUM_CYCLES = 14, 8
 NUM_HALVING, NUM_LOST = 3, 4
 NUM_AT_ONCE = 8
+RANKS_ALONE = 3
+"""Of so many jobs whose nodes come back, in one ranks alone are killed."""
 MIN_TRIALS = 120
 TOLERANCE = 1.0e-3
 """Relative, of a loss, against the run that nothing happened to."""
@@ -72,6 +78,22 @@ class Job:
     number: int
     overrides: Sequence[str]
     faults: Sequence[Row]
+    kills_nodes: bool = True
+    """Whole nodes, from outside, where their ranks have stopped themselves; else ranks kill themselves."""
+
+    @property
+    def overrides_and_faults(self) -> list[str]:
+        """Overrides with the faults armed."""
+        action = "stop" if self.kills_nodes else "kill"
+        return [*self.overrides, failpoints([{**fault, "action": action} for fault in self.faults])]
+
+    def killer(self, run_dir: Path) -> Callable[[Sequence[Any]], bool]:
+        """Brings in what comes from outside; says when the job may end."""
+        if not self.kills_nodes:
+            return self.has_ended
+        num_faults = len(self.faults)
+        at_once = [num_faults] if self.kind == "at_once" else [1] * num_faults
+        return StoppedNodeKiller(run_dir, at_once, self.has_ended)
 
     @property
     def is_rejoining(self) -> bool:
@@ -108,7 +130,8 @@ def _rejoining(number: int, quick: bool) -> Job:
         faults.append({"fault": index, "node": node, "phase": phase, "generation": 2 * index, "passes": passes})
     words = [f"launch.min_nodes={NUM_NODES - 2}", "launch.restart_lost_nodes=true", "launch.join_window_seconds=0.1"]
     words.append("launch.max_node_restarts=100")
-    return Job("rejoin", number, [*VARIANTS[number % len(VARIANTS)], *words], faults)
+    overrides = [*VARIANTS[number % len(VARIANTS)], *words]
+    return Job("rejoin", number, overrides, faults, kills_nodes=number % RANKS_ALONE != RANKS_ALONE - 1)
 
 
 def _halving(number: int, _quick: bool) -> Job:
@@ -153,22 +176,49 @@ class Campaign:
         return execute_jobs(trials, lambda number: self.run(self.jobs[number]))
 
     def run(self, job: Job) -> list[Outcome]:
-        """The job with faults, then the scripted one with the same history; an outcome for each fault."""
+        """The job with faults, then what it is compared with; an outcome for each fault."""
         is_at_once = job.kind == "at_once"
-        killed = self.bench.run([*job.overrides, failpoints(job.faults)], until=job.has_ended, restarts=is_at_once)
-        if is_at_once and any(rung["rung"] != "replicas" for rung in killed.rungs):
-            return [_judge_at_once(job, killed, [])] * len(job.faults)
+        killer = job.killer(self.bench.next_run_dir)
         words = [word for word in job.overrides if not word.startswith(("launch.", "checkpoint."))]
+        with self.bench.running(job.overrides_and_faults, until=killer) as run:
+            killed = Recorded.of(run, restarts=is_at_once)
+            killed.problems += [f"not injected: {text}" for text in getattr(killer, "problems", ())]
+            served = next((rung for rung in killed.rungs if rung["rung"] != "replicas"), None)
+            if is_at_once and served is not None:
+                return [self._against_resumed(job, killed, served, words, run.run_dir)] * len(job.faults)
         end = f"training.exit_at_iteration={killed.last_iteration}"
-        reference = self.bench.run([*words, *scripted(killed.changes), end])
+        reference = self.bench.run([*words, *scripted(killed.orders, NUM_NODES), end])
         common = [*killed.problems, *(f"scripted: {text}" for text in reference.problems)]
         if is_at_once:
-            differences = killed.differences(reference, 1, killed.last_iteration - 1)
-            return [_judge_at_once(job, killed, [*common, *differences])] * len(job.faults)
+            last = killed.last_iteration - 1
+            problems = [*common, *killed.differences(reference, 1, last)]
+            return [_judge_at_once(job, killed, problems, killed.num_compared(reference, 1, last))] * len(job.faults)
         distance = killed.distance(self._undisturbed(job, words), COMPARED_ITERATIONS)
         if distance > TOLERANCE and "params_dtype" not in " ".join(job.overrides):
             common.append(f"a loss is {distance:.1e} from that of the undisturbed run")
         return [_outcome(job, fault, killed, reference, common, distance) for fault in job.faults]
+
+    def _against_resumed(self, job: Job, killed: Recorded, served: Any, words: Sequence[str], run_dir: Path) -> Outcome:
+        """A job that a checkpoint served, against one on the nodes that were left which loads this checkpoint."""
+        loaded, last = served["iteration"], killed.last_iteration
+        problems, num_compared = list(killed.problems), 0
+        if served["rung"] == "checkpoint" and last > loaded + 1:
+            lost = {fault["node"] for fault in job.faults}
+            left = [f"node{node}" for node in range(NUM_NODES) if node not in lost]
+            reference = self.bench.run(
+                [
+                    *words,
+                    f"launch.num_nodes={len(left)}",
+                    f"launch.failure_domains=[{','.join(left)}]",
+                    f"checkpoint.load={run_dir / 'checkpoints' / f'iter_{loaded:07d}'}",
+                    f"training.exit_at_iteration={last}",
+                ],
+                first=loaded + 1,
+            )
+            problems += [f"resumed: {text}" for text in reference.problems]
+            problems += killed.differences(reference, loaded + 1, last - 1)
+            num_compared = killed.num_compared(reference, loaded + 1, last - 1)
+        return _judge_at_once(job, killed, problems, num_compared)
 
     def _undisturbed(self, job: Job, words: Sequence[str]) -> Recorded:
         variant = job.number % len(VARIANTS)
@@ -187,7 +237,9 @@ def _outcome(
     hit = killed.hits[number] if number < len(killed.hits) else None
     is_it = hit is not None and (hit["node"], hit["phase"]) == (fault["node"], fault["phase"])
     unproven, problems = [] if is_it else ["the victim wrote no fault down"], list(common)
-    at = target = None
+    if job.kills_nodes:
+        unproven += _why_not_killed(killed, number, [fault["node"]])
+    at, target, num_compared = None, None, 0
     if len(killed.changes) <= change_number or fault["node"] in killed.changes[change_number]["nodes"]:
         (problems if is_it else unproven).append("the job did not go on without the node")
     elif hit is not None:
@@ -196,6 +248,7 @@ def _outcome(
         last = later[0]["iteration"] if later else killed.last_iteration - 1
         problems += [] if target in (at - 1, at) else [f"killed in iteration {at}, went on after {target}"]
         problems += killed.differences(reference, 1, last)
+        num_compared = killed.num_compared(reference, 1, last)
         if job.is_rejoining and (not later or fault["node"] not in later[0]["nodes"]):
             problems.append("the node did not join again")
     details = {
@@ -207,15 +260,29 @@ def _outcome(
         "rung": "replicas",
         "problems": problems[:5],
     }
-    return Outcome(proven=not unproven, passed=not problems, details=details)
+    return Outcome(proven=not unproven, passed=not problems, num_compared=num_compared, details=details)
 
 
-def _judge_at_once(job: Job, killed: Recorded, differences: Sequence[str]) -> Outcome:
-    """Whether the rung that served is the one that the placement in force says."""
+def _why_not_killed(killed: Recorded, kill_number: int, nodes: Sequence[Any]) -> list[str]:
+    """What the record of kills from outside lacks: these nodes at one instant, of each its own process and its rank."""
+    if kill_number >= len(killed.kills):
+        return [f"no kill of nodes {list(nodes)} from outside is written down"]
+    kill = killed.kills[kill_number]
+    wanted = {name for node in nodes for name in (f"node-{node:03d}.log", f"rank-{node:05d}.log")}
+    missing = sorted(wanted - set(kill["processes"]))
+    return [f"the kill from outside did not hit {', '.join(missing)}"] if missing else []
+
+
+def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compared: int) -> Outcome:
+    """Whether the rung that served is the one that the placement in force says.
+
+    Args:
+        wrong: what is wrong with the job, and what differs from its reference.
+    """
     nodes = sorted(int(str(fault["node"])) for fault in job.faults)
     hit = sorted(found["node"] for found in killed.hits)
     survivors = [node for node in range(NUM_NODES) if node not in nodes]
-    problems = [] if killed.exit_code == 130 else list(killed.problems)
+    problems = list(wrong)
     rung = killed.rungs[0]["rung"] if killed.rungs else "none"
     if not killed.placements:
         problems.append("no placement was written")
@@ -225,6 +292,7 @@ def _judge_at_once(job: Job, killed: Recorded, differences: Sequence[str]) -> Ou
         if rung != expected:
             problems.append(f"{rung} served, where the placement says {expected}")
     unproven = [] if hit == nodes else [f"nodes {hit} wrote a fault down, not {nodes}"]
+    unproven += _why_not_killed(killed, 0, nodes)
     details = {
         "unproven": unproven,
         "target": killed.rungs[0]["iteration"] if killed.rungs else None,
@@ -232,9 +300,9 @@ def _judge_at_once(job: Job, killed: Recorded, differences: Sequence[str]) -> Ou
         "is_untold": False,
         "distance": 0.0,
         "rung": rung,
-        "problems": [*problems, *differences][:5],
+        "problems": problems[:5],
     }
-    return Outcome(proven=not unproven, passed=not problems and not differences, details=details)
+    return Outcome(proven=not unproven, passed=not problems, num_compared=num_compared, details=details)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,37 +313,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="elastic-bitwise-") as folder, forkserver(WARM) as socket:
         campaign = Campaign(Bench(Path(folder), socket), jobs, {})
         counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, campaign.execute)
-    good = [outcome for _, outcome in outcomes if outcome.proven and outcome.passed]
+    good = [outcome for _, outcome in outcomes if outcome.proven and outcome.passed and outcome.num_compared]
     finished, num_untold = (sum(outcome.details[name] for outcome in good) for name in ("finished", "is_untold"))
     declined = sum(outcome.details["rung"] != "replicas" for outcome in good)
     distance = max((outcome.details["distance"] for outcome in good), default=0.0)
     tried = arguments.quick or (declined > 0 and counts.passed >= MIN_TRIALS)
+    num_whole = sum(len(job.faults) for job in jobs if job.kills_nodes)
     num_jobs = {kind: sum(job.kind == kind for job in jobs) for kind in ("rejoin", "halving", "at_once")}
     figure = (
-        f"{counts.passed} of {counts.planned} killed nodes in {len(jobs)} jobs of {NUM_NODES} nodes "
-        f"({num_jobs['rejoin']} with nodes that come back, {num_jobs['halving']} down to half, {num_jobs['at_once']} "
-        f"with several at once): the living processes went on, equal in every bit to the scripted history; {finished} "
-        f"iterations finished after their vote, no committed one lost ({num_untold} without a report: the reporter "
-        f"died before it); {declined} faults left an expert without a copy, and a checkpoint served; losses within "
+        f"{counts.passed} of {counts.planned} killed nodes ({num_whole} whole) in {len(jobs)} jobs of {NUM_NODES} "
+        f"nodes ({num_jobs['rejoin']} with nodes that come back, {num_jobs['halving']} down to half, "
+        f"{num_jobs['at_once']} with several at once): {counts.passed - declined} times the living processes went on, "
+        f"equal in every bit to the scripted history, {declined} times an expert had no copy left and a checkpoint "
+        f"served, equal in every bit to a run that loads it; {finished} iterations finished after their vote, no "
+        f"committed one lost ({num_untold} without a report: the reporter died before it); losses within "
         f"{distance:.1e} of an undisturbed run's"
     )
     return finish(
         arguments.out,
         ID,
         passed=counts.complete and tried,
-        figure=figure if counts.complete else counts.summary(),
+        figure=figure + counts.again if counts.complete else counts.summary(),
         threshold=f"all of at least {MIN_TRIALS} equal, atol=0; no committed iteration lost",
         counts={
-            "trials": counts.planned,
-            "passed": counts.passed,
-            "unproven": counts.unproven,
+            **counts.to_counts(),
+            "whole_nodes": num_whole,
             "jobs": len(jobs),
             "finished_after_their_vote": finished,
             "unreported": num_untold,
             "served_by_checkpoint": declined,
         },
         details={
-            "failures": [{**t.parameters, **o.details} for t, o in outcomes if not (o.passed and o.proven)],
+            "failures": [
+                {**t.parameters, **o.details} for t, o in outcomes if not (o.passed and o.proven and o.num_compared)
+            ],
             "max_iterations": MOST_ITERATIONS,
         },
     )

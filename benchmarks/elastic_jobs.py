@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.failures.injecting import INJECTED_FILE
 from tests.helpers.jobs import REPOSITORY, JobResult, start, wait
 
 NUM_NODES = 8
@@ -50,16 +51,22 @@ class Recorded:
     digests: Mapping[int, Sequence[str]]
     changes: Sequence[Event]
     """Its changes of membership, in order."""
+    orders: Sequence[Event]
+    """The controller's, in order."""
     rungs: Sequence[Event]
     """What each membership went on with."""
     hits: Sequence[Event]
+    """Faults that ranks wrote down before they happened."""
+    kills: Sequence[Event]
+    """Kills from outside, as they were written down before they happened."""
     placements: Mapping[int, Any]
     """First iteration to the placement that was in force from it on, as it is on disk."""
-    problems: Sequence[str]
+    problems: list[str]
 
     @classmethod
-    def of(cls, run: JobResult, *, restarts: bool = False) -> "Recorded":
-        """Read a run that has ended. With ``restarts``, iterations may have been run again."""
+    def of(cls, run: JobResult, *, restarts: bool = False, first: int = 1) -> "Recorded":
+        """Read a run that has ended and began with iteration ``first``. With ``restarts``, iterations may have been run
+        again."""
         events = run.records()
         losses = [(m["iteration"], m["loss"]) for m in run.records("metrics.jsonl") if "loss" in m]
         digests = [(e["iteration"], e["digests"]) for e in events if e["kind"] == "state_digest"]
@@ -71,7 +78,7 @@ class Recorded:
         began = Counter(change["iteration"] for change in changes)
         for name, found in (("loss", losses), ("state", digests)):
             counts = Counter(iteration for iteration, _ in found)
-            for iteration in range(1, 0 if restarts else last + 1):
+            for iteration in range(first, 0 if restarts else last + 1):
                 is_end = name == "state" and iteration == last  # digested once more at the end, or not any more
                 is_untold = name == "loss" and counts[iteration] == 0 and iteration in untold(changes)
                 # What was due after an iteration is done again in each membership that begins with it.
@@ -83,8 +90,10 @@ class Recorded:
             losses=dict(losses),
             digests=dict(digests),
             changes=changes,
+            orders=run.records("decisions.jsonl"),
             rungs=[event for event in events if event["kind"] == "recovery_decided"],
             hits=run.records("failpoints.jsonl"),
+            kills=[line for line in run.records(INJECTED_FILE) if line["action"] == "kill"],
             placements=_placements(run.run_dir),
             problems=problems,
         )
@@ -95,7 +104,19 @@ class Recorded:
         return max(self.losses, default=0)
 
     def differences(self, reference: "Recorded", first: int, last: int) -> list[str]:
-        """What is not equal to ``reference`` in the iterations from ``first`` to ``last``.
+        """What is not equal to ``reference`` in the iterations from ``first`` to ``last``."""
+        return [
+            f"{name} of iteration {iteration}"
+            for name, iteration, mine, theirs in self._pairs(reference, first, last)
+            if mine is None or mine != theirs
+        ]
+
+    def num_compared(self, reference: "Recorded", first: int, last: int) -> int:
+        """Losses and digests of these iterations that both runs have recorded and ``differences`` compares."""
+        return sum(None not in (mine, theirs) for _, _, mine, theirs in self._pairs(reference, first, last))
+
+    def _pairs(self, reference: "Recorded", first: int, last: int) -> Iterator[tuple[str, int, Any, Any]]:
+        """(``loss`` or ``state``, iteration, this run's value or None, the reference's) of all that must be equal.
 
         The digest of an iteration that survivors finished after a loss is of other ranks than the reference's.
         """
@@ -104,17 +125,12 @@ class Recorded:
             for change in self.changes
             if len(self.digests.get(change["iteration"], ())) == change["world_size"]
         }
-        return [
-            f"{name} of iteration {iteration}"
-            for name, mine, theirs in (
-                ("loss", self.losses, reference.losses),
-                ("state", self.digests, reference.digests),
-            )
-            for iteration in range(first, last + 1)
-            if not (name == "state" and iteration in seen_later)
-            if not (name == "loss" and iteration in untold(self.changes) and iteration not in mine)
-            if iteration not in mine or mine[iteration] != theirs.get(iteration)
-        ]
+        unreported = untold(self.changes)
+        for iteration in range(first, last + 1):
+            if iteration in self.losses or iteration not in unreported:
+                yield "loss", iteration, self.losses.get(iteration), reference.losses.get(iteration)
+            if iteration not in seen_later:
+                yield "state", iteration, self.digests.get(iteration), reference.digests.get(iteration)
 
     def distance(self, other: "Recorded", last: int) -> float:
         """Largest relative difference of a loss of both, up to iteration ``last``."""
@@ -135,16 +151,14 @@ class Bench:
     num_jobs: int = 0
     problems: list[str] = field(default_factory=list)
 
-    def run(
-        self, overrides: Sequence[str], *, until: Callable[[list[Any]], bool] | None = None, restarts: bool = False
-    ) -> Recorded:
+    def run(self, overrides: Sequence[str], *, first: int = 1) -> Recorded:
         """One job, to its end; one that does not come to it has failed.
 
         Args:
-            until: asked with the events so far; once it says so, the job is asked to stop.
+            first: the iteration that it begins with.
         """
-        with self.running(overrides, until=until) as run:
-            return Recorded.of(run, restarts=restarts)
+        with self.running(overrides) as run:
+            return Recorded.of(run, first=first)
 
     @property
     def next_run_dir(self) -> Path:
@@ -155,7 +169,11 @@ class Bench:
     def running(
         self, overrides: Sequence[str], *, until: Callable[[list[Any]], bool] | None = None
     ) -> Iterator[JobResult]:
-        """One job, to its end; its folder is there within the block."""
+        """One job, to its end; its folder is there within the block.
+
+        Args:
+            until: asked with the events so far; once it says so, the job is asked to stop.
+        """
         run_dir = self.next_run_dir
         self.num_jobs += 1
         words = [*self.base, *overrides, f"run.dir={self.folder}", f"run.name={run_dir.name}"]
@@ -207,31 +225,11 @@ def untold(changes: Sequence[Event]) -> set[int]:
     return found
 
 
-def scripted(changes: Sequence[Event], num_nodes: int = NUM_NODES) -> list[str]:
-    """The override that repeats a history of memberships without faults; nothing for none.
-
-    Args:
-        num_nodes: members at the start.
-    """
-    members, entries = set(range(num_nodes)), []
-    for change in changes:
-        nodes = set(change["nodes"])
-        moves = {"lose": sorted(members - nodes), "join": sorted(nodes - members)}
-        members, before = nodes, change["iteration"] + 1
-        given = {name: json.dumps(found, separators=(",", ":")) for name, found in moves.items() if found}
-        if len(given) == 2:
-            entries.append(f"'change(lose={given['lose']},join={given['join']},before_iteration={before})'")
-        else:
-            ((name, named),) = given.items()
-            entries.append(f"'{name}(nodes={named},before_iteration={before})'")
-    return [f"launch.membership_schedule=[{','.join(entries)}]"] if entries else []
-
-
 def failpoints(faults: Sequence[Mapping[str, Any]]) -> str:
-    """Faults as an override: each ``phase``, ``node`` or ``rank``, and whatever narrows it."""
+    """Faults as an override: each ``phase``, ``node`` or ``rank``, and whatever narrows it; ``action`` if not kill."""
     texts = []
     for fault in faults:
         narrowed = ("node", "rank", "at_iteration", "generation", "passes")
         words = [f'phase="{fault["phase"]}"', *(f"{name}={fault[name]}" for name in narrowed if name in fault)]
-        texts.append(f"'kill({','.join(words)})'")
+        texts.append(f"'{fault.get('action', 'kill')}({','.join(words)})'")
     return f"launch.failpoints=[{','.join(texts)}]"

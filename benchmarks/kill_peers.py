@@ -105,39 +105,38 @@ def random_moment(rng: random.Random, iteration_seconds: float) -> None:
     time.sleep(rng.uniform(0.0, iteration_seconds))
 
 
-def logging_to(log: str, processes: Sequence[psutil.Process]) -> psutil.Process | None:
-    """The process whose standard output is the file of that name: how a rank is told from others."""
-    for process in processes:
-        with contextlib.suppress(OSError, psutil.Error):
-            if os.readlink(f"/proc/{process.pid}/fd/1") == log:
-                return process
-    return None
-
-
 # --- torchrun ----------------------------------------------------------------------------------------------------
 
 
 def measure_torchrun(words: Sequence[str], folder: Path, num_faults: int, rng: random.Random) -> Measured:
-    """Ranks under ``torchrun --max-restarts`` with a dense checkpoint after every iteration, killed one at a time."""
-    measured, run_dir = Measured(), folder / "torchrun"
+    """Ranks under ``torchrun --max-restarts`` with a dense checkpoint after every iteration, killed one at a time.
+
+    All faults hit one job; where it does not go on, that is one failed fault, and another job takes the others.
+    """
+    measured = Measured()
+    while (done := len(measured.faults) + len(measured.problems)) < num_faults:
+        _torchrun_job(words, folder / f"torchrun-{done}", num_faults - done, rng, measured)
+    return measured
+
+
+def _torchrun_job(words: Sequence[str], run_dir: Path, num_faults: int, rng: random.Random, measured: Measured) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}", "--standalone"]
     command += [f"--max-restarts={num_faults + 1}", "pretrain_moe.py", *words, "training.train_iterations=100000"]
-    command += ["checkpoint.save_interval_iterations=1", f"run.dir={folder}", "run.name=torchrun"]
+    command += ["checkpoint.save_interval_iterations=1", f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
     command.append("placement.min_replicas=1")  # its ranks are one node
     console = start(command, environment=SINGLE_THREAD_ENVIRONMENT)
-    process = psutil.Process(console.pid)
+    process, problem = psutil.Process(console.pid), ""
     try:
         for _ in range(num_faults):
             measured.faults.append(_torchrun_fault(process, run_dir, rng))
     except (TimeoutError, psutil.Error) as error:
-        measured.problems.append(str(error))
+        problem = str(error)
     finally:
         end_tree(process)
         output = wait(console, 30)
-        if measured.problems:
-            measured.problems.append(output[-2000:])
+        if problem:
+            measured.problems.append(f"{problem}; output: {output[-2000:]}")
         shutil.rmtree(run_dir, ignore_errors=True)
-    return measured
 
 
 def _torchrun_fault(console: psutil.Process, run_dir: Path, rng: random.Random) -> Fault:

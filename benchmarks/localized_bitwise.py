@@ -55,7 +55,8 @@ class Campaign:
         common = [] if killer is None else [f"not injected: {text}" for text in killer.problems]
         common += [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
         common += found.differences(reference)
-        return [_outcome(job, fault, found, common) for fault in job.faults]
+        num_compared = found.num_compared(reference)
+        return [_outcome(job, fault, found, common, num_compared) for fault in job.faults]
 
     def _reference(self, job: FaultJob, last: int) -> Followed:
         name = job.layout.name
@@ -66,7 +67,7 @@ class Campaign:
         return self.references[name]
 
 
-def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str]) -> Outcome:
+def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], num_compared: int) -> Outcome:
     """What became of one fault; the recovery of its membership and what that cost."""
     number, generation = int(str(fault["fault"])), int(str(fault["generation"]))
     hit = found.hits[number] if number < len(found.hits) else None
@@ -93,7 +94,7 @@ def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str]) 
         "healthy_forward_passes": sum(idle),
         "problems": problems[:5],
     }
-    return Outcome(proven=not unproven, passed=not problems, details=details)
+    return Outcome(proven=not unproven, passed=not problems, num_compared=num_compared, details=details)
 
 
 def _lag(found: Followed) -> int:
@@ -139,12 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.out,
         ID,
         passed=counts.complete and (arguments.quick or counts.passed >= MIN_TRIALS),
-        figure=figure if counts.complete else counts.summary(),
+        figure=figure + counts.again if counts.complete else counts.summary(),
         threshold=f"all of at least {MIN_TRIALS} equal, atol=0",
         counts={
-            "trials": counts.planned,
-            "passed": counts.passed,
-            "unproven": counts.unproven,
+            **counts.to_counts(),
             "jobs": len(jobs),
             "recoveries": len(recoveries),
         },

@@ -333,6 +333,11 @@ class Followed:
         """Newest whose state it has recorded."""
         return max(self.digests, default=0)
 
+    def num_compared(self, reference: "Followed") -> int:
+        """Losses and digests that both runs have recorded."""
+        of_both = self.losses.keys() & reference.losses.keys(), self.digests.keys() & reference.digests.keys()
+        return sum(map(len, of_both))
+
     def differences(self, reference: "Followed") -> list[str]:
         """What is not equal to a run that nothing happened to; the reporter may die before it tells a loss."""
         targets = {change["iteration"] for change in self.changes}

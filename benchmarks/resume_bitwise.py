@@ -118,7 +118,10 @@ class Bench:
             self.num_trials += 1
             reference, problems = self.reference(trial.parameters)
             if problems:
-                yield trial, Outcome(proven=True, passed=False, details={"identical runs": problems[:5]})
+                yield (
+                    trial,
+                    Outcome(proven=True, passed=False, num_compared=0, details={"identical runs": problems[:5]}),
+                )
             else:
                 yield trial, self.stop_and_resume(f"trial-{self.num_trials:03d}", trial.parameters, reference)
 
@@ -137,7 +140,7 @@ class Bench:
         """Stop a run as the row says, resume it, compare."""
         stopped, event = self.stopped(name, row)
         if not event:
-            return Outcome(proven=False, passed=False, details={"output": stopped.output[-2000:]})
+            return Outcome(proven=False, passed=False, num_compared=0, details={"output": stopped.output[-2000:]})
         resumed = self.run(name, [*configuration(row), *saving(row), "run.resume=must"])
         recorded = Recorded.of(resumed)
         begun = [e.get("resumed_from_iteration") or 0 for e in resumed.records() if e["kind"] == "run_started"]
@@ -153,7 +156,8 @@ class Bench:
             "differences": differences[:5],
         }
         shutil.rmtree(resumed.run_dir, ignore_errors=True)
-        return Outcome(proven=True, passed=not differences, details=details)
+        num_compared = details["num_digests"] + details["num_losses"]
+        return Outcome(proven=True, passed=not differences, num_compared=num_compared, details=details)
 
     def stopped(self, name: str, row: Row) -> tuple[JobResult, str]:
         """Run until the stop of the row; the proof that it happened, empty without one."""
@@ -256,12 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.out,
         ID,
         passed=counts.complete,
-        figure=figure if counts.complete else counts.summary(),
+        figure=figure + counts.again if counts.complete else counts.summary(),
         threshold="all equal, atol=0",
         counts={
-            "trials": counts.planned,
-            "passed": counts.passed,
-            "unproven": counts.unproven,
+            **counts.to_counts(),
             "identical_pairs": num_identical,
             "rank_states_compared": num_digests,
             "losses_compared": num_losses,

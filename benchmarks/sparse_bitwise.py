@@ -155,7 +155,7 @@ class Bench:
             os.killpg(process.pid, signal.SIGKILL)
         output = wait(process, TIMEOUT_SECONDS)
         if not lost:
-            return Outcome(proven=False, passed=False, details={"output": output[-2000:]})
+            return Outcome(proven=False, passed=False, num_compared=0, details={"output": output[-2000:]})
         started_again = time.time()
         run = self.run(name, [*words, "run.resume=auto"], name=name)
         generations = generations_of(run, [started_again])
@@ -226,7 +226,8 @@ def outcome_of(
         "num_losses": len(after[0].losses) if after else 0,
         "differences": problems[:5],
     }
-    return Outcome(proven=not unproven, passed=not problems, details=details)
+    num_compared = details["num_digests"] + details["num_losses"]
+    return Outcome(proven=not unproven, passed=not problems, num_compared=num_compared, details=details)
 
 
 def why_unproven(fault: Row, number: int, generations: Sequence[Generation]) -> list[str]:
@@ -265,7 +266,9 @@ def is_replay(event: Any) -> bool:
 
 def undisturbed_problems(reference: Reference) -> Outcome:
     """The outcome where undisturbed runs already differ."""
-    return Outcome(proven=True, passed=False, details={"undisturbed runs": list(reference.problems[:5])})
+    return Outcome(
+        proven=True, passed=False, num_compared=0, details={"undisturbed runs": list(reference.problems[:5])}
+    )
 
 
 def text_of(parameters: Row) -> str:
@@ -312,12 +315,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.out,
         ID,
         passed=counts.complete and enough,
-        figure=figure if counts.complete else counts.summary(),
+        figure=figure + counts.again if counts.complete else counts.summary(),
         threshold="all of at least 60 equal, atol=0, windows of 3 iterations or more",
         counts={
-            "trials": counts.planned,
-            "passed": counts.passed,
-            "unproven": counts.unproven,
+            **counts.to_counts(),
             "configurations": len(faults),
             "from_memory": sources.count(MEMORY),
             "from_disk": sources.count(PERSISTED),

@@ -1,6 +1,6 @@
 """Campaigns resume, count only proven trials, and start anew when the source changes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.campaign import Counts, Journal, Outcome, Trial, run_campaign
@@ -11,8 +11,14 @@ ROWS = [{"rank": rank, "phase": phase} for rank in (0, 1) for phase in ("forward
 class Executor:
     """Yields scripted outcomes and remembers what it was asked for."""
 
-    def __init__(self, unproven: set[int] = frozenset(), failing: set[int] = frozenset(), stop_after: int = 99) -> None:  # type: ignore[assignment]
-        self.unproven, self.failing, self.stop_after = unproven, failing, stop_after
+    def __init__(
+        self,
+        unproven: Collection[int] = (),
+        failing: Collection[int] = (),
+        uncompared: Collection[int] = (),
+        stop_after: int = 99,
+    ) -> None:
+        self.unproven, self.failing, self.uncompared, self.stop_after = unproven, failing, uncompared, stop_after
         self.asked: list[int] = []
 
     def __call__(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
@@ -21,7 +27,9 @@ class Executor:
                 raise KeyboardInterrupt
             index = ROWS.index(trial.parameters)
             self.asked.append(index)
-            yield trial, Outcome(proven=index not in self.unproven, passed=index not in self.failing)
+            num_compared = 0 if index in self.uncompared else 7
+            passed = index not in self.failing
+            yield trial, Outcome(proven=index not in self.unproven, passed=passed, num_compared=num_compared)
 
 
 def run(executor: Executor, folder: Path, source: str = "a") -> Counts:
@@ -34,7 +42,9 @@ def test_all_trials_run_once_and_are_counted(tmp_path: Path) -> None:
     counts = run(executor, tmp_path)
     assert executor.asked == [0, 1, 2, 3]
     assert counts.complete
-    assert counts.summary() == "4 trials: 4 passed, 0 failed, 0 not proven (0 from the journal)"
+    assert counts.summary() == (
+        "4 trials: 4 passed, 0 failed, 0 compared with nothing, 0 not proven (0 from the journal)"
+    )
 
 
 def test_a_stopped_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -67,8 +77,33 @@ def test_failed_trials_run_again_the_next_time(tmp_path: Path) -> None:
     counts = run(Executor(failing={2}), tmp_path)
     assert (counts.passed, counts.failed, counts.complete) == (3, 1, False)
     executor = Executor()
+    again = run(executor, tmp_path)
+    assert again.complete and executor.asked == [2]
+    assert again.failed_before == 1 and again.to_counts()["failed_before"] == 1
+    assert again.again == "; trials run again: 1 failed before"
+
+
+def test_failures_stay_in_the_totals_of_every_later_call(tmp_path: Path) -> None:
+    for _ in range(2):
+        run(Executor(failing={2}), tmp_path)
+    assert run(Executor(), tmp_path).failed_before == 2
+    assert run(Executor(), tmp_path).failed_before == 2
+    assert run(Executor(), tmp_path, source="b").failed_before == 0
+
+
+def test_unproven_attempts_are_counted(tmp_path: Path) -> None:
+    run(Executor(unproven={1}), tmp_path)
+    counts = run(Executor(), tmp_path)
+    assert (counts.complete, counts.unproven_before, counts.failed_before) == (True, 2, 0)
+    assert counts.again == "; trials run again: 2 unproven before"
+
+
+def test_a_trial_that_was_compared_with_nothing_is_no_passed_one(tmp_path: Path) -> None:
+    counts = run(Executor(uncompared={0, 3}), tmp_path)
+    assert (counts.passed, counts.failed, counts.uncompared, counts.complete) == (2, 0, 2, False)
+    executor = Executor()
     assert run(executor, tmp_path).complete
-    assert executor.asked == [2]
+    assert executor.asked == [0, 3]
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
