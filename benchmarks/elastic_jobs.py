@@ -64,15 +64,22 @@ class Recorded:
     problems: list[str]
 
     @classmethod
-    def of(cls, run: JobResult, *, restarts: bool = False, first: int = 1) -> "Recorded":
-        """Read a run that has ended and began with iteration ``first``. With ``restarts``, iterations may have been run
-        again."""
+    def of(
+        cls, run: JobResult, *, restarts: bool = False, first: int = 1, expected_exit: int | None = None
+    ) -> "Recorded":
+        """Read a run that has ended.
+
+        Args:
+            restarts: iterations may have been run again.
+            first: the iteration that it began with.
+            expected_exit: its exit code; None: 0, or 130 where it was asked to stop.
+        """
         events = run.records()
         losses = [(m["iteration"], m["loss"]) for m in run.records("metrics.jsonl") if "loss" in m]
         digests = [(e["iteration"], e["digests"]) for e in events if e["kind"] == "state_digest"]
         changes = [event for event in events if event["kind"] == "membership_changed"]
         stopped = any(event["kind"] == "stop_requested" for event in events)
-        ended_well = run.exit_code == (130 if stopped else 0)
+        ended_well = run.exit_code == ((130 if stopped else 0) if expected_exit is None else expected_exit)
         problems = [] if ended_well else [f"exit code {run.exit_code}: {run.output[-4000:]}"]
         last = max((iteration for iteration, _ in losses), default=0)
         began = Counter(change["iteration"] for change in changes)

@@ -283,8 +283,12 @@ class Followed:
     problems: Sequence[str]
 
     @classmethod
-    def of(cls, run: JobResult) -> "Followed":
-        """Read a run that has ended."""
+    def of(cls, run: JobResult, *, expected_exit: int | None = None) -> "Followed":
+        """Read a run that has ended.
+
+        Args:
+            expected_exit: its exit code; None: 0, or 130 where it was asked to stop.
+        """
         events = run.records()
         by_kind = {
             kind: [event for event in events if event["kind"] == kind]
@@ -299,7 +303,8 @@ class Followed:
         }
         losses = [(m["iteration"], m["loss"]) for m in run.records("metrics.jsonl") if "loss" in m]
         digests = [(e["iteration"], e["digests"]) for e in events if e["kind"] == "state_digest"]
-        ended_well = run.exit_code == (130 if by_kind["stop_requested"] else 0)
+        wanted = (130 if by_kind["stop_requested"] else 0) if expected_exit is None else expected_exit
+        ended_well = run.exit_code == wanted
         problems = [] if ended_well else [f"exit code {run.exit_code}: {run.output[-4000:]}"]
         for name, found in (("loss", losses), ("state", digests)):
             by_iteration: dict[int, Any] = {}
@@ -333,16 +338,21 @@ class Followed:
         """Newest whose state it has recorded."""
         return max(self.digests, default=0)
 
-    def num_compared(self, reference: "Followed") -> int:
-        """Losses and digests that both runs have recorded."""
-        of_both = self.losses.keys() & reference.losses.keys(), self.digests.keys() & reference.digests.keys()
-        return sum(map(len, of_both))
+    def num_compared(self, reference: "Followed", first: int = 1, last: int | None = None) -> int:
+        """Losses and digests of the iterations from ``first`` to ``last`` that both runs have recorded."""
+        iterations = range(first, (self.last_iteration if last is None else last) + 1)
+        pairs = ((self.losses, reference.losses), (self.digests, reference.digests))
+        return sum(i in mine and i in theirs for i in iterations for mine, theirs in pairs)
 
-    def differences(self, reference: "Followed") -> list[str]:
-        """What is not equal to a run that nothing happened to; the reporter may die before it tells a loss."""
+    def differences(self, reference: "Followed", first: int = 1, last: int | None = None) -> list[str]:
+        """What is not equal to a run that nothing happened to; the reporter may die before it tells a loss.
+
+        Args:
+            last: newest iteration that is compared; None: the newest whose state this run has recorded.
+        """
         targets = {change["iteration"] for change in self.changes}
         found = []
-        for iteration in range(1, self.last_iteration + 1):
+        for iteration in range(first, (self.last_iteration if last is None else last) + 1):
             if self.digests.get(iteration) != reference.digests.get(iteration):
                 found.append(f"state of iteration {iteration}")
             is_untold = iteration not in self.losses and iteration in targets

@@ -8,12 +8,14 @@ descriptor (``pidfd_open``), so its number cannot pass to another process betwee
 import contextlib
 import os
 import re
+import select
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _NODE_LOG = re.compile(r"node-([0-9]{3,})(-[^/]+)?\.log")
+CONTROLLER_LOG = "controller.log"
 _RANK_LOG = re.compile(r"rank-([0-9]{5,})\.log")
 
 
@@ -34,6 +36,21 @@ class HeldProcess:
             return False
         return True
 
+    def has_ended(self, patience_seconds: float = 0.0) -> bool:
+        """Whether it has ended, within the patience: it is a zombie or gone."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(patience_seconds * 1000))
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter for what it does (proc(5)): ``T`` while a signal has stopped it; empty when it is gone."""
+        try:
+            stat = Path(f"/proc/{self.process_id}/stat").read_text()
+        except OSError:
+            return ""
+        return "" if self.has_ended() else stat.rpartition(")")[2].split()[0]
+
     def close(self) -> None:
         """Let go of it."""
         os.close(self._descriptor)
@@ -45,20 +62,43 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
 
     A node without any has an empty list.
     """
-    logs = str((run_dir / "logs").resolve())
     found: dict[int, list[HeldProcess]] = {node: [] for node in nodes}
-    with contextlib.ExitStack() as stack:
-        for process_id in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-            log = _log_of(process_id, logs)
-            node = None if log is None else node_of(log, ranks_per_node)
-            if log is None or node not in found:
-                continue
-            held = _hold(process_id, log, logs)
-            if held is not None:
-                stack.callback(held.close)
-                found[node].append(held)
+    with _held(run_dir, lambda log: node_of(log, ranks_per_node) in found) as held:
+        for process in held:
+            node = node_of(process.log, ranks_per_node)
+            assert node is not None, "only logs of nodes were asked for"
+            found[node].append(process)
         for processes in found.values():
             processes.sort(key=lambda process: (process.log.startswith("rank-"), len(process.log), process.process_id))
+        yield found
+
+
+@contextlib.contextmanager
+def controllers_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
+    """The living processes of the job's controller: one, or none while another is being started."""
+    with _held(run_dir, lambda log: log == CONTROLLER_LOG) as held:
+        yield held
+
+
+@contextlib.contextmanager
+def all_processes_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
+    """All living processes that write to the run's logs: nodes, ranks, controller, fork server."""
+    with _held(run_dir, lambda _log: True) as held:
+        yield held
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldProcess]]:
+    """Living processes whose log is wanted, by rising process id; released at the end."""
+    logs = str((run_dir / "logs").resolve())
+    with contextlib.ExitStack() as stack:
+        found = []
+        for process_id in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+            log = _log_of(process_id, logs)
+            held = _hold(process_id, log, logs) if log is not None and wanted(log) else None
+            if held is not None:
+                stack.callback(held.close)
+                found.append(held)
         yield found
 
 

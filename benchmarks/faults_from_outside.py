@@ -1,0 +1,334 @@
+"""Claim ``faults-from-outside``: what ``can_recover`` says a job survives, it survives, whatever hits it from outside.
+
+Living jobs of two to four nodes, with expert replicas or with a kept layout, are hit by signals to process ids at drawn
+moments: a rank, an agent, a snapshot server, the controller, all processes of a node at one instant, two nodes, a second
+one while the job recovers from the first, processes that are stopped and go on, in the first iteration after a join,
+while a checkpoint is written. Lost nodes come back, and the next fault follows. Before each fault ``can_recover`` is
+asked for exactly that loss, and its answer is on disk. At the end some launchers are killed, too.
+
+A trial is a fault. It counts when ``/proc`` has shown that it happened. A fault that the job is said to survive passes
+when it was survived, no other node was lost, forming took at most three seconds after the last fault was noticed (time
+of replayed iterations apart), every lost node came back, every loss and state digest equals the reference's, and
+nothing of the job is left. The reference of replicas is a run in which nodes leave and join by a script made of the
+controller's orders, that of a kept layout a run that nothing happened to. A fault that is said to be too much passes
+when it ended the job as foretold. Jobs that fail are counted, also those that pass when they are run again.
+"""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import leftovers
+from benchmarks.campaign import Counts, Outcome, Trial, execute_jobs, run_campaign
+from benchmarks.covering import Row
+from benchmarks.elastic_jobs import Bench, Recorded
+from benchmarks.histories import scripted
+from benchmarks.kill_peers import percentile
+from benchmarks.localized_jobs import Followed
+from benchmarks.outside_driver import OUTSIDE_FILE, LivingJob
+from benchmarks.outside_jobs import OutsideJob, jobs_of
+from benchmarks.outside_records import FaultRecord, read_faults
+from benchmarks.report import finish, parse_arguments
+from benchmarks.source import ROOT
+from megatron_ft.failures.processes import all_processes_of
+from tests.helpers.jobs import JobResult, forkserver
+
+ID = "faults-from-outside"
+SEED = 20261122
+MIN_FAULTS = 200
+MIN_FORETOLD = 0.85
+WARM = "megatron_ft.mcore.loop.main:warm"
+END_SECONDS = 120.0
+GONE_SECONDS = 15.0
+"""Longest that processes may live on after their launcher was killed."""
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(slots=True)
+class Ended:
+    """A job that has ended, and what it left."""
+
+    run: JobResult
+    seen: list[dict[str, Any]]
+    left: list[str]
+    """Processes, files of shared memory and runtime folders that outlived it."""
+
+
+@dataclass(slots=True)
+class Campaign:
+    """Executes trials: the faults of a job share it."""
+
+    bench: Bench
+    jobs: Sequence[OutsideJob]
+    undisturbed: dict[str, Followed] = field(default_factory=dict)
+    """By layout: the longest undisturbed run so far."""
+
+    def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        """The campaign's executor."""
+        return execute_jobs(trials, lambda number: self.run(self.jobs[number]))
+
+    def run(self, job: OutsideJob) -> list[Outcome]:
+        """The job with its faults, then its reference; an outcome for each fault."""
+        with self._ended(job) as ended:
+            run = ended.run
+            records = read_faults(job.faults, ended.seen, run.records(), run.records("decisions.jsonl"))
+            compare = self._compare_replicas if job.kind == "replicas" else self._compare_kept
+            problems, equal_until, compared = compare(job, run, ended.seen)
+        problems += [f"left behind: {text}" for text in ended.left]
+        ends = _ends(records, equal_until)
+        return [_outcome(job, record, problems, end, compared) for record, end in zip(records, ends, strict=True)]
+
+    def _compare_replicas(
+        self, job: OutsideJob, run: JobResult, seen: Sequence[Any]
+    ) -> tuple[list[str], int, dict[int, int]]:
+        """(what is wrong with the whole job, newest iteration up to which all is equal, values compared by iteration)."""
+        killed = Recorded.of(run, expected_exit=_expected_exit(job, seen))
+        last = killed.last_iteration - (0 if run.exit_code == 130 else 1)
+        words = [*job.reference_words, *scripted(killed.orders, job.num_nodes)]
+        reference = self.bench.run([*words, f"training.exit_at_iteration={max(last, 1)}"])
+        problems = [*killed.problems, *(f"scripted: {text}" for text in reference.problems)]
+        return problems, *_equal(killed, reference, last - 1)
+
+    def _compare_kept(
+        self, job: OutsideJob, run: JobResult, seen: Sequence[Any]
+    ) -> tuple[list[str], int, dict[int, int]]:
+        """As ``_compare_replicas``."""
+        found = Followed.of(run, expected_exit=_expected_exit(job, seen))
+        reference = self._undisturbed(job, found.last_iteration)
+        problems = [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
+        return problems, *_equal(found, reference, found.last_iteration)
+
+    def _undisturbed(self, job: OutsideJob, last: int) -> Followed:
+        known = self.undisturbed.get(job.name)
+        if known is None or known.last_iteration < last:
+            with self.bench.running([*job.words, f"training.exit_at_iteration={last + 20}"]) as run:
+                self.undisturbed[job.name] = Followed.of(run)
+        return self.undisturbed[job.name]
+
+    @contextlib.contextmanager
+    def _ended(self, job: OutsideJob) -> Iterator[Ended]:
+        """Run a job with its faults to its end; its folder is there within the block."""
+        run_dir = self.bench.next_run_dir
+        self.bench.num_jobs += 1
+        runtime = Path(tempfile.mkdtemp(prefix="ffo-"))
+        mark, environment = leftovers.mark()
+        known = _shared_memory()
+        words = [*job.words, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
+        words.append(f"data.cache_dir={self.bench.folder / 'cache'}")
+        if not job.kills_launcher:  # the others have a fork server of their own, which has to go, too
+            words.append(f"launch.forkserver_socket={self.bench.socket}")
+        output = run_dir.with_suffix(".log")
+        with output.open("wb") as log:
+            console = subprocess.Popen(
+                [sys.executable, "pretrain_moe.py", *words],
+                cwd=ROOT,
+                env={**environment, "TMPDIR": str(runtime)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                living = LivingJob(job, run_dir, console, random.Random(f"{SEED} moments {job.number}"))
+                seen = living.suffer()
+            finally:
+                code = _end(console, kills=job.kills_launcher)
+        left = [*_left(run_dir, mark), *(f"/dev/shm/{name}" for name in _held_by_nobody(_shared_memory() - known))]
+        left += [f"in the runtime folder: {path.relative_to(runtime)}" for path in sorted(runtime.rglob("*"))]
+        for name in ("events.jsonl", "metrics.jsonl", "decisions.jsonl", OUTSIDE_FILE):
+            _cut(run_dir / name)
+        try:
+            yield Ended(JobResult(code, run_dir, output.read_text(errors="replace")), seen, left)
+        finally:
+            for folder in (runtime, run_dir):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _expected_exit(job: OutsideJob, seen: Sequence[Mapping[str, Any]]) -> int | None:
+    """The exit code that says that a job ended as planned; None: what ``stop_requested`` asks for."""
+    if seen and "ended" in seen[-1]:
+        return int(seen[-1]["ended"])
+    return -signal.SIGKILL if job.kills_launcher else None
+
+
+def _end(console: "subprocess.Popen[bytes]", *, kills: bool) -> int:
+    """End a console, if it has not ended, by SIGKILL or as Ctrl-C does; its exit code."""
+    if console.poll() is None:
+        console.send_signal(signal.SIGKILL if kills else signal.SIGINT)
+    try:
+        return console.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        console.kill()
+        return console.wait()
+
+
+def _left(run_dir: Path, mark: str) -> list[str]:
+    """Processes of a job that outlive it; they are ended."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while True:
+        with all_processes_of(run_dir) as found:
+            if not found:
+                break
+            if time.monotonic() > deadline:
+                left = [f"process of {process.log}" for process in found]
+                for process in found:
+                    process.send(signal.SIGKILL)
+                return left
+        time.sleep(0.05)
+    return leftovers.outlive(mark, grace_seconds=GONE_SECONDS)
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.is_dir() else set()
+
+
+def _held_by_nobody(names: set[str]) -> list[str]:
+    """Those of these files of shared memory that no living process has mapped: another job may run beside this one."""
+    mapped = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped |= {line.rpartition("/dev/shm/")[2] for line in path.read_text().splitlines() if "/dev/shm/" in line}
+    return sorted(names - mapped)
+
+
+def _cut(path: Path) -> None:
+    """Drop a last line that a killed process was writing."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _equal(found: Any, reference: Any, last: int) -> tuple[int, dict[int, int]]:
+    """(newest iteration up to which nothing differs, values compared by iteration)."""
+    until, compared = 0, {}
+    for iteration in range(1, last + 1):
+        if found.differences(reference, iteration, iteration):
+            break
+        until = iteration
+        compared[iteration] = found.num_compared(reference, iteration, iteration)
+    return until, compared
+
+
+def _ends(records: Sequence[FaultRecord], equal_until: int) -> list[tuple[int, int, bool]]:
+    """Of each fault the first and the last iteration that count for it, and whether all of them are equal."""
+    begins = [record.seen.get("iteration") for record in records]
+    found = []
+    for index, begin in enumerate(begins):
+        later = [each for each in begins[index + 1 :] if each is not None]
+        last = later[0] if later else None
+        is_equal = begin is not None and equal_until >= (last if last is not None else begin + 1)
+        found.append((begin or 0, last if last is not None else equal_until, is_equal))
+    return found
+
+
+def _outcome(
+    job: OutsideJob,
+    record: FaultRecord,
+    common: Sequence[str],
+    end: tuple[int, int, bool],
+    compared: Mapping[int, int],
+) -> Outcome:
+    """What became of one fault."""
+    first, last, is_equal = end
+    problems = [*record.problems, *common]
+    # A job that was to end has no iteration after the fault: what comes before it was compared for the faults before.
+    is_over = "ended" in record.seen
+    if not is_equal and not is_over and not record.problems:
+        problems.append(f"differs from the reference between iterations {first} and {last}")
+    window = range(1, last + 1) if is_over else range(first, last + 1)
+    details = {
+        "job": job.number,
+        "name": job.name,
+        "kind": record.fault["kind"],
+        "targets": [record.fault["first"], *([record.fault["second"]] if "second" in record.fault else [])],
+        "moment": record.fault["moment"],
+        "answer": record.seen.get("answer"),
+        "is_foretold": record.is_foretold,
+        "processes": sorted(record.seen.get("processes", {})),
+        "iteration": record.seen.get("iteration"),
+        "forming_seconds": record.forming_seconds,
+        "seconds_until_whole": _seconds_until_whole(record),
+        "healthy_lost": list(record.healthy_lost),
+        "rungs": list(record.rungs),
+        "problems": problems[:6],
+    }
+    num_compared = sum(compared.get(iteration, 0) for iteration in window)
+    return Outcome(proven=record.is_proven, passed=not problems, num_compared=num_compared, details=details)
+
+
+def _seconds_until_whole(record: FaultRecord) -> float | None:
+    whole = record.seen.get("whole_at")
+    return None if whole is None else float(whole - record.seen["injected_at"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign and judge it."""
+    arguments = parse_arguments(__doc__, argv)
+    jobs = jobs_of(SEED, quick=arguments.quick)
+    trials: list[Row] = [{"job": job.number, **fault} for job in jobs for fault in job.faults]
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, forkserver(WARM) as socket:
+        campaign = Campaign(Bench(Path(folder), socket, ()), jobs)
+        name = f"{ID}{'-quick' if arguments.quick else ''}"
+        counts, found = run_campaign(name, trials, campaign.execute, num_attempts=1)
+    outcomes = [replace(outcome, details={**t.parameters, **outcome.details}) for t, outcome in found]
+    return judge(arguments.out, jobs, counts, outcomes, quick=arguments.quick)
+
+
+def judge(
+    out: Path | None, jobs: Sequence[OutsideJob], counts: Counts, outcomes: Sequence[Outcome], *, quick: bool
+) -> int:
+    """Write the result. A failure that a later attempt did not repeat is a failure: all are to be survived."""
+    proven = [outcome for outcome in outcomes if outcome.proven]
+    foretold = [outcome for outcome in proven if outcome.details["is_foretold"]]
+    survived = [outcome for outcome in foretold if outcome.passed and outcome.num_compared]
+    forming = [o.details["forming_seconds"] for o in foretold if o.details["forming_seconds"] is not None]
+    whole = [o.details["seconds_until_whole"] for o in foretold if o.details["seconds_until_whole"] is not None]
+    healthy = sum(len(outcome.details["healthy_lost"]) for outcome in outcomes)
+    share = len(foretold) / len(proven) if proven else 0.0
+    kinds = sorted({str(outcome.details["kind"]) for outcome in proven})
+    enough = quick or (len(proven) >= MIN_FAULTS and share >= MIN_FORETOLD)
+    passed = counts.complete and enough and healthy == 0 and counts.failed_before == 0
+    times = (
+        f"forming p50 {percentile(forming, 50):.2f} s, max {max(forming):.2f} s; whole again p50 "
+        f"{percentile(whole, 50):.1f} s, max {max(whole):.1f} s"
+        if forming and whole
+        else "nothing formed"
+    )
+    figure = (
+        f"{len(proven)} faults in {len(jobs)} living jobs: {len(survived)} of {len(foretold)} survived that can_recover "
+        f"said are ({100 * share:.0f} %), {healthy} healthy nodes lost; {times}; "
+        f"{len(proven) - len(foretold)} said to be too much; {sum(job.kills_launcher for job in jobs)} launchers killed"
+    )
+    return finish(
+        out,
+        ID,
+        passed=passed,
+        figure=(figure if counts.complete else f"{figure}; {counts.summary()}") + counts.again * counts.complete,
+        threshold=f"of at least {MIN_FAULTS} faults {100 * MIN_FORETOLD:.0f} % foretold to be survived: all survived, "
+        "atol=0, 0 healthy nodes lost, forming <= 3 s, every node back, nothing left behind",
+        counts={
+            **counts.to_counts(),
+            "foretold": len(foretold),
+            "survived": len(survived),
+            "healthy_lost": healthy,
+            "jobs": len(jobs),
+            "launchers_killed": sum(job.kills_launcher for job in jobs),
+            "values_compared": sum(outcome.num_compared for outcome in outcomes),
+            **{f"kind: {kind}": sum(o.details["kind"] == kind for o in proven) for kind in kinds},
+        },
+        details={"faults": [{"passed": o.passed, "proven": o.proven, **o.details} for o in outcomes]},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The jobs of ``faults-from-outside`` and the faults that each is given: drawn from a seed before anything runs."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+from benchmarks import localized_jobs
+from benchmarks.covering import Row
+from benchmarks.elastic_jobs import MOST_ITERATIONS
+from benchmarks.localized_jobs import Layout
+
+NUM_NODES = 4
+HEARTBEAT_SECONDS = 4.0
+"""Silence after which a rank or a node is lost."""
+LONG_SECONDS, SHORT_SECONDS = 9.0, 1.0
+"""How long a process is stopped: until long after it was lost, or so that nobody loses anything."""
+MOST_APART = 5
+"""Iterations between a whole membership and the next fault, at most."""
+NUM_REPLICAS, NUM_KEPT = 16, 8
+_COMMON = (
+    "model=moe_micro",
+    "optimizer.lr_warmup_iterations=3",
+    f"training.train_iterations={MOST_ITERATIONS}",
+    "training.micro_batch_size=1",
+    "training.eval_interval_iterations=0",
+    "training.digest_interval_iterations=1",
+    "checkpoint.save_at_end=false",
+    "checkpoint.save_interval_iterations=5",
+    "telemetry.wandb=disabled",
+    "snapshot=sparse_window",
+    "snapshot.num_peer_copies=1",
+    "snapshot.iteration_seconds=1",
+    "launch.ranks_per_node=1",
+    "launch.restart_lost_nodes=true",
+    "launch.max_node_restarts=1000",
+    "detector.heartbeat_interval_seconds=0.5",
+    f"detector.heartbeat_timeout_seconds={HEARTBEAT_SECONDS:g}",
+)
+_REPLICAS = (
+    f"launch.num_nodes={NUM_NODES}",
+    "launch.min_nodes=2",
+    "launch.join_window_seconds=0.2",
+    "parallel.use_distributed_optimizer=false",
+    "placement=overlap_search",
+    "placement.min_replicas=2",
+    "snapshot.bandwidth_bytes_per_second=3e5",
+)
+_REBALANCING = ("placement.rebalance_interval_iterations=4", "placement.rebalance_min_gain=0.0")
+VARIANTS: tuple[Sequence[str], ...] = (
+    ("placement.num_slots_per_rank=8", "training.global_batch_size=8"),
+    ("placement.num_slots_per_rank=8", "training.global_batch_size=32"),
+    ("placement.num_slots_per_rank=6", "training.global_batch_size=8", *_REBALANCING),
+    ("training.global_batch_size=32",),
+)
+"""Of jobs with expert replicas: two nodes hold everything; long iterations; placements that change; the default slots,
+with which three nodes have one copy of some experts."""
+LARGE = ("model.hidden_size=512", "model.ffn_hidden_size=1024", "placement.num_slots_per_rank=8")
+"""One rank sends 64 MB and more of gradients in an iteration."""
+LAYOUTS = (
+    Layout(pp=2),
+    Layout(pp=2, dp=2, ep=2, sharded=True),
+    Layout(pp=2, vpp=2),
+    Layout(pp=2, tp=2),
+    Layout(pp=4),
+    Layout(pp=1, dp=4, ep=2),
+)
+_ROTATING = (
+    {"kind": "agent", "first": "agent:A"},
+    {"kind": "controller", "first": "controller"},
+    {"kind": "controller and node", "first": "controller+node:A"},
+    {"kind": "snapshot server", "first": "keeper:A"},
+    {"kind": "controller and rank", "first": "controller+rank:A"},
+    {"kind": "rank stopped", "first": "rank:A", "seconds": LONG_SECONDS},
+    {"kind": "agent stopped", "first": "agent:A", "seconds": LONG_SECONDS},
+    {"kind": "controller stopped", "first": "controller", "seconds": 4.0},
+    {"kind": "rank stopped briefly", "first": "rank:A", "seconds": SHORT_SECONDS},
+)
+"""One or two of them in each job. A and B stand for two nodes that are drawn."""
+
+JobKind = Literal["replicas", "kept"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideJob:
+    """One living job and its faults, in order."""
+
+    number: int
+    kind: JobKind
+    name: str
+    """Of its layout or variant, for people."""
+    words: Sequence[str]
+    """Overrides that decide which bits it computes, and those about memberships."""
+    num_nodes: int
+    faults: Sequence[Row]
+    kills_launcher: bool = False
+    """Its console ends by SIGKILL; else it is asked to stop."""
+
+    @property
+    def reference_words(self) -> list[str]:
+        """Overrides of the run that it is compared with, before a history is given to it."""
+        mine = [f"launch.num_nodes={self.num_nodes}", "launch.ranks_per_node=1"]
+        return [*(word for word in self.words if not word.startswith(("launch.", "detector.", "checkpoint."))), *mine]
+
+
+def jobs_of(seed: int, *, quick: bool) -> list[OutsideJob]:
+    """All jobs; the quick one has most kinds of faults in one."""
+    if quick:
+        return [_quick_job(seed)]
+    jobs = [_replicas(seed, number) for number in range(NUM_REPLICAS)]
+    return jobs + [_kept(seed, number) for number in range(NUM_REPLICAS, NUM_REPLICAS + NUM_KEPT)]
+
+
+def _replicas(seed: int, number: int) -> OutsideJob:
+    rng = random.Random(f"{seed} replicas {number}")
+    is_large = number == NUM_REPLICAS - 1
+    variant = number % len(VARIANTS)
+    groups: list[list[Row]] = [
+        [{"kind": "whole node", "first": "node:A"}],
+        [{"kind": "whole node", "first": "node:A"}, {"kind": "first iteration after a join", "first": "node:A"}],
+        [{"kind": "rank", "first": "rank:A"}],
+        [{"kind": "reporter's node", "first": "node:0"}],
+        [{"kind": "whole node while saving", "first": "node:A", "moment": "save"}],
+        [{"kind": "a second node soon after", "first": "node:A", "second": "node:B"}],
+    ]
+    if variant != 3:  # with the default slots two nodes at once may be too many
+        groups.append([{"kind": "two nodes at once", "first": "node:A+node:B"}])
+    groups += [[_ROTATING[(2 * number + extra) % len(_ROTATING)]] for extra in range(2)]
+    if is_large:
+        groups = [[{"kind": "whole node, large payload", "first": "node:A"}] for _ in range(8)]
+    words = [*_COMMON, *_REPLICAS, *(LARGE if is_large else VARIANTS[variant])]
+    faults = _in_order(groups, NUM_NODES, rng)
+    if number % 3 == 2 and not is_large:
+        faults.append({"fault": len(faults), "kind": "state lost", "first": "lost", "moment": "any", "after": 3})
+    return OutsideJob(
+        number=number,
+        kind="replicas",
+        name="large payload" if is_large else f"replicas {variant}",
+        words=words if not is_large else [*words, "training.global_batch_size=8"],
+        num_nodes=NUM_NODES,
+        faults=faults,
+        kills_launcher=number % 3 == 1,
+    )
+
+
+def _kept(seed: int, number: int) -> OutsideJob:
+    rng = random.Random(f"{seed} kept {number}")
+    layout = LAYOUTS[number % len(LAYOUTS)]
+    groups: list[list[Row]] = [
+        [{"kind": "whole node", "first": "node:A"}],
+        [{"kind": "whole node", "first": "node:A"}],
+        [{"kind": "whole node", "first": "node:A"}, {"kind": "first iteration after a join", "first": "rank:A"}],
+        [{"kind": "rank", "first": "rank:A"}],
+        [{"kind": "whole node while saving", "first": "node:A", "moment": "save"}],
+    ]
+    if layout.num_ranks > 2:
+        groups.append([{"kind": "a second rank soon after", "first": "rank:A", "second": "rank:B"}])
+        groups.append([{"kind": "two ranks at once", "first": "rank:A+rank:B"}])
+    groups += [[_ROTATING[(2 * number + extra) % len(_ROTATING)]] for extra in range(2)]
+    faults = _in_order(groups, layout.num_ranks, rng)
+    if number % 4 == 3:
+        faults.append({"fault": len(faults), "kind": "state lost", "first": "lost", "moment": "any", "after": 3})
+    return OutsideJob(
+        number=number,
+        kind="kept",
+        name=layout.name,
+        words=[*_COMMON, *_kept_words(layout)],
+        num_nodes=layout.num_ranks,
+        faults=faults,
+        kills_launcher=number % 4 == 1,
+    )
+
+
+def _kept_words(layout: Layout) -> list[str]:
+    kept = [word for word in localized_jobs.BASE if word.startswith(("launch.keep", "launch.max_restarts"))]
+    return [*layout.overrides, *kept, "training.global_batch_size=8"]
+
+
+def _quick_job(seed: int) -> OutsideJob:
+    rng = random.Random(f"{seed} quick")
+    groups: list[list[Row]] = [
+        [{"kind": "whole node", "first": "node:A"}, {"kind": "first iteration after a join", "first": "node:A"}],
+        [{"kind": "rank", "first": "rank:A"}],
+        [{"kind": "agent", "first": "agent:A"}],
+        [{"kind": "snapshot server", "first": "keeper:A"}],
+        [{"kind": "controller and rank", "first": "controller+rank:A"}],
+        [{"kind": "two nodes at once", "first": "node:A+node:B"}],
+        [{"kind": "a second node soon after", "first": "node:A", "second": "node:B"}],
+        [{"kind": "whole node while saving", "first": "node:A", "moment": "save"}],
+        [{"kind": "rank stopped briefly", "first": "rank:A", "seconds": SHORT_SECONDS}],
+    ]
+    return OutsideJob(
+        number=0,
+        kind="replicas",
+        name="replicas 0",
+        words=[*_COMMON, *_REPLICAS, *VARIANTS[0]],
+        num_nodes=NUM_NODES,
+        faults=_in_order(groups, NUM_NODES, rng),
+        kills_launcher=True,
+    )
+
+
+def _in_order(groups: Sequence[Sequence[Row]], num_nodes: int, rng: random.Random) -> list[Row]:
+    """The groups in a drawn order, each fault with its number, its nodes and its moment."""
+    shuffled = rng.sample(list(groups), len(groups))
+    faults: list[Row] = []
+    for group in shuffled:
+        for place, fault in enumerate(group):
+            first, second = rng.sample(range(num_nodes), 2)
+            moment = "joined" if place else fault.get("moment", "any")
+            drawn: dict[str, object] = {"moment": moment, "after": rng.randint(1, MOST_APART)}
+            if "second" in fault:
+                drawn["delay"] = round(rng.uniform(0.02, 0.5), 3)
+            named = {
+                key: str(fault[key]).replace("A", str(first)).replace("B", str(second))
+                for key in ("first", "second")
+                if key in fault
+            }
+            faults.append({**fault, **named, **drawn, "fault": len(faults)})  # type: ignore[dict-item]
+    return faults
+
+
+def targets(text: str) -> list[tuple[str, int | None]]:
+    """``"controller+node:2"`` as ``[("controller", None), ("node", 2)]``."""
+    found: list[tuple[str, int | None]] = []
+    for part in text.split("+"):
+        what, _, number = part.partition(":")
+        found.append((what, int(number) if number else None))
+    return found
+
+
+def loss_of(fault: Mapping[str, object]) -> tuple[tuple[int, ...], bool]:
+    """(nodes that a fault takes from the job, rising; whether with their memory or only their ranks).
+
+    A process that is stopped for less than the heartbeat's timeout, and a controller, take nothing.
+    """
+    seconds = fault.get("seconds")
+    if seconds is not None and float(str(seconds)) < HEARTBEAT_SECONDS:
+        return (), False
+    hit = [each for key in ("first", "second") if key in fault for each in targets(str(fault[key]))]
+    nodes = sorted({node for _, node in hit if node is not None})
+    return tuple(nodes), any(what in ("node", "agent", "keeper") for what, _ in hit)
+
+
+def pairs_of(num_nodes: int) -> list[tuple[int, int]]:
+    """Two nodes, every way there is."""
+    return list(combinations(range(num_nodes), 2))
