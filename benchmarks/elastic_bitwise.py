@@ -182,7 +182,7 @@ class Campaign:
         words = [word for word in job.overrides if not word.startswith(("launch.", "checkpoint."))]
         with self.bench.running(job.overrides_and_faults, until=killer) as run:
             killed = Recorded.of(run, restarts=is_at_once)
-            killed.problems += [f"not injected: {text}" for text in getattr(killer, "problems", ())]
+            killed.problems.extend(f"not injected: {text}" for text in getattr(killer, "problems", ()))
             served = next((rung for rung in killed.rungs if rung["rung"] != "replicas"), None)
             if is_at_once and served is not None:
                 return [self._against_resumed(job, killed, served, words, run.run_dir)] * len(job.faults)

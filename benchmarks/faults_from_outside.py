@@ -1,10 +1,10 @@
 """Claim ``faults-from-outside``: what ``can_recover`` says a job survives, it survives, whatever hits it from outside.
 
-Living jobs of two to four nodes, with expert replicas or with a kept layout, are hit by signals to process ids at drawn
-moments: a rank, an agent, a snapshot server, the controller, all processes of a node at one instant, two nodes, a second
-one while the job recovers from the first, processes that are stopped and go on, in the first iteration after a join,
-while a checkpoint is written. Lost nodes come back, and the next fault follows. Before each fault ``can_recover`` is
-asked for exactly that loss, and its answer is on disk. At the end some launchers are killed, too.
+Living jobs of two to four nodes, with expert replicas or with a kept layout, are hit by signals to process ids at
+drawn moments: a rank, an agent, a snapshot server, the controller, all processes of a node at one instant, two nodes, a
+second one while the job recovers from the first, processes that are stopped and go on, in the first iteration after a
+join, while a checkpoint is written. Lost nodes come back, and the next fault follows. Before each fault
+``can_recover`` is asked for exactly that loss, and its answer is on disk. At the end some launchers are killed, too.
 
 A trial is a fault. It counts when ``/proc`` has shown that it happened. A fault that the job is said to survive passes
 when it was survived, no other node was lost, forming took at most three seconds after the last fault was noticed (time
@@ -91,7 +91,7 @@ class Campaign:
     def _compare_replicas(
         self, job: OutsideJob, run: JobResult, seen: Sequence[Any]
     ) -> tuple[list[str], int, dict[int, int]]:
-        """(what is wrong with the whole job, newest iteration up to which all is equal, values compared by iteration)."""
+        """(what is wrong with the whole job, the iteration up to which all is equal, values compared by iteration)."""
         killed = Recorded.of(run, expected_exit=_expected_exit(job, seen))
         last = killed.last_iteration - (0 if run.exit_code == 130 else 1)
         words = [*job.reference_words, *scripted(killed.orders, job.num_nodes)]
@@ -305,8 +305,8 @@ def judge(
         else "nothing formed"
     )
     figure = (
-        f"{len(proven)} faults in {len(jobs)} living jobs: {len(survived)} of {len(foretold)} survived that can_recover "
-        f"said are ({100 * share:.0f} %), {healthy} healthy nodes lost; {times}; "
+        f"{len(proven)} faults in {len(jobs)} living jobs: {len(survived)} of {len(foretold)} survived that "
+        f"can_recover said are ({100 * share:.0f} %), {healthy} healthy nodes lost; {times}; "
         f"{len(proven) - len(foretold)} said to be too much; {sum(job.kills_launcher for job in jobs)} launchers killed"
     )
     return finish(

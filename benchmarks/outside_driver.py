@@ -220,7 +220,7 @@ class LivingJob:
         return [m for m in self.metrics.read() if m["time_unix_seconds"] > began and "loss" in m]
 
     def _wait_until_recovered(self, lost: Sequence[int], record: Event) -> None:
-        """Until the loss was noticed, all nodes are members again, and, where nothing was lost, an iteration has come."""
+        """Until the loss was noticed and all nodes are members again; where nothing was lost, until an iteration."""
         since = record.get("second_at", record["injected_at"])
         if not lost:
             until = record.get("continued_at", since)

@@ -1,4 +1,4 @@
-"""What the files of a ``faults-from-outside`` job say of each fault: who was lost, how long forming took, who came back."""
+"""What the files of a ``faults-from-outside`` job say of each fault: who was lost, how long forming took."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

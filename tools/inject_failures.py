@@ -1,7 +1,10 @@
-"""Brings failures into a job that runs: nodes are killed, stopped, drained or added, or a recorded trace is replayed.
+"""Brings failures into a job that runs: nodes are killed, stopped, cut off, drained or added, their disks fail, or a
+recorded trace is replayed.
 
 python -m tools.inject_failures runs/moe_tiny-001 --kill 2 --at-iteration 50
 python -m tools.inject_failures runs/moe_tiny-001 --stop 1 --for 5
+python -m tools.inject_failures runs/moe_tiny-001 --partition 1 --for 30
+python -m tools.inject_failures runs/moe_tiny-001 --disk-error 0 1 --for 5
 python -m tools.inject_failures runs/moe_tiny-001 --trace trace.csv --minutes 80 --scale 0.05 --most-nodes 10
 
 A failure hits whole nodes from outside, at any moment of an iteration. One phase of one rank is a matter of
@@ -53,11 +56,23 @@ def _parser() -> argparse.ArgumentParser:
     node = functools.partial(what.add_argument, type=int, metavar="NODE")
     node("--kill", nargs="+", help="SIGKILL to all processes of these nodes at once")
     node("--stop", nargs="+", help="SIGSTOP to all processes of these nodes")
+    node(
+        "--partition",
+        nargs="+",
+        help="cut the network of these nodes, each in a network namespace of its own; needs root",
+    )
+    node("--disk-error", nargs="+", help="every write of these nodes' processes to files fails (EFBIG)")
     node("--drain", help="have the node leave at an iteration boundary")
     node("--add", help="have the node started, so that it joins")
     what.add_argument("--trace", type=Path, metavar="FILE", help="replay `milliseconds,add|remove,node` lines")
     parser.add_argument("--at-iteration", type=int, metavar="N", help="begin once iteration N is reported")
-    parser.add_argument("--for", dest="seconds", type=float, metavar="SECONDS", help="with --stop: then SIGCONT")
+    parser.add_argument(
+        "--for",
+        dest="seconds",
+        type=float,
+        metavar="SECONDS",
+        help="with --stop: then SIGCONT; how long a partition or disk error lasts",
+    )
     parser.add_argument("--minutes", type=float, help="with --trace: length of it that is used; default all")
     parser.add_argument("--scale", type=float, help="with --trace: seconds here for each of its seconds; default 1")
     parser.add_argument("--most-nodes", type=int, help="with --trace: node numbers used; default launch.max_nodes")
@@ -83,6 +98,10 @@ def _inject(options: argparse.Namespace) -> list[str]:
     elif options.stop is not None:
         for log in injector.stop(options.stop, options.seconds, at_iteration=options.at_iteration):
             print(f"the process of {log} was ended while it stood still")
+    elif options.partition is not None:
+        injector.partition(options.partition, options.seconds, at_iteration=options.at_iteration)
+    elif options.disk_error is not None:
+        injector.fail_disk(options.disk_error, options.seconds, at_iteration=options.at_iteration)
     elif options.drain is not None:
         injector.drain(options.drain, at_iteration=options.at_iteration)
     else:
@@ -92,12 +111,14 @@ def _inject(options: argparse.Namespace) -> list[str]:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that do not belong together, before anything is waited for. Raises ConfigError."""
-    needs = {"--for": ("seconds", "stop")} | {
-        f"--{name}": (name.replace("-", "_"), "trace") for name in ("minutes", "scale", "most-nodes")
-    }
-    for option, (name, other) in needs.items():
-        if getattr(options, name) is not None and getattr(options, other) is None:
-            raise ConfigError.of(option, getattr(options, name), f"is for --{other} only")
+    for option in ("minutes", "scale", "most-nodes"):
+        if (value := getattr(options, option.replace("-", "_"))) is not None and options.trace is None:
+            raise ConfigError.of(f"--{option}", value, "is for --trace only")
+    lasting = options.partition is not None or options.disk_error is not None
+    if options.seconds is not None and options.stop is None and not lasting:
+        raise ConfigError.of("--for", options.seconds, "is for --stop, --partition and --disk-error only")
+    if lasting and options.seconds is None:
+        raise ConfigError.of("--for", None, "must be given: a partition or a disk error ends by itself")
     if options.seconds is not None and not 0 < options.seconds < float("inf"):
         raise ConfigError.of("--for", options.seconds, "must be finite and above 0")
 

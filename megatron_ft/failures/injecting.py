@@ -1,4 +1,4 @@
-"""Brings kills, stops, drains and arrivals into a living job; each is on disk before it happens.
+"""Brings failures into a living job: kills, stops, partitions, disk errors, drains, arrivals; written down before.
 
 ``<run>/injected.jsonl`` has a line per fault, written and synced first, and one more where it could not be brought in.
 """
@@ -6,6 +6,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from megatron_ft.durable import fsync_folder
 from megatron_ft.errors import ControlError
+from megatron_ft.failures.links import links_to, switch
 from megatron_ft.failures.processes import HeldProcess, processes_of
 from megatron_ft.failures.schedule import FailureSchedule
 
@@ -77,6 +79,53 @@ class Injector:
             finally:
                 ended = [] if seconds is None else _send(processes, signal.SIGCONT)
         return ended
+
+    def partition(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
+        """Cut the nodes' network off from everybody for ``seconds``; all their processes live on.
+
+        Each needs a network namespace of its own, as nodes on machines and in containers have (``links``).
+
+        Raises:
+            NotInjected: a node has no process, or its network cannot be cut from here.
+        """
+        with self._held("partition", nodes, {**about, "seconds": seconds}) as processes:
+            try:
+                links = links_to(process.process_id for process in processes)
+            except ControlError as error:
+                raise self._refused("partition", nodes, str(error)) from None
+            try:
+                switch(links, on=False)
+                self.pause(seconds)
+            except ControlError as error:
+                raise self._refused("partition", nodes, str(error)) from None
+            finally:
+                switch(links, on=True)
+
+    def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
+        """Have every write of the nodes' processes to a file fail for ``seconds``, with EFBIG.
+
+        Their limit on the size of files (RLIMIT_FSIZE, see setrlimit(2)) is 0 meanwhile, for files in memory, too;
+        reading, sockets and pipes are not touched. A process that they start meanwhile keeps the limit.
+
+        Raises:
+            NotInjected: a node has no process, or they are another user's.
+        """
+        with self._held("disk_error", nodes, {**about, "seconds": seconds}) as processes:
+            before: list[tuple[HeldProcess, tuple[int, int]]] = []
+            try:
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):  # it has ended
+                        soft, hard = resource.prlimit(process.process_id, resource.RLIMIT_FSIZE)
+                        resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, (0, hard))
+                        before.append((process, (soft, hard)))
+                self.pause(seconds)
+            except PermissionError as error:
+                raise self._refused("disk_error", nodes, str(error)) from None
+            finally:
+                for process, limits in before:
+                    with contextlib.suppress(ProcessLookupError):
+                        if not process.has_ended():
+                            resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, limits)
 
     def drain(self, node: int, **about: Any) -> None:
         """Have the node leave at the next boundary. Raises NotInjected."""

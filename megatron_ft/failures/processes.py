@@ -44,7 +44,7 @@ class HeldProcess:
 
     @property
     def state(self) -> str:
-        """The kernel's letter for what it does (proc(5)): ``T`` while a signal has stopped it; empty when it is gone."""
+        """The kernel's letter for what it does, see proc(5): ``T`` while a signal has stopped it; empty when gone."""
         try:
             stat = Path(f"/proc/{self.process_id}/stat").read_text()
         except OSError:

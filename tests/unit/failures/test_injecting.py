@@ -191,6 +191,48 @@ def test_a_stop_that_is_interrupted_leaves_nobody_stopped(job: FakeJob) -> None:
     os.waitid(os.P_PID, job.processes["rank-00000.log"].pid, os.WCONTINUED)
 
 
+WRITER = """
+import errno, sys
+with open(sys.argv[1], "w") as file:
+    for line in sys.stdin:
+        try:
+            file.write(line)
+            file.flush()
+            print("written", flush=True, file=sys.stderr)
+        except OSError as error:
+            print(errno.errorcode[error.errno], flush=True, file=sys.stderr)
+            file = open(sys.argv[1], "a")
+"""
+
+
+def test_a_disk_error_fails_every_write_and_ends(job: FakeJob, tmp_path: Path) -> None:
+    with (job.run_dir / "logs" / "rank-00000.log").open("ab") as log:
+        rank = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / "file")],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdout=log,
+            text=True,
+        )
+
+    def write() -> str:
+        assert rank.stdin is not None and rank.stderr is not None
+        rank.stdin.write("x\n")
+        rank.stdin.flush()
+        return rank.stderr.readline().strip()
+
+    seen: list[str] = []
+    try:
+        before = write()
+        job.injector(pause=lambda seconds: seen.append(write())).fail_disk([0], 2.0)
+        assert (before, seen, write()) == ("written", ["EFBIG"], "written")
+    finally:
+        rank.kill()
+        rank.communicate()
+    (line,) = job.injected()
+    assert (line["action"], line["nodes"], line["seconds"]) == ("disk_error", [0], 2.0)
+
+
 def test_an_addition_is_repeated_until_the_controller_knows_of_the_loss(job: FakeJob) -> None:
     job.refusals = 2
     job.injector(patience_seconds=20.0).add(3)

@@ -38,7 +38,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return method
 
-    for name, answer in (("kill", None), ("stop", ["rank-00002.log"]), ("drain", None), ("add", None)):
+    answers = dict.fromkeys(("kill", "partition", "fail_disk", "drain", "add")) | {"stop": ["rank-00002.log"]}
+    for name, answer in answers.items():
         monkeypatch.setattr(Injector, name, noted(name, answer))
     monkeypatch.setattr(Injector, "replay", noted("replay", ["event 1: add of nodes [1]: refused"]))
     return found
@@ -50,6 +51,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         ("--kill 1 0", ("kill", [1, 0], None)),
         ("--stop 1 --for 2.5", ("stop", [1], 2.5, None)),
         ("--stop 1", ("stop", [1], None, None)),
+        ("--partition 1 0 --for 2", ("partition", [1, 0], 2.0, None)),
+        ("--disk-error 1 --for 2", ("fail_disk", [1], 2.0, None)),
         ("--drain 1", ("drain", 1, None)),
         ("--add 3", ("add", 3, None)),
     ],
@@ -115,9 +118,11 @@ def test_a_trace_that_begins_with_other_nodes_is_refused(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("--kill 1 --for 2", 2, "--for=2.0: is for --stop only"),
+        ("--kill 1 --for 2", 2, "--for=2.0: is for --stop, --partition and --disk-error only"),
         ("--stop 1 --for 0", 2, "--for=0.0"),
         ("--stop 1 --for nan", 2, "--for=nan"),
+        ("--partition 1", 2, "--for=None: must be given: a partition or a disk error ends by itself"),
+        ("--disk-error 1 --for 0", 2, "--for=0.0: must be finite and above 0"),
         ("--add 1 --minutes 2", 2, "--minutes=2.0: is for --trace only"),
         ("--add 1 --most-nodes 2", 2, "--most-nodes=2: is for --trace only"),
         ("--trace none.csv", 3, "none.csv: cannot be read"),
