@@ -63,6 +63,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         ip("netns", "add", name)
         ending.callback(ip, "netns", "del", name)
         ip("link", "add", f"{name}0", "type", "veth", "peer", "name", "eth0", "netns", name)
+        ending.callback(ip, "link", "del", f"{name}0")  # a connection that waits would keep the namespace for minutes
         ip("-n", name, "addr", "add", f"{THERE}/24", "dev", "eth0")
         ip("-n", name, "link", "set", "eth0", "up")
         ip("link", "add", f"{name}b", "type", "bridge")
