@@ -187,7 +187,7 @@ class Campaign:
             if is_at_once and served is not None:
                 return [self._against_resumed(job, killed, served, words, run.run_dir)] * len(job.faults)
         end = f"training.exit_at_iteration={killed.last_iteration}"
-        reference = self.bench.run([*words, *scripted(killed.orders, NUM_NODES), end])
+        reference = self.bench.run([*words, *scripted(killed.changes, killed.orders, NUM_NODES), end])
         common = [*killed.problems, *(f"scripted: {text}" for text in reference.problems)]
         if is_at_once:
             last = killed.last_iteration - 1

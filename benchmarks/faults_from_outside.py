@@ -94,7 +94,7 @@ class Campaign:
         """(what is wrong with the whole job, the iteration up to which all is equal, values compared by iteration)."""
         killed = Recorded.of(run, expected_exit=_expected_exit(job, seen))
         last = killed.last_iteration - (0 if run.exit_code == 130 else 1)
-        words = [*job.reference_words, *scripted(killed.orders, job.num_nodes)]
+        words = [*job.reference_words, *scripted(killed.changes, killed.orders, job.num_nodes)]
         reference = self.bench.run([*words, f"training.exit_at_iteration={max(last, 1)}"])
         problems = [*killed.problems, *(f"scripted: {text}" for text in reference.problems)]
         return problems, *_equal(killed, reference, last - 1)

@@ -67,13 +67,20 @@ def _new_nodes(following: Event) -> set[int]:
     return {node for node, previous in ranks if previous is None}
 
 
-def scripted(orders: Iterable[Event], num_nodes: int) -> list[str]:
+def scripted(changes: Sequence[Event], orders: Iterable[Event], num_nodes: int) -> list[str]:
     """The override that repeats a history without faults; nothing for none.
 
     Args:
+        changes: events ``membership_changed``. Where they name entries of the script, those count: several memberships
+            may have formed at one boundary, each with a placement of its own.
+        orders: lines of ``decisions.jsonl``, which count otherwise.
         num_nodes: members at the start.
     """
-    entries = [_entry(change) for change in changes_of(orders, num_nodes) if change.lose or change.join]
+    if changes and all(change.get("schedule") for change in changes):
+        by_iteration = {change["iteration"]: change["schedule"] for change in changes}
+        entries = [f"'{entry}'" for iteration in sorted(by_iteration) for entry in by_iteration[iteration]]
+    else:
+        entries = [_entry(change) for change in changes_of(orders, num_nodes) if change.lose or change.join]
     return [f"launch.membership_schedule=[{','.join(entries)}]"] if entries else []
 
 

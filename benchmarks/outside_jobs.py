@@ -56,8 +56,15 @@ VARIANTS: tuple[Sequence[str], ...] = (
 )
 """Of jobs with expert replicas: two nodes hold everything; long iterations; placements that change; the default slots,
 with which three nodes have one copy of some experts."""
-LARGE = ("model.hidden_size=512", "model.ffn_hidden_size=1024", "placement.num_slots_per_rank=8")
-"""One rank sends 64 MB and more of gradients in an iteration."""
+LARGE = (
+    "model.hidden_size=512",
+    "model.moe_ffn_hidden_size=512",
+    "placement.num_slots_per_rank=8",
+    "training.global_batch_size=8",
+    "snapshot.bandwidth_bytes_per_second=3e8",
+    "checkpoint.save_interval_iterations=0",
+)
+"""One rank has 64 MB and more of gradients to sum in an iteration."""
 LAYOUTS = (
     Layout(pp=2),
     Layout(pp=2, dp=2, ep=2, sharded=True),
@@ -137,7 +144,7 @@ def _replicas(seed: int, number: int) -> OutsideJob:
         number=number,
         kind="replicas",
         name="large payload" if is_large else f"replicas {variant}",
-        words=words if not is_large else [*words, "training.global_batch_size=8"],
+        words=words,
         num_nodes=NUM_NODES,
         faults=faults,
         kills_launcher=number % 3 == 1,

@@ -139,7 +139,9 @@ def replicas(
     counts = (1, 2) if is_array else (1,)
     trial.require(len(found.changes) in counts, f"its membership changed {len(found.changes)} times")
     if not trial.problems:
-        history = scripted(found.orders, NUM_NODES) if spares == 0 else _same_loss(found.changes[0], spares)
+        history = (
+            scripted(found.changes, found.orders, NUM_NODES) if spares == 0 else _same_loss(found.changes[0], spares)
+        )
         reference = lab.bench.run([*REPLICAS, f"launch.num_nodes={NUM_NODES}", *history])
         trial.problems += [f"reference: {text}" for text in reference.problems]
         memberships = [[(c["nodes"], c["iteration"]) for c in run.changes] for run in (found, reference)]
