@@ -51,6 +51,8 @@ WARM = "megatron_ft.mcore.loop.main:warm"
 END_SECONDS = 120.0
 GONE_SECONDS = 15.0
 """Longest that processes may live on after their launcher was killed."""
+_TORCH_CACHE = {"TORCHINDUCTOR_CACHE_DIR": str(ROOT / ".cache" / "torch")}
+"""torch makes a folder for what it compiles as soon as it is imported; it is to outlive jobs."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -132,7 +134,7 @@ class Campaign:
             console = subprocess.Popen(
                 [sys.executable, "pretrain_moe.py", *words],
                 cwd=ROOT,
-                env={**environment, "TMPDIR": str(runtime)},
+                env={**environment, "TMPDIR": str(runtime), **_TORCH_CACHE},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
