@@ -260,8 +260,9 @@ def judge(
 
 
 def _without_paths(text: str) -> str:
-    """The beginning of what went wrong, without where files lie on this machine."""
-    return re.sub(r"(?:/[\w.@+-]+)+/?", "PATH", text)[:300]
+    """Beginning and end of what went wrong, without where files lie on this machine."""
+    clean = re.sub(r"(?:/[\w.@+-]+)+/?", "PATH", text)
+    return clean if len(clean) <= 1500 else f"{clean[:300]} ... {clean[-1200:]}"
 
 
 if __name__ == "__main__":
