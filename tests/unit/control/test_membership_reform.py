@@ -21,6 +21,8 @@ from megatron_ft.control.facts import (
 )
 from megatron_ft.control.membership import advance, initial
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.report import lost_records
+from megatron_ft.events import RankFailed
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.target import Position, Target
 from tests.helpers.votes import vote_of
@@ -236,6 +238,10 @@ def test_a_rank_that_stays_silent_while_others_have_spoken_loses_its_node() -> N
     step = job.tick(0.0)
     assert step.decision is Decision.REFORM and step.reform is not None
     assert (step.reform.lost, step.reform.nodes) == ((0, 2), (1, 1))
+    first, silent = lost_records(step, {}, job.policy)
+    assert isinstance(first, RankFailed) and isinstance(silent, RankFailed)
+    assert (first.rank, first.first) == (0, True)
+    assert (silent.rank, silent.node, silent.error) == (5, 2, step.state.survived[-1][-1].detail)
     assert job.die(5).decision is Decision.WAIT, "it is killed, and that is no failure"
 
 
