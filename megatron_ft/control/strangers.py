@@ -106,7 +106,8 @@ class Strangers:
         named = {peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
         self._friends = {one for one in connections if one in self._friends or one.peer in named}
-        self._named -= {named[one.peer] for one in self._friends if one.peer in named}
+        # They are friends now, or had gone before the connections were listed. A later peer may have the same port.
+        self._named.difference_update(named.values())
         strangers = connections - self._friends
         self._since = {one: since for one, since in self._since.items() if one in strangers}
         for one in sorted(strangers - self._since.keys(), key=lambda one: one.inode):  # inodes rise with time

@@ -19,12 +19,15 @@ from megatron_ft.control.journal import Journal
 from megatron_ft.control.membership_state import Decision, MembershipPolicy, Phase, Step
 from megatron_ft.control.rpc import RpcClient, new_token
 from megatron_ft.framing import Message
-from tests.unit.control.test_controller import PATIENT, QUICK, broken, eventually, record, reported, start_order
+from tests.unit.control.test_controller import PATIENT, broken, eventually, record, reported, start_order
 
 TOKEN = new_token()
 POLICY = MembershipPolicy(
     num_nodes=4, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=5, min_nodes=1, max_nodes=5
 )
+
+
+ATTENTIVE = DetectorPolicy(heartbeat_interval_seconds=0.05, heartbeat_timeout_seconds=1.2, hang_seconds=None)
 
 
 class SlowDisk(Journal):
@@ -168,21 +171,42 @@ def test_a_limit_counts_from_the_decision_and_not_from_what_led_to_it(begin: Cal
 
 
 def test_a_node_lives_as_long_as_it_waits_to_be_taken_in(begin: Callable[..., Job]) -> None:
-    """A second of backlog, with nodes that are lost after 0.4 s of silence."""
-    job = begin(replace(POLICY, num_nodes=1, max_nodes=2), QUICK)
+    """More of a backlog than a node may be silent."""
+    job = begin(replace(POLICY, num_nodes=1, max_nodes=2), ATTENTIVE)
     job.call("join", node=0, process_id=7)
     job.deliver(0, 0, reported(0))
     over = threading.Event()
     signs = job.calls.submit(lambda: [job.deliver(0, 1) for _ in iter(lambda: over.wait(0.05), True)])
     job.journal.seconds = 0.05
-    for _ in range(20):
+    for _ in range(40):
         job.controller.post(AddRequested(0))
     joined = job.call("join", node=1, process_id=8)
     assert job.call("poll", node=1, session=joined["session"], after=joined["after"], wait_seconds=10)["orders"]
     over.set()
     signs.result(timeout=10)
     facts = [entry["fact"]["fact"] for entry in Journal(job.path).entries if "fact" in entry]
-    assert facts.count("AddRequested") == 20 and "NodeLost" not in facts
+    assert facts.count("AddRequested") == 40 and "NodeLost" not in facts
+
+
+def test_a_node_that_has_called_since_it_was_found_silent_is_not_lost(begin: Callable[..., Job]) -> None:
+    """Two nodes are found silent at one moment; the second calls while the loss of the first is carried out."""
+    job = begin(POLICY, ATTENTIVE)
+    job.run()
+    job.hold_at = Decision.BREAK
+    over, living = threading.Event(), [2, 3]
+    signs = job.calls.submit(
+        lambda: [job.deliver(node, 10**6) for _ in iter(lambda: over.wait(0.05), True) for node in list(living)]
+    )
+    assert job.held.wait(20)
+    assert [(fact.node, job.steps[-1].nodes) for fact in job.controller._found] == [(1, (0,))]
+    job.deliver(1, 10**6)
+    living.append(1)
+    job.go.set()
+    for node in (1, 2, 3):
+        job.deliver(node, 1, broken(node))
+    assert job.controller.state.members == (1, 2, 3)
+    over.set()
+    signs.result(timeout=10)
 
 
 def test_what_is_delivered_again_while_it_waits_is_queued_once(

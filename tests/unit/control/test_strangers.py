@@ -41,13 +41,17 @@ def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
     host, _, port = server.address.rpartition(":")
     strangers = Strangers(int(port), max_connections=19)
     client = RpcClient(server.address, "Test", token=TOKEN)
-    assert client.call("echo", {"n": 1}, timeout_seconds=5) == {"n": 1}
+    gone = RpcClient(server.address, "Test", token=TOKEN)
+    for caller in (client, gone):
+        assert caller.call("echo", {"n": 1}, timeout_seconds=5) == {"n": 1}
+    gone.close()
     for peer in server._strangers._named:
         strangers.has_shown_token(peer)
     socks = [socket.create_connection((host, int(port))) for _ in range(12)]
     try:
         assert eventually(lambda: len(strangers._connections()) == 13), "gRPC has taken all of them"
         assert strangers.look(100.0) == 9, "half of what the friend leaves free"
+        assert not strangers._named, "a port of one that has gone may be a stranger's next"
         assert eventually(lambda: [is_closed(sock) for sock in socks] == [True] * 3 + [False] * 9)
         assert strangers.look(109.0) == 9
         assert strangers.look(110.0) == 0, "they have had their time"
