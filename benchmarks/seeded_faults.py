@@ -159,7 +159,8 @@ def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
 
 def first_failure(tree: Path, tests: Sequence[str]) -> str | None:
     """The first test that fails or cannot be collected, as pytest names it; None where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider"]
+    command += ["-m", "not extended", *tests]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TESTS_SECONDS, check=False
