@@ -107,7 +107,7 @@ def test_a_job_that_is_gone_goes_on_from_storage_and_passes_damage_over(
     content = bytearray(path.read_bytes())
     content[-5000] ^= 1
     path.write_bytes(content)
-    resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
+    resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "run.start_over=true")
     assert resumed.exit_code == 0, resumed.output
     (chosen,) = of_kind(resumed, "recovery_chosen")
     assert chosen["source"] == ("persisted" if older else "nothing")
@@ -143,9 +143,12 @@ def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_f
     persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1"]
     died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=0)'])
     assert died.exit_code != 0
-    elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto")
+    refused = train(tmp_path, warm_forkserver, "run.resume=auto")
+    assert refused.exit_code == CheckpointError.exit_code, refused.output
+    assert "captured at another layout" in refused.output and "run.start_over=true" in refused.output
+    elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto", "run.start_over=true")
     assert elsewhere.exit_code == 0, elsewhere.output
-    (chosen,) = of_kind(elsewhere, "recovery_chosen")
+    *_, chosen = of_kind(elsewhere, "recovery_chosen")
     assert chosen["source"] == "nothing" and "captured at another layout" in json.dumps(chosen["declined"])
 
 
@@ -220,9 +223,10 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
             shutil.rmtree(died.run_dir / "windows" / stored.name)
     for rank in range(2):
         alter_vote(died.run_dir / "windows" / newest.name / rank_name(rank))
-    for _ in range(2):
+    codes = [RecoveryError.exit_code, CheckpointError.exit_code]
+    while codes:
         stopped = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
-        assert stopped.exit_code == RecoveryError.exit_code, stopped.output
+        assert stopped.exit_code == codes.pop(0), stopped.output
     assert "nothing is left to continue from" in stopped.output
     assert [event["source"] for event in of_kind(stopped, "recovery_chosen")] == ["persisted", "nothing"]
 

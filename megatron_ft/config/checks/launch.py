@@ -145,7 +145,7 @@ def _check_socket(path: str | None) -> None:
 
 
 def check_run(run: RunConfig) -> None:
-    """A name that is one folder, and a known resume policy."""
+    """A name that is one folder, a known resume policy, and nothing to start over where nothing is continued."""
     one_of(("never", "must", "auto"), "run.resume", run.resume)
     require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must be a folder")
     require(
@@ -159,6 +159,12 @@ def check_run(run: RunConfig) -> None:
         "run.name",
         run.name,
         "must be given with run.resume=must: it names the run to continue",
+    )
+    require(
+        not run.start_over or run.resume == "auto",
+        "run.start_over",
+        show(run.start_over),
+        f"must be false with run.resume={run.resume}: it is for run.resume=auto where saved state cannot be used",
     )
 
 

@@ -30,6 +30,8 @@ class CheckpointFinder:
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
         """Checkpoints that ``newest`` has passed over for they are not this run's, each with the reason."""
+        self._reasons: dict[str, str] = {}
+        """Of the checkpoints that this start has set aside, by their new names; on rank 0."""
 
     def newest(self, folder: Path) -> Path | None:
         """The newest checkpoint in ``folder`` that verifies and is of this run and of the iteration in its name.
@@ -99,6 +101,14 @@ class CheckpointFinder:
             f"its own settings, or begin another run from its state: run.name=<another> checkpoint.load={path}"
         )
 
+    def unusable(self, folder: Path) -> tuple[str, ...]:
+        """Complete checkpoints of ``folder`` that were damaged and set aside, by this start or an earlier one."""
+        reasons = []
+        if self._agreement.rank == 0:
+            for path in checkpoints.list_set_aside(folder):
+                reasons.append(f"{path}: {self._reasons.get(path.name, 'damaged, set aside by an earlier start')}")
+        return tuple(self._agreement.from_first(reasons))
+
     def _set_aside(self, path: Path, reason: str, kind: Literal["damaged", "foreign"]) -> None:
         moved, error = None, None
         if self._agreement.rank == 0:
@@ -110,6 +120,7 @@ class CheckpointFinder:
         if error is not None:
             raise CheckpointError(error)
         if moved is not None:
+            self._reasons[moved.name] = reason
             self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, set aside as {moved.name}: {reason}")
 
     def verify(self, directory: Path) -> Manifest:

@@ -294,6 +294,10 @@ class CheckpointManager:
         """Rename the checkpoints that ``newest`` found not to be this run's, and report them."""
         self._finder.set_foreign_aside()
 
+    def unusable(self, folder: Path) -> tuple[str, ...]:
+        """Checkpoints of ``folder`` that were complete and damaged, each with the reason; they were set aside."""
+        return self._finder.unusable(folder)
+
     def load(self, state: TrainingState, directory: Path) -> LoadResult:
         """Verify ``directory``, then fill ``state`` from it; no file is opened by Megatron before.
 

@@ -1,7 +1,7 @@
 """What a started rank continues from: found together with all others, verified, and turned into a dense state."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,15 @@ class Recovery:
         self._foreign: list[tuple[int, str]] = []
         self._other_runs: list[FolderEntry] = []
         self._other_settings: list[tuple[int, str]] = []
+        self._damaged: list[str] = []
         self._committed_buffer: int | None = None
         self._refused: list[str] = []
         self._chosen_digest = ""
         self.declined: tuple[str, ...] = ()
         """What ``find`` has not used, each with its reason."""
+        self.unusable: tuple[str, ...] = ()
+        """Windows with committed iterations of which ``find`` could use none, each with its reason; the same on every
+        rank, and empty where ``find`` has found something."""
 
     def find(self, checkpoint: Path | None, *, only: tuple[int, int] | None = None) -> HeldWindow | None:
         """The newest window that every rank can have, verified on all of them; None where the checkpoint is as new.
@@ -86,7 +90,6 @@ class Recovery:
             only: start iteration and generation of the only window that will do.
 
         Raises:
-            RecoveryError: windows were refused, and nothing else is left.
             CheckpointError: it cannot be read which windows were refused; or a window newer than what is left was
                 captured by this run with other data, another model, optimizer or schedule.
         """
@@ -107,11 +110,8 @@ class Recovery:
                 raise CheckpointError(newer[-1])
             if not source.places:
                 self._say(source)
-                if source.kind == "nothing" and self._refused:
-                    raise RecoveryError(
-                        f"nothing is left to continue from: {'; '.join(self._refused)}; "
-                        "another run.name starts from iteration 0"
-                    )
+                if source.kind == "nothing":
+                    self._note_unusable(reasons)
                 return None
             window, error = self._open(source)
             if error is not None:
@@ -135,6 +135,10 @@ class Recovery:
             if text not in self._refused:  # each copy in memory is the same window
                 self._refused.append(text)
                 reasons.append(text)
+
+    def say_nothing(self, reason: str) -> None:
+        """Report that the job starts at iteration 0, and why nothing is continued."""
+        self._say(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def replay(self, engine: TrainingEngine, window: HeldWindow) -> None:
         """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
@@ -178,6 +182,14 @@ class Recovery:
             raise CheckpointError(error)
 
     # -- parts --------------------------------------------------------------------------------------------
+
+    def _note_unusable(self, reasons: Sequence[str]) -> None:
+        """Collect what every rank knows of windows that hold committed iterations and cannot be used.
+
+        A window that some rank never finished to write is not among them: it was never complete.
+        """
+        everywhere = self._agreement.gather([*reasons, *self._damaged])
+        self.unusable = tuple(dict.fromkeys(reason for told in everywhere for reason in told))
 
     def _carry_out(self, engine: TrainingEngine, window: HeldWindow) -> ReplayResult:
         return carry_out(window.replay_plan(), open_replay(engine, window, self._agreement))
@@ -228,6 +240,12 @@ class Recovery:
     def _held_windows(self) -> list[dict[str, Any]]:
         """What is held for this rank: on this node, on its peers, on storage."""
         found = [] if self._client is None else self._client.inventory(self._rank, ask_peers=True)
+        self._damaged = [
+            f"window of iteration {window['start_iteration']} in memory of node {window['node']}: committed, and not "
+            "all ranks have it any more"
+            for window in found
+            if window["committed"]
+        ]
         here = [window for window in found if window["where"] == "own" and window["node"] == self._node]
         committed = [window["buffer"] for window in here if window["committed"]]
         self._committed_buffer = committed[0] if committed else None
@@ -245,6 +263,8 @@ class Recovery:
                 other, settings = self._other_run(manifest), self._other_job(manifest, opened.path)
             except CheckpointError as error:
                 self._problem("load persisted", str(error))
+                if not isinstance(error.__cause__, FileNotFoundError):  # a missing file was perhaps never written
+                    self._damaged.append(str(error))
                 continue
             last = manifest.start_iteration + manifest.num_slices - 1
             where = f"persisted window of iteration {manifest.start_iteration}"

@@ -159,7 +159,8 @@ def cost_of_loss(
         lost_nodes=gone,
         is_gone=is_gone,
         rung=rung,
-        is_automatic=rung in ("replicas", "localized") or restart is not None,
+        is_automatic=rung in ("replicas", "localized")
+        or (restart is not None and not (rung == "nothing" and _has_unusable_windows(means, stored))),
         declined=tuple(declined),
         lost_operators=() if rung == "replicas" else missing,
         max_iterations=found.max_iterations,
@@ -251,6 +252,16 @@ def _localized(
         bound = _window_bound(means, 1)
         return _Served(None if bound is None else bound + means.commit_lag_iterations)
     return _Served(max(0, stored.iteration - stored.memory_start))
+
+
+def _has_unusable_windows(means: RecoveryMeans, stored: Stored | None) -> bool:
+    """Whether ranks that start again, and can use no state, find windows with committed iterations.
+
+    Ranks do not start at iteration 0 beside such windows unless ``run.start_over`` says so.
+    """
+    if stored is None:
+        return means.takes_snapshots
+    return stored.memory_start is not None or stored.persisted_start is not None
 
 
 def _stages_of(means: RecoveryMeans, nodes: tuple[int, ...]) -> tuple[int, ...]:

@@ -85,6 +85,15 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     return sorted(found)
 
 
+def list_set_aside(folder: Path) -> list[Path]:
+    """Damaged checkpoints in ``folder`` that starts have set aside, by name; none if it is missing."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path for path in folder.iterdir() if path.name.startswith(_SET_ASIDE_PREFIX["damaged"]) and path.is_dir()
+    )
+
+
 def start_directory(folder: Path, iteration: int) -> Path:
     """Create the directory a save of ``iteration`` writes into.
 

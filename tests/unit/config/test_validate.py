@@ -124,6 +124,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"run.name": "../up"}, "run.name"),
     ({"run.resume": "must"}, "run.name"),
+    ({"run.start_over": True}, "run.start_over"),
+    ({"run.start_over": True, "run.resume": "must", "run.name": "first"}, "run.start_over"),
     ({"data.train": []}, "data.train"),
     ({"data.train_weights": [1.0, 2.0]}, "data.train_weights"),
     ({"data.train_weights": [-1.0]}, "data.train_weights"),

@@ -35,7 +35,7 @@ RUN_ID = "5" * 32
 class OneRank:
     """``Agreement`` of a job of one rank."""
 
-    rank = 0
+    rank, num_ranks = 0, 1
 
     def gather(self, record: Any) -> list[Any]:
         return [json.loads(json.dumps(record))]
@@ -132,9 +132,36 @@ def test_where_refused_windows_leave_nothing_the_job_stops_and_says_so(
     save(tmp_path, 30)
     refuse(tmp_path, monkeypatch)
     found, records = recovery(tmp_path)
-    with pytest.raises(RecoveryError, match=r"nothing is left to continue from: persisted window of iteration 30"):
-        found.find(None)
+    assert found.find(None) is None
+    (reason,) = found.unusable
+    assert reason.startswith("persisted window of iteration 30: refused before: ")
     assert [record.source for record in records if isinstance(record, RecoveryChosen)] == ["nothing"]
+
+
+def test_windows_that_cannot_be_used_are_noted_where_nothing_else_is_left(tmp_path: Path) -> None:
+    found, _ = recovery(tmp_path)
+    assert found.find(None) is None and found.unusable == (), "an empty folder"
+    save(tmp_path, 20, **{CONFIG: json.dumps({"data": "other"})})
+    found, _ = recovery(tmp_path)
+    assert found.find(None) is None
+    (reason,) = found.unusable
+    assert "was trained with data='other'" in reason
+    found, _ = recovery(tmp_path)
+    assert found.find(tmp_path / "iter_0000010") is None and found.unusable == (), "the checkpoint serves"
+
+
+@pytest.mark.parametrize("damage", ["a byte", "cut off", "no file"])
+def test_a_damaged_window_counts_and_one_that_was_never_written_does_not(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 20)
+    (path,) = (tmp_path / "windows").glob("*/rank-00000.window")
+    content = bytearray(path.read_bytes())
+    content[-1 if damage == "a byte" else 20] ^= 1
+    path.write_bytes(content[:100] if damage == "cut off" else content)
+    if damage == "no file":
+        path.unlink()
+    found, _ = recovery(tmp_path)
+    assert found.find(None) is None
+    assert [path.name in reason for reason in found.unusable] == ([] if damage == "no file" else [True])
 
 
 def test_a_window_captured_anew_under_the_same_name_is_another_one(

@@ -166,6 +166,18 @@ def test_nothing_is_left_where_nothing_was_put_away() -> None:
     assert cost.max_iterations == JobConfig().training.train_iterations
 
 
+def test_ranks_do_not_start_over_by_themselves_beside_windows_that_they_cannot_use() -> None:
+    held = dataclasses.replace(means(restarting()), min_nodes=1)
+    for stored, is_automatic in (
+        (None, False),
+        (Stored(iteration=9, memory_start=6), False),
+        (Stored(iteration=9, persisted_start=6), False),
+        (Stored(iteration=1), True),
+    ):
+        cost = cost_of_loss(held, [1], stored=stored)
+        assert (cost.rung, cost.is_automatic) == ("nothing", is_automatic), stored
+
+
 def test_checkpoints_lose_an_interval() -> None:
     cost = cost_of_loss(means(job(checkpoint={"save_interval_iterations": 50})), [0])
     assert (cost.rung, cost.max_iterations) == ("checkpoint", 50)
