@@ -178,8 +178,8 @@ class PlacementInForce(Record):
     seconds: float | None = None
     """Seconds training stood still for it."""
     single_loss_survival: float | None = None
-    """Probability that every expert has a copy left when one failure domain is lost, each being as likely; absent where
-    there is only one."""
+    """Probability that the job goes on in its ranks when one failure domain is lost, each being as likely: every expert
+    has a copy left, and enough nodes; absent where there is one domain, or a lost node ends the job."""
     fewest_replicas: int | None = None
     """Copies of the expert that has fewest, over all layers."""
     mean_replicas: float | None = None

@@ -20,8 +20,8 @@ class TelemetryConfig:
     wandb_entity: str | None = None
     """Team in wandb; null for the default."""
     alert_single_loss_survival: float | None = 1.0
-    """Alert when the probability that every expert has a copy left after the loss of one failure domain is below this;
-    null never. Only jobs with expert replicas know it."""
+    """Alert when the probability that the job goes on in its ranks after the loss of one failure domain is below this;
+    null never. Only jobs that go on by expert replicas (``launch.min_nodes``) know it."""
     alert_stall_share: float | None = 0.05
     """Alert when training waits for captures for more than this share of its iterations, over five windows; null
     never."""

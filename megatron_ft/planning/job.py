@@ -17,7 +17,13 @@ from megatron_ft.planning.cost.saving import SavingMemory, saving_of_stage
 from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.placement.report import PlacementReport, report_placement
 from megatron_ft.planning.recovery.loss_cost import LossCost
-from megatron_ft.planning.recovery.means import costs_of_nodes, means_of
+from megatron_ft.planning.recovery.means import (
+    costs_of_nodes,
+    idle_copies,
+    means_of,
+    why_no_replicas,
+    windows_serve,
+)
 from megatron_ft.planning.snapshot.report import SnapshotReport, report_snapshots
 from megatron_ft.planning.trace import RoutingTrace
 from megatron_ft.planning.upstream_log import UpstreamLogReport, report_upstream_log
@@ -88,6 +94,10 @@ class JobPlan:
     """What ranks meet where they find the other device; empty where they cannot."""
     is_refused_there: bool = False
     """Whether the other device refuses the job."""
+    why_no_replicas: str = ""
+    """Why a lost node is never survived by expert replicas; empty where it can be."""
+    windows_serve: str = ""
+    """Which failures the windows of snapshots serve; empty without snapshots."""
 
     @property
     def device_bytes(self) -> int:
@@ -236,11 +246,14 @@ def plan_job(
             *_unknown_domains(config),
             *((other,) if is_refused_there else ()),
             *_unchecked_gpu_memory(config, device, needed),
+            *idle_copies(config),
             *warnings,
         ),
         device_reason="" if choice is None else choice.reason,
         other_device=other,
         is_refused_there=is_refused_there,
+        why_no_replicas=why_no_replicas(config),
+        windows_serve="" if snapshot is None else windows_serve(config),
     )
     plan.validate()
     return plan

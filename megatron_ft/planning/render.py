@@ -21,9 +21,9 @@ def render(plan: JobPlan) -> str:
     """Layout, parameters, memory, batches and data, one aligned block each."""
     blocks = [_overview(plan), _parameters(plan), _memory(plan), _ranks(plan), _data(plan)]
     if plan.placement is not None:
-        blocks.append(render_placement(plan.placement))
+        blocks.append(render_placement(plan.placement, plan.why_no_replicas))
     if plan.snapshot is not None:
-        blocks.append(_snapshot(plan.snapshot))
+        blocks.append(_snapshot(plan.snapshot, plan.windows_serve))
     if plan.upstream_log is not None:
         blocks.append(_upstream_log(plan.upstream_log))
     if plan.losses:
@@ -89,7 +89,7 @@ def _device(plan: JobPlan) -> list[tuple[str, str]]:
     return [("device", "; ".join(filter(None, (plan.device_reason, plan.other_device))))] if plan.other_device else []
 
 
-def _snapshot(report: SnapshotReport) -> str:
+def _snapshot(report: SnapshotReport, serve: str) -> str:
     heaviest = max(report.nodes, key=lambda node: node.total_bytes)
     window = "measured before the first one"
     if report.window_iterations is not None:
@@ -99,6 +99,7 @@ def _snapshot(report: SnapshotReport) -> str:
         f"snapshots by {report.policy}",
         [
             ("window", window),
+            ("serve", serve),
             ("bytes of a window", f"{readable_bytes(report.window_bytes)} on the rank that captures most"),
             ("whole state", f"{readable_bytes(report.dense_bytes)} on that rank"),
             ("copies", f"{report.num_peer_copies}, of each node on {peers}" if report.num_peer_copies else "none"),
@@ -213,15 +214,20 @@ def _ranks(plan: JobPlan) -> str:
     return "\n".join(["ranks", *(f"  {line}" for line in table(rows).splitlines()), *tail])
 
 
-def render_placement(report: PlacementReport) -> str:
-    """Slots, survival and bytes, then the slots of the first mixture layer of each stage."""
+def render_placement(report: PlacementReport, why_unused: str = "") -> str:
+    """Slots, survival and bytes, then the slots of the first mixture layer of each stage.
+
+    Args:
+        why_unused: why no recovery goes on by these replicas; empty where one does.
+    """
     slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
     experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"
     pairs = [
         ("slots per rank", f"{slots} in each mixture layer: {experts}"),
         *((f"stage {number}", plan.summary()) for number, plan in enumerate(report.stages)),
-        ("weights survive", _survival(report.weights_survival)),
-        ("state survives", _survival(report.state_survival)),
+        ("weights left" if why_unused else "weights survive", _survival(report.weights_survival)),
+        ("state left" if why_unused else "state survives", _survival(report.state_survival)),
+        *((("used after a loss", f"no: {why_unused}"),) if why_unused else ()),
         ("expert weights", f"{readable_bytes(report.expert_weights_bytes)} on all holders"),
         ("expert optimizer state", _copies(report, report.expert_state_bytes, report.expert_copies_bytes)),
         ("other optimizer state", _copies(report, report.non_expert_state_bytes, report.non_expert_copies_bytes)),

@@ -108,7 +108,8 @@ _FROM_EVENTS = (
     Metric(
         name="replicas/single_loss_survival",
         unit="1",
-        meaning="Probability that every expert has a copy left when one failure domain is lost, each being as likely.",
+        meaning="Probability that the job goes on in its ranks when one failure domain is lost, each being as likely: "
+        "every expert has a copy left, and launch.min_nodes nodes are left. Only where launch.min_nodes is given.",
     ),
     Metric(
         name="snapshot/window_iterations",

@@ -196,7 +196,7 @@ def _alert(record: events.AlertRaised | events.AlertCleared) -> str:
     rank = record.rank if isinstance(record, events.AlertRaised) else None
     who = "the slowest rank" if rank is None else f"rank {rank} on node {record.node}"
     told = {
-        "single_loss_survival": f"all experts outlive the loss of one failure domain with probability {value:.3f}",
+        "single_loss_survival": f"the job goes on after the loss of one failure domain with probability {value:.3f}",
         "stall_share": f"training waits for captures for {100 * value:.1f} % of its iterations",
         "windows_behind": f"{value:.1f} windows are due and none was committed: peers or storage are behind",
         "free_disk_share": f"{100 * value:.1f} % of the run's file system are free",

@@ -33,6 +33,7 @@ from megatron_ft.planning.placement.stage import (
     scripted_plans,
     stage_requests,
 )
+from megatron_ft.planning.placement.survival import single_loss_survival
 from megatron_ft.planning.recovery.evacuation import plan_evacuation
 from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
@@ -147,6 +148,15 @@ class PlacementKeeper:
     def copy_plan(self) -> StateCopyPlan | None:
         """Who keeps copies of this stage's optimizer state; None where only computing copies keep it."""
         return plan_state_copies(self._config, self.plans[self._stage], self._num_dense)
+
+    @property
+    def single_loss_survival(self) -> float | None:
+        """Probability that the job goes on by its replicas when one failure domain is lost; None where a lost node ends
+        the job, and where there is one domain."""
+        launch = self._config.launch
+        if launch.min_nodes is None or launch.keep_layout:
+            return None
+        return single_loss_survival(self.plans, min_ranks=launch.min_nodes * launch.ranks_per_node)
 
     @property
     def wants_loads(self) -> bool:

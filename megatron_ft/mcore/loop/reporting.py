@@ -17,7 +17,6 @@ from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.batch import BatchPlan
-from megatron_ft.planning.placement.survival import single_loss_survival
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.report import dense_plan
@@ -113,7 +112,7 @@ def placement_record(
         iteration=iteration,
         reason=reason,
         stages=tuple(plan.summary() for plan in plans),
-        single_loss_survival=single_loss_survival(plans),
+        single_loss_survival=placement.single_loss_survival,
         fewest_replicas=min(replicas, default=None),
         mean_replicas=sum(replicas) / len(replicas) if replicas else None,
         most_replicas=max(replicas, default=None),

@@ -8,6 +8,7 @@ and says so.
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,14 +87,16 @@ def survival(
     return tuple(_survival(masks, len(index), count, odds, num_samples, seed) for count in wanted)
 
 
-def single_loss_survival(plans: Sequence[PlacementPlan]) -> float | None:
-    """Probability that every expert of all stages has a copy left when one failure domain is lost, each as likely.
+def single_loss_survival(plans: Sequence[PlacementPlan], *, min_ranks: int = 0) -> float | None:
+    """Probability that a job goes on in its ranks when one failure domain is lost, each domain being as likely.
 
-    None where there is only one domain.
+    It goes on where every expert of all stages has a copy left and at least ``min_ranks`` ranks are left. None where
+    there is only one domain.
     """
-    domains = sorted({domain for plan in plans for domain in plan.domains})
+    num_ranks = Counter(domain for plan in plans for domain in plan.domains)
     alone = {next(iter(held)) for plan in plans for held in plan.all_expert_domains() if len(held) == 1}
-    return 1.0 - len(alone) / len(domains) if len(domains) > 1 else None
+    too_large = {domain for domain, count in num_ranks.items() if num_ranks.total() - count < min_ranks}
+    return 1.0 - len(alone | too_large) / len(num_ranks) if len(num_ranks) > 1 else None
 
 
 def _survival(

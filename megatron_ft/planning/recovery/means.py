@@ -64,6 +64,47 @@ def means_of(
     )
 
 
+def why_no_replicas(config: JobConfig) -> str:
+    """Why a lost node is never survived by expert replicas, whatever lives on; empty where it can be.
+
+    Args:
+        config: with ``training.device`` decided.
+    """
+    if config.placement.algorithm is None:
+        return "placement.algorithm=null"
+    if config.launch.min_nodes is None or not config.launch.may_lose_nodes:
+        return "launch.min_nodes=null: a lost node ends the job"
+    return "; ".join(_uncovered(config))
+
+
+def idle_copies(config: JobConfig) -> tuple[str, ...]:
+    """Copies that a job keeps on other nodes although no recovery from a lost node reads them, each as a sentence."""
+    launch, notes = config.launch, []
+    if config.placement.state_copies is not None:
+        copies = f"placement.state_copies={config.placement.state_copies}"
+        notes.append(f"{copies}: no recovery reads these copies; they take memory and time")
+    if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not launch.keep_layout:
+        after = "a lost node ends the job, and windows in memory with it"
+        if not why_no_replicas(config):
+            after = "after a lost node the job goes on by replicas, or from a dense checkpoint"
+        copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
+        notes.append(f"{copies}: copies in peers' memory serve where a node's own window is damaged; {after}")
+    return tuple(notes)
+
+
+def windows_serve(config: JobConfig) -> str:
+    """Which failures the windows of a job's snapshots serve, in words."""
+    launch, snapshot = config.launch, config.snapshot
+    served = []
+    if launch.keep_layout:
+        served.append("stages that lose a rank or a node (launch.keep_layout=true)")
+    if launch.max_restarts:
+        served.append(f"ranks that die while all nodes live (launch.max_restarts={launch.max_restarts})")
+    if snapshot.persist_interval_windows:
+        served.append("run.resume, from those on storage, on as many ranks")
+    return "; ".join(served) or "no failure: launch.max_restarts=0, and none is written to storage"
+
+
 def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -> tuple[LossCost, ...]:
     """What the loss of each present node alone costs; last, where ranks are started again, the death of all ranks."""
     wanted = placer(config, inputs)

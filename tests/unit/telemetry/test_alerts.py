@@ -143,7 +143,7 @@ def test_alerts_reach_the_files_and_the_terminal(config: JobConfig, tmp_path: Pa
         "alert_cleared",
         "run_finished",
     ]
-    assert "x alert: all experts outlive the loss of one failure domain with probability 0.750" in stream.getvalue()
+    assert "x alert: the job goes on after the loss of one failure domain with probability 0.750" in stream.getvalue()
     assert "(telemetry.alert_single_loss_survival=1)" in stream.getvalue()
     assert "+ no longer an alert" in stream.getvalue()
 

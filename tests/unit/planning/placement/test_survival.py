@@ -151,6 +151,12 @@ def test_survival_of_one_loss_is_joint_over_layers_and_stages() -> None:
     assert single_loss_survival([stage_on(("a", "a"), ((0,), (1,)))]) is None, "there is one domain"
 
 
+def test_survival_of_one_loss_counts_ranks_that_are_left() -> None:
+    everywhere = stage_on(("a", "a", "b", "c"), ((0, 1), (0, 1), (0, 1), (0, 1)))
+    for min_ranks, expected in ((0, 1.0), (2, 1.0), (3, 2 / 3), (4, 0.0)):
+        assert single_loss_survival([everywhere], min_ranks=min_ranks) == pytest.approx(expected)
+
+
 @settings(deadline=None)
 @given(slots=st.lists(st.lists(st.integers(0, 1), max_size=2, unique=True), min_size=2, max_size=6))
 def test_survival_of_one_loss_is_what_counting_gives(slots: list[list[int]]) -> None:

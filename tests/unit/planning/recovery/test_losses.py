@@ -18,7 +18,14 @@ from megatron_ft.planning.placement.stage import first_plans, stage_requests
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored, cost_of_loss, joint_survival
-from megatron_ft.planning.recovery.means import costs_of_nodes, means_of, placer
+from megatron_ft.planning.recovery.means import (
+    costs_of_nodes,
+    idle_copies,
+    means_of,
+    placer,
+    why_no_replicas,
+    windows_serve,
+)
 from megatron_ft.planning.snapshot.report import report_snapshots
 
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 8, "moe_layer_freq": 2}
@@ -329,3 +336,30 @@ def test_a_stage_goes_back_to_what_has_been_committed() -> None:
     stored = Stored(iteration=30, memory_start=26)
     assert cost_of_loss(keeping(), [0], stored=stored).max_iterations == 4
     assert cost_of_loss(keeping(), [0], stored=Stored(iteration=30)).declined[1].reason.startswith("no window")
+
+
+def test_copies_that_no_recovery_reads_are_named() -> None:
+    assert idle_copies(elastic()) == () and idle_copies(job()) == ()
+    (state,) = idle_copies(job(launch={"num_nodes": 4}, placement={**SPREAD, "state_copies": 2}))
+    assert state.startswith("placement.state_copies=2: no recovery reads these copies")
+    (windows,) = idle_copies(restarting())
+    assert windows.startswith("snapshot.num_peer_copies=1: ") and "a lost node ends the job" in windows
+    (beside_replicas,) = idle_copies(elastic(snapshot={"policy": WINDOWS, "num_peer_copies": 1}))
+    assert "a lost node ends the job" not in beside_replicas
+    kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
+    assert idle_copies(job(launch=kept, snapshot={"policy": WINDOWS, "num_peer_copies": 1})) == ()
+
+
+def test_replicas_are_used_as_the_job_is_configured() -> None:
+    assert why_no_replicas(elastic()) == ""
+    assert why_no_replicas(elastic(min_nodes=None)) == "launch.min_nodes=null: a lost node ends the job"
+    assert why_no_replicas(job()) == "placement.algorithm=null"
+    assert why_no_replicas(elastic(training={"device": "cuda"})) == "training.device=cuda"
+
+
+def test_windows_serve_what_the_job_is_configured_for() -> None:
+    assert windows_serve(restarting()) == "ranks that die while all nodes live (launch.max_restarts=2)"
+    assert windows_serve(restarting(persist_interval_windows=1)).endswith("from those on storage, on as many ranks")
+    assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: launch.max_restarts=0")
+    kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
+    assert windows_serve(job(launch=kept, snapshot={"policy": WINDOWS})).startswith("stages that lose a rank or a node")
