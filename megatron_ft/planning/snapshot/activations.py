@@ -16,8 +16,6 @@ class Activations:
     """Megatron's numbers (from 1) of the layers that have experts."""
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
     """[record][layer][expert], oldest record first; a record is an iteration or several."""
-    probabilities: tuple[tuple[float, ...], ...] | None = None
-    """Sums of gate probabilities [layer][expert] over all records, where they were collected."""
 
     @classmethod
     def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
@@ -30,7 +28,7 @@ class Activations:
         """Assert that every record has a row for each layer, equally long, of counts."""
         assert self.tokens, "activations have at least one record"
         width = len(self.tokens[0][0]) if self.layers else 0
-        for rows in (*self.tokens, *(() if self.probabilities is None else (self.probabilities,))):
+        for rows in self.tokens:
             assert len(rows) == len(self.layers), f"{len(rows)} rows of activations for {len(self.layers)} layers"
             assert all(len(row) == width for row in rows), "layers have different numbers of experts"
             assert all(value >= 0 for row in rows for value in row), "activations are counts"
@@ -43,7 +41,7 @@ class Activations:
         )
 
     def collapsed(self) -> "Activations":
-        """The same totals as one record, without probabilities."""
+        """The same totals as one record."""
         return Activations(layers=self.layers, tokens=(self.totals,))
 
     def to_json(self) -> dict[str, Any]:
@@ -53,11 +51,9 @@ class Activations:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Activations":
         """Inverse of ``to_json``."""
-        probabilities = content["probabilities"]
         return cls(
             layers=tuple(content["layers"]),
             tokens=tuple(tuple(tuple(row) for row in rows) for rows in content["tokens"]),
-            probabilities=None if probabilities is None else tuple(tuple(row) for row in probabilities),
         )
 
 

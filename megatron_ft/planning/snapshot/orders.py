@@ -37,20 +37,6 @@ class HardCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftCount:
-    """Sum of the expert's gate probabilities; its tokens where no probabilities were collected (appendix B)."""
-
-    uses_activations: ClassVar[bool] = True
-
-    def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """See ``OperatorOrder``."""
-        scores: Sequence[Sequence[float]] = []
-        if activations is not None:
-            scores = activations.totals if activations.probabilities is None else activations.probabilities
-        return _ascending(operators, activations, scores)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeDecayed:
     """Moving average over records: ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (appendix B)."""
 

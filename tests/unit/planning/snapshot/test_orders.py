@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_ft.config.policy import build_policy
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.activations import Activations, ReorderTrigger
@@ -13,7 +14,6 @@ from megatron_ft.planning.snapshot.orders import (
     HardCount,
     LayerOrder,
     OperatorOrder,
-    SoftCount,
     TimeDecayed,
 )
 from tests.helpers.demands import EMBEDDING, expert, rest
@@ -31,7 +31,6 @@ OPERATORS = [
 COUNTED = Activations(
     layers=(1, 2),
     tokens=(((90, 10), (50, 50)), ((0, 100), (30, 70))),
-    probabilities=((1.0, 9.0), (8.0, 2.0)),
 )
 TAIL = ["3.head", "2.gate", "2.non_expert", "1.gate", "1.non_expert", "0.embedding"]
 
@@ -40,12 +39,11 @@ TAIL = ["3.head", "2.gate", "2.non_expert", "1.gate", "1.non_expert", "0.embeddi
     ("order", "experts"),
     [
         (HardCount(), ["2.expert.0", "1.expert.0", "1.expert.1", "2.expert.1"]),
-        (SoftCount(), ["1.expert.0", "2.expert.1", "2.expert.0", "1.expert.1"]),
         (TimeDecayed(decay=0.0), ["1.expert.0", "2.expert.0", "2.expert.1", "1.expert.1"]),
         (TimeDecayed(decay=0.9), ["2.expert.0", "1.expert.0", "1.expert.1", "2.expert.1"]),
         (CapacityAware(capacities=(1.0, 10.0)), ["1.expert.1", "2.expert.1", "2.expert.0", "1.expert.0"]),
     ],
-    ids=["hard", "soft", "newest", "decayed", "capacity"],
+    ids=["hard", "newest", "decayed", "capacity"],
 )
 def test_popular_experts_and_everything_that_is_no_expert_come_last(order: OperatorOrder, experts: list[str]) -> None:
     found = order.order(OPERATORS, COUNTED)
@@ -54,12 +52,17 @@ def test_popular_experts_and_everything_that_is_no_expert_come_last(order: Opera
     assert order.uses_activations
 
 
-def test_soft_counts_are_counts_where_no_probabilities_were_collected() -> None:
-    bare = COUNTED.collapsed()
-    assert SoftCount().order(OPERATORS, bare) == HardCount().order(OPERATORS, COUNTED)
+def test_hard_counts_are_those_of_all_records_together() -> None:
+    assert HardCount().order(OPERATORS, COUNTED.collapsed()) == HardCount().order(OPERATORS, COUNTED)
 
 
-@pytest.mark.parametrize("order", [HardCount(), SoftCount(), TimeDecayed(), CapacityAware(capacities=(1.0, 2.0))])
+def test_an_order_that_is_not_there_is_refused_by_name() -> None:
+    order = {"_target_": "megatron_ft.planning.snapshot.orders.SoftCount"}
+    with pytest.raises(ConfigError, match=r"SoftCount"):
+        build_policy("snapshot.policy.order", order)
+
+
+@pytest.mark.parametrize("order", [HardCount(), TimeDecayed(), CapacityAware(capacities=(1.0, 2.0))])
 def test_without_counts_experts_are_equal_and_still_before_the_rest(order: OperatorOrder) -> None:
     experts = ["1.expert.0", "1.expert.1", "2.expert.0", "2.expert.1"]
     assert [str(operator) for operator in order.order(OPERATORS, None)] == experts + TAIL
