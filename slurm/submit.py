@@ -1,4 +1,4 @@
-"""Check a job on the login node and submit it: ``python slurm/submit.py --nodes 9 model=mixtral_8x7b``.
+"""Check a job on the login node and submit it: ``python slurm/submit.py --nodes 8 experiment=mixtral_slurm``.
 
 The configuration is checked as ``dry_run=true`` does, with the nodes that the job will have; what is refused is not
 submitted. What is submitted is ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``) with the options and
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--queued", type=int, default=0, help="spares of an array that wait in Slurm's queue")
     parser.add_argument("--chain", type=int, default=1, help="jobs, one after the other until the run is done")
     parser.add_argument("--site", type=Path, default=default_site, help="file of the site's values (MFT_SITE)")
-    parser.add_argument("overrides", nargs="*", help="of Hydra, e.g. model=mixtral_8x7b")
+    parser.add_argument("overrides", nargs="*", help="of Hydra, e.g. experiment=mixtral_slurm")
     chosen = parser.parse_args(arguments)
     overrides = list(chosen.overrides)
     names = [word.partition("=")[2] for word in overrides if word.startswith("run.name=")]

@@ -1,4 +1,4 @@
-"""The commands of ``slurm/README.md``, from a clone to a running job, as they stand there."""
+"""The commands of ``slurm/README.md``, from a clone to a running job that loses a node, as they stand there."""
 
 import os
 import re
@@ -9,19 +9,23 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs import REPOSITORY
-from tests.helpers.slurm_cluster import SlurmCluster
-from tests.helpers.slurm_jobs import SlurmJob
+from tests.helpers.slurm_cluster import SlurmCluster, wait_until
+from tests.helpers.slurm_jobs import SOON, SlurmJob
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 
 MOST_COMMANDS = 5
-_SMALL = "--nodes 3 model=moe_micro training.global_batch_size=6 training.train_iterations=4"
+NUM_ITERATIONS, SAVE_INTERVAL = 100, 4
+_SMALL = (
+    f"--nodes 3 model=moe_micro training.global_batch_size=6 training.train_iterations={NUM_ITERATIONS} "
+    f"checkpoint.save_interval_iterations={SAVE_INTERVAL} {' '.join(SOON)}"
+)
 HERE = {
     "git clone REPOSITORY": f"git clone --quiet {REPOSITORY}",
     "make install": f"make install VENV={Path(sys.executable).parent.parent}",
     "ib0": "eth0",
     "MFT_RANKS_PER_NODE=8": f"MFT_RANKS_PER_NODE=1 MFT_PYTHON={sys.executable} OMP_NUM_THREADS=1",
-    "--nodes 9 model=mixtral_8x7b": _SMALL,
+    "--nodes 8 experiment=mixtral_slurm": _SMALL,
 }
 """What differs on this machine: an environment that is there, the cluster's interface, a model that fits."""
 
@@ -37,7 +41,7 @@ def commands() -> list[str]:
     return text.splitlines()
 
 
-def test_from_a_clone_to_a_running_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_from_a_clone_to_a_job_that_loses_a_node_and_ends_well(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert len(commands()) <= MOST_COMMANDS
     script = "set -euo pipefail\n" + "\n".join(commands())
     environment = {name: text for name, text in cluster.environment.items() if not name.startswith("MFT_")}
@@ -51,8 +55,15 @@ def test_from_a_clone_to_a_running_job(cluster: SlurmCluster, tmp_path: Path) ->
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"node 1 +checkpoint, by Slurm +<= 4", done.stdout), done.stdout
     said = dict(re.findall(r"^(job|log|run|its end) +(\S+)$", done.stdout, re.MULTILINE))
     job = SlurmJob(cluster, said["job"], Path(said["run"]), Path(said["log"]))
+    wait_until("a checkpoint is there", lambda: job.has("checkpoint_saved", 1), seconds=180)
+    cluster.kill_node(1)
     assert job.end()["exit_code"] == 0, job.words()
-    assert job.iteration == 4
     assert Path(said["its end"]) == job.marker
+    first, second = job.attempts()
+    assert first["exit_code"] != 0 and "node1" in first["hosts"] and "node1" not in second["hosts"]
+    resumed = job.records("run_started")[1]["resumed_from_iteration"]
+    assert resumed is not None and resumed >= SAVE_INTERVAL and resumed % SAVE_INTERVAL == 0
+    assert job.iteration == NUM_ITERATIONS

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -231,6 +232,25 @@ def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
     text = capsys.readouterr().out
     assert ", not checked (launch.gpu_memory_bytes=null)" in text
     assert "note: GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs" in text
+
+
+def test_the_job_of_the_slurm_page_fits_its_gpus_and_says_what_a_lost_node_costs(
+    machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "slurm" / "README.md").read_text()
+    (command,) = re.findall(r"^python3 slurm/submit\.py --nodes (\d+) (.*)$", page, re.MULTILINE)
+    (ranks_per_node,) = re.findall(r"MFT_RANKS_PER_NODE=(\d+)$", page, re.MULTILINE)
+    sizes = [f"launch.num_nodes={command[0]}", "launch.num_spare_nodes=0", f"launch.ranks_per_node={ranks_per_node}"]
+    machine(NO_GPU)
+    assert pretrain_moe.main(["launch=slurm", *sizes, *command[1].split(), "dry_run=true", "dry_run_format=json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["device"] == "cuda" and plan["gpu_memory_bytes"] is not None
+    names = ("weights_bytes", "gradients_bytes", "master_bytes", "moments_bytes", "activations_bytes")
+    needed = max(sum(stage["memory"][name] for name in names) for stage in plan["stages"])
+    assert 0 < needed <= plan["gpu_memory_bytes"] and not plan["notes"]
+    gone = [cost for cost in plan["losses"] if cost["is_gone"]]
+    assert {(cost["rung"], cost["restarted_by"]) for cost in gone} == {("persisted", "Slurm")} and len(gone) == 8
+    assert "goes on from the newest window or" in page
 
 
 def _data() -> object:

@@ -35,6 +35,10 @@ class LossCost:
     """Whether the run ends with the bits of one left alone; else sums have another order: it agrees to a tolerance."""
     stages: tuple[int, ...] = ()
     """Pipeline stages that go back where the others keep their state; empty where all or none do."""
+    restarted_by: str = "hand"
+    """Who starts a job again that has ended: ``hand``, or ``Slurm`` where its batch job does."""
+    max_windows: int = 2
+    """Windows of iterations that are run again, at most, where ``max_iterations`` is not known."""
 
     @property
     def is_recoverable(self) -> bool:
@@ -62,15 +66,15 @@ class LossCost:
     def source(self) -> str:
         """What is continued from, in words."""
         if self.rung == "nothing":
-            return "starts over" if self.is_automatic else "starts over, by hand"
+            return "starts over" if self.is_automatic else f"starts over, by {self.restarted_by}"
         where = f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
-        return f"{self.rung}{where}" if self.is_automatic else f"{self.rung}, by hand"
+        return f"{self.rung}{where}" if self.is_automatic else f"{self.rung}, by {self.restarted_by}"
 
     @property
     def iterations(self) -> str:
         """``max_iterations`` in words."""
         if self.max_iterations is None:
-            return "<= 2 windows"
+            return f"<= {self.max_windows} windows"
         return "0" if self.max_iterations == 0 else f"<= {self.max_iterations}"
 
     @property

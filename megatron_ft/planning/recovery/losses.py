@@ -85,6 +85,8 @@ class RecoveryMeans:
     """From a window's last slice to the vote that commits it, at most."""
     num_spare_nodes: int = 0
     restarts_lost_nodes: bool = False
+    runs_in_slurm: bool = False
+    """Whether the batch job starts another console, or has the job requeued, when the job has ended."""
     is_running: bool = True
     """Whether there is anybody whom a loss would leave."""
 
@@ -167,6 +169,8 @@ def cost_of_loss(
         moved_bytes=found.moved_bytes,
         is_bitwise=rung == "localized" or (rung != "replicas" and restart != "fewer"),
         stages=_stages_of(means, gone) if rung == "localized" else (),
+        max_windows=_persists(means) + 1 if rung == "persisted" else 2,
+        restarted_by="Slurm" if means.runs_in_slurm else "hand",
     )
     cost.validate()
     return cost

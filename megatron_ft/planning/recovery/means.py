@@ -61,6 +61,7 @@ def means_of(
         commit_lag_iterations=config.upstream_log.commit_lag_iterations,
         num_spare_nodes=launch.num_spare_nodes,
         restarts_lost_nodes=launch.restart_lost_nodes,
+        runs_in_slurm=launch.node_launcher != "local",
     )
 
 

@@ -363,3 +363,19 @@ def test_windows_serve_what_the_job_is_configured_for() -> None:
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: launch.max_restarts=0")
     kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
     assert windows_serve(job(launch=kept, snapshot={"policy": WINDOWS})).startswith("stages that lose a rank or a node")
+
+
+def test_a_job_of_slurm_is_not_started_again_by_hand() -> None:
+    lost = {}
+    for launcher in ("local", "srun"):
+        config = restarting(persist_interval_windows=1)
+        launch = dataclasses.replace(config.launch, node_launcher=launcher)
+        lost[launcher] = cost_of_loss(means(dataclasses.replace(config, launch=launch)), [1])
+        assert LossCost.from_json(json.loads(json.dumps(lost[launcher].to_json()))) == lost[launcher]
+    assert (lost["local"].source, lost["srun"].source) == ("persisted, by hand", "persisted, by Slurm")
+
+
+def test_windows_that_are_seldom_written_lose_as_many() -> None:
+    held = means(restarting(bandwidth_bytes_per_second=None, persist_interval_windows=100))
+    assert cost_of_loss(held, [0]).iterations == "<= 101 windows"
+    assert cost_of_loss(held, [0], is_gone=False).iterations == "<= 2 windows"
