@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, SETTINGS, HeldWindow, other_pieces
-from megatron_ft.mcore.loop.replaying import CapturedSlice, Replayer
-from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.mcore.loop.held_window import CONFIG, SETTINGS, HeldWindow
+from megatron_ft.mcore.loop.replaying import open_replay
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.runtime.keeper.client import KeeperClient
@@ -383,30 +382,6 @@ class Recovery:
             return None
         key = changed[0]
         return f"was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}"
-
-
-def open_replay(engine: TrainingEngine, window: HeldWindow, agreement: Agreement) -> Replayer:
-    """``window`` at hand in ``engine``; collective over the ranks of ``agreement``, which replay it.
-
-    Raises:
-        RecoveryError: it was captured from other ranges of the state.
-    """
-    config = engine.config
-    view = OperatorView(
-        engine.model_chunks,
-        engine.optimizer,
-        groups=replace(engine.groups, vote=agreement.group),
-        num_layers=config.model.num_layers,
-    )
-    error = agreement.errors(other_pieces(view, window))
-    if error is not None:
-        raise RecoveryError(error)
-    slices = [
-        CapturedSlice(payload=content, extras=window.header(index, EXTRAS))
-        for index, content in enumerate(window.slices)
-    ]
-    skip_frozen = config.snapshot.skip_frozen_gradients
-    return Replayer(engine, view, window=window.plan, slices=slices, skip_frozen=skip_frozen, agreement=agreement)
 
 
 def _identity(stored: FolderEntry) -> tuple[int, int]:

@@ -13,7 +13,8 @@ from megatron_ft.errors import RecoveryError
 from megatron_ft.events import Record, SnapshotProblem
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.held_window import HeldWindow, KeptPart
-from megatron_ft.mcore.loop.recovering import Recovery, open_replay
+from megatron_ft.mcore.loop.recovering import Recovery
+from megatron_ft.mcore.loop.replaying import open_replay
 from megatron_ft.mcore.loop.upstream import keep_room
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator
 from megatron_ft.planning.commit import Vote

@@ -1,7 +1,7 @@
 """Loads captured slices into an engine and runs logged iterations again, to the same bits."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_ft import failpoints
@@ -10,6 +10,7 @@ from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.extras import restore_extras
 from megatron_ft.mcore.loop.frozen import frozen, parameters_of, synchronous_reduction
+from megatron_ft.mcore.loop.held_window import EXTRAS, HeldWindow, other_pieces
 from megatron_ft.mcore.loop.undo import UndoRecord
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
@@ -142,3 +143,27 @@ class Replayer:
         if changed:
             what = ", ".join(f"{name}={now[name]!r}, not {before[name]!r}" for name in changed)
             raise RecoveryError(f"iteration {logged.iteration} was replayed to something else: {what}")
+
+
+def open_replay(engine: TrainingEngine, window: HeldWindow, agreement: Agreement) -> Replayer:
+    """``window`` at hand in ``engine``; collective over the ranks of ``agreement``, which replay it.
+
+    Raises:
+        RecoveryError: it was captured from other ranges of the state.
+    """
+    config = engine.config
+    view = OperatorView(
+        engine.model_chunks,
+        engine.optimizer,
+        groups=replace(engine.groups, vote=agreement.group),
+        num_layers=config.model.num_layers,
+    )
+    error = agreement.errors(other_pieces(view, window))
+    if error is not None:
+        raise RecoveryError(error)
+    slices = [
+        CapturedSlice(payload=content, extras=window.header(index, EXTRAS))
+        for index, content in enumerate(window.slices)
+    ]
+    skip_frozen = config.snapshot.skip_frozen_gradients
+    return Replayer(engine, view, window=window.plan, slices=slices, skip_frozen=skip_frozen, agreement=agreement)

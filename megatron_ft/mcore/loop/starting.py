@@ -40,8 +40,8 @@ def find_source(
         if window is None and found is None and checkpoints.foreign and not run.start_over:
             raise CheckpointError(
                 f"{folder}: must hold a checkpoint of this run: {'; '.join(checkpoints.foreign)}. "
-                "checkpoint.load=<path> begins another run from one of them on purpose, run.start_over=true begins this "
-                "run at iteration 0"
+                "checkpoint.load=<path> begins another run from one of them on purpose, run.start_over=true begins "
+                "this run at iteration 0"
             )
         checkpoints.set_foreign_aside()
         if window is not None:
