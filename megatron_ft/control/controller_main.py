@@ -34,7 +34,7 @@ from megatron_ft.control.operating import CONTROLLER_FILE
 from megatron_ft.control.policies import detector_policy, membership_policy
 from megatron_ft.control.runtime_dir import Use
 from megatron_ft.control.start_order import start_order
-from megatron_ft.control.strangers import raise_descriptor_limit
+from megatron_ft.control.strangers import check_descriptors, raise_descriptor_limit
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 
@@ -112,6 +112,7 @@ class ControllerProcess:
         self._epoch: Epoch = begin_epoch(folder)
         config: JobConfig = from_dict(spec.config)
         self._policy = membership_policy(config)
+        check_descriptors(self._policy.most_nodes)
         journal = Journal(folder / JOURNAL)
         resume_from = None if spec.resume_from is None else Path(spec.resume_from)
         self._record = failpoints.append_to(run_dir / "decisions.jsonl")

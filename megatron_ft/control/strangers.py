@@ -18,6 +18,8 @@ import time
 import urllib.parse
 from typing import NamedTuple
 
+from megatron_ft.errors import ControlError
+
 MAX_STRANGERS = 1024
 LEAST_STRANGERS = 8
 AUTHENTICATION_SECONDS = 10.0
@@ -46,6 +48,22 @@ def max_connections() -> int:
     """How many connections a server of this process may have, so that descriptors are left for all else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
+
+
+def check_descriptors(num_nodes: int) -> None:
+    """Refuse a job whose agents could not all be connected.
+
+    Raises:
+        ControlError: the limit of descriptors is too low for so many nodes.
+    """
+    most = max_connections()
+    if num_nodes + LEAST_STRANGERS > most:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = soft - most + num_nodes + LEAST_STRANGERS
+        raise ControlError(
+            f"{num_nodes} nodes can belong to the job (launch.num_nodes, launch.max_nodes), and the controller may "
+            f"open {soft} files: it needs {needed}, raise the hard limit of open files (ulimit -Hn)"
+        )
 
 
 class _Connection(NamedTuple):

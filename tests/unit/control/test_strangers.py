@@ -100,6 +100,17 @@ def test_a_server_leaves_descriptors_for_all_else() -> None:
     assert 160 < first < 256 - 64 and limit == 512 and second - first == 256
 
 
+def test_a_job_with_more_nodes_than_descriptors_does_not_begin() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+        "from megatron_ft.control.strangers import check_descriptors\n"
+        "check_descriptors(100); check_descriptors(250)"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert "250 nodes can belong to the job" in ended.stderr and "may open 256 files: it needs 3" in ended.stderr
+
+
 SERVE = """
 import resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
