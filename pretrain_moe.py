@@ -169,6 +169,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     facts = observe_here(asks_memory=not _said_by_another_rank())
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide_device(config, config_yaml, plan.device)
+    _check_gpus(config, facts)
     _check_machine(config, plan)
     if not _said_by_another_rank():
         for note in plan.notes:
@@ -315,6 +316,21 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
     from megatron_ft.planning.render import render
 
     print(json.dumps(plan.to_json(), indent=2) if config.dry_run_format == "json" else render(plan))
+
+
+def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
+    """A GPU for each rank that this command starts on this machine; ranks on other machines look for themselves."""
+    launch = config.launch
+    if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
+        return
+    from megatron_ft.planning.devices import usable_gpus
+
+    usable = usable_gpus(facts)
+    if usable == 0:
+        raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine shows none that can be used")
+    if usable < launch.ranks_per_node:
+        constraint = f"must be at most {usable}, the GPUs of this machine that can be used: each rank takes one"
+        raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:

@@ -234,6 +234,19 @@ def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
     assert "note: GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs" in text
 
 
+def test_ranks_without_a_gpu_are_refused_before_they_start(
+    machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = machine(NO_GPU)
+    assert pretrain_moe.main(["training.device=cuda"]) == 2
+    assert "training.device=cuda: needs a GPU" in capsys.readouterr().err
+    machine(dataclasses.replace(GPUS, visible="0,1"))
+    assert pretrain_moe.main(["launch.ranks_per_node=4", "training.global_batch_size=8"]) == 2
+    assert "launch.ranks_per_node=4: must be at most 2" in capsys.readouterr().err
+    assert not launch.called
+    assert pretrain_moe.main(["launch.ranks_per_node=2", "training.global_batch_size=8"]) == 0
+
+
 def test_the_job_of_the_slurm_page_fits_its_gpus_and_says_what_a_lost_node_costs(
     machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
 ) -> None:
