@@ -275,15 +275,16 @@ def _seconds_until_whole(record: FaultRecord) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign and judge it."""
-    arguments = parse_arguments(__doc__, argv)
+    arguments = parse_arguments(__doc__, argv, takes_jobs=True)
     jobs = jobs_of(SEED, quick=arguments.quick)
-    trials: list[Row] = [{"job": job.number, **fault} for job in jobs for fault in job.faults]
+    chosen = [job for job in jobs if arguments.jobs is None or job.number in arguments.jobs]
+    trials: list[Row] = [{"job": job.number, **fault} for job in chosen for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, forkserver(WARM) as socket:
         campaign = Campaign(Bench(Path(folder), socket, ()), jobs)
         name = f"{ID}{'-quick' if arguments.quick else ''}"
         counts, found = run_campaign(name, trials, campaign.execute, num_attempts=1)
     outcomes = [replace(outcome, details={**t.parameters, **outcome.details}) for t, outcome in found]
-    return judge(arguments.out, jobs, counts, outcomes, quick=arguments.quick)
+    return judge(arguments.out, chosen, counts, outcomes, quick=arguments.quick)
 
 
 def judge(

@@ -26,6 +26,8 @@ from tools.can_recover import Answer, ask_run
 OUTSIDE_FILE = "outside.jsonl"
 WHOLE_SECONDS = 90.0
 """Longest wait for a job to be whole again."""
+COMPARED_AFTER = 5
+"""Iterations after the last fault; of a launcher that is killed the last two are not counted on."""
 _PAUSE_SECONDS = 0.01
 _PROOF_SECONDS = 5.0
 
@@ -79,11 +81,15 @@ class LivingJob:
             try:
                 records.append(self._fault(fault, records))
             except (NotWhole, MegatronFtError) as error:
-                records.append({"fault": fault["fault"], "problem": f"not brought in: {error}"})
-                break
+                return [*records, {"fault": fault["fault"], "problem": f"not brought in: {error}"}]
             append_to(self.run_dir / OUTSIDE_FILE)(records[-1])
             if "problem" in records[-1] or "ended" in records[-1]:
-                break
+                return records
+        newest = self.metrics.read()[-1]["iteration"]
+        with contextlib.suppress(
+            NotWhole
+        ):  # then the comparison has nothing to compare for the last fault, and says so
+            self._wait(lambda: self.metrics.read()[-1]["iteration"] >= newest + COMPARED_AFTER, "iterations at the end")
         return records
 
     # --- one fault -----------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def _read(fault: Event, seen: Event, events: Sequence[Event], orders: Sequence[E
     healthy = sorted({node for _, node in losses} - victims)
     rungs = tuple(event["rung"] for event in events if event["kind"] == "recovery_decided")
     num_restarts = sum(event["kind"] == "ranks_restarted" for event in events)
-    forming = _forming_seconds(seen, events)
+    forming = _forming_seconds(seen, events, orders)
     problems = [seen["problem"]] if "problem" in seen else []
     problems += [f"healthy nodes {healthy} were lost"] if healthy else []
     answer = seen["answer"]
@@ -114,8 +114,8 @@ def _unreached(fault: Event, seen: Event) -> FaultRecord:
     )
 
 
-def _forming_seconds(seen: Event, events: Sequence[Event]) -> float | None:
-    """As ``FaultRecord.forming_seconds``. A rank that was killed beside a controller is noticed by the next one."""
+def _forming_seconds(seen: Event, events: Sequence[Event], orders: Sequence[Event]) -> float | None:
+    """As ``FaultRecord.forming_seconds``; where the controller was hit, too, from the first order of the next one."""
     victims = set(seen["lost"])
     noticed = {
         event["node"]: event["time_unix_seconds"]
@@ -125,6 +125,8 @@ def _forming_seconds(seen: Event, events: Sequence[Event]) -> float | None:
     if not noticed:
         return None
     last = max(noticed.values())
+    if "controller.log" in seen.get("processes", {}):
+        last = max([last, *(order["time_unix_seconds"] for order in orders[:1])])
     begun = [e for e in events if e["kind"] in ("membership_changed", "ranks_ready") and e["time_unix_seconds"] > last]
     if not begun:
         return None

@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import Any
 
 
-def parse_arguments(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """``--quick`` and ``--out FILE.json``."""
+def parse_arguments(
+    description: str | None, argv: Sequence[str] | None = None, *, takes_jobs: bool = False
+) -> argparse.Namespace:
+    """``--quick`` and ``--out FILE.json``.
+
+    Args:
+        takes_jobs: ``--jobs`` too, for campaigns that may be run in parts; what is left out has not passed.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="the variant of seconds")
     parser.add_argument("--out", type=Path, help="where the result is written as JSON")
+    if takes_jobs:
+        parser.add_argument(
+            "--jobs", type=int, nargs="+", metavar="N", help="only these; outcomes are kept for later calls"
+        )
     return parser.parse_args(argv)
 
 

@@ -97,6 +97,14 @@ def test_forming_lasts_from_the_last_detection_to_the_membership() -> None:
     assert late.problems == ("forming took 3.20 s",)
 
 
+def test_a_takeover_of_the_controller_is_no_forming() -> None:
+    events = (lost(100.1, 2), changed(104.0, [0, 1, 3]))
+    order = {"time_unix_seconds": 103.0, "lost_nodes": [2]}
+    assert read(*events, orders=(order,)).problems == ("forming took 3.90 s",)
+    beside = {"controller.log": 5, "rank-00002.log": 3}
+    assert read(*events, orders=(order,), processes=beside).forming_seconds == pytest.approx(1.0)
+
+
 def test_replayed_iterations_are_no_forming() -> None:
     replay = {"kind": "stage_recovery", "time_unix_seconds": 105.0, "generation": 1, "seconds": 4.0}
     local = {"survives": True, "rung": "localized"}
