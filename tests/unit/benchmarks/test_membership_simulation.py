@@ -38,13 +38,13 @@ def test_a_target_that_forgets_settled_votes_is_noticed(
 
 
 def test_going_on_before_everybody_has_spoken_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    everybody = membership_reform._left
+    everybody = membership_reform.left_ranks
 
     def fewer(policy: MembershipPolicy, state: State) -> set[int]:
         left = everybody(policy, state)
-        return left if len(state.broken) < 2 else left & {fact.rank for fact in state.broken}
+        return left if len(state.spoke) < 2 else left & set(state.spoke)
 
-    monkeypatch.setattr(membership_reform, "_left", fewer)
+    monkeypatch.setattr(membership_reform, "left_ranks", fewer)
     _, failures = simulate(SEEDS)
     assert any("not heard" in failure["error"] for failure in failures)
 
