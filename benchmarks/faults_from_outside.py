@@ -15,6 +15,7 @@ when it ended the job as foretold. Jobs that fail are counted, also those that p
 """
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -37,7 +38,7 @@ from benchmarks.kill_peers import percentile
 from benchmarks.localized_jobs import Followed
 from benchmarks.outside_driver import OUTSIDE_FILE, LivingJob
 from benchmarks.outside_jobs import OutsideJob, jobs_of
-from benchmarks.outside_records import FaultRecord, read_faults
+from benchmarks.outside_records import MAX_FORMING_SECONDS, FaultRecord, read_faults
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
 from megatron_ft.failures.processes import all_processes_of
@@ -72,6 +73,7 @@ class Campaign:
 
     bench: Bench
     jobs: Sequence[OutsideJob]
+    max_forming_seconds: float
     undisturbed: dict[str, Followed] = field(default_factory=dict)
     """By layout: the longest undisturbed run so far."""
 
@@ -83,7 +85,8 @@ class Campaign:
         """The job with its faults, then its reference; an outcome for each fault."""
         with self._ended(job) as ended:
             run = ended.run
-            records = read_faults(job.faults, ended.seen, run.records(), run.records("decisions.jsonl"))
+            files = run.records(), run.records("decisions.jsonl")
+            records = read_faults(job.faults, ended.seen, *files, max_forming_seconds=self.max_forming_seconds)
             compare = self._compare_replicas if job.kind == "replicas" else self._compare_kept
             problems, equal_until, compared = compare(job, run, ended.seen)
         problems += [f"left behind: {text}" for text in ended.left]
@@ -280,7 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [job for job in jobs if arguments.jobs is None or job.number in arguments.jobs]
     trials: list[Row] = [{"job": job.number, **fault} for job in chosen for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, forkserver(WARM) as socket:
-        campaign = Campaign(Bench(Path(folder), socket, ()), jobs)
+        # Seconds of a test beside other tests say nothing.
+        longest = math.inf if arguments.quick else MAX_FORMING_SECONDS
+        campaign = Campaign(Bench(Path(folder), socket, ()), jobs, longest)
         name = f"{ID}{'-quick' if arguments.quick else ''}"
         counts, found = run_campaign(name, trials, campaign.execute, num_attempts=1)
     outcomes = [replace(outcome, details={**t.parameters, **outcome.details}) for t, outcome in found]

@@ -43,9 +43,18 @@ class FaultRecord:
 
 
 def read_faults(
-    faults: Sequence[Event], seen: Sequence[Event], events: Sequence[Event], orders: Sequence[Event]
+    faults: Sequence[Event],
+    seen: Sequence[Event],
+    events: Sequence[Event],
+    orders: Sequence[Event],
+    *,
+    max_forming_seconds: float = MAX_FORMING_SECONDS,
 ) -> list[FaultRecord]:
-    """A record for each fault of a job."""
+    """A record for each fault of a job.
+
+    Args:
+        max_forming_seconds: forming that takes longer is a problem.
+    """
     by_number = {each["fault"]: each for each in seen}
     starts = [each["injected_at"] for each in seen if "injected_at" in each]
     records = []
@@ -56,11 +65,14 @@ def read_faults(
             records.append(_unreached(fault, mine))
             continue
         until = next((start for start in starts if start > since), float("inf"))
-        records.append(_read(fault, mine, _between(events, since, until), _between(orders, since, until)))
+        stretch = _between(events, since, until), _between(orders, since, until)
+        records.append(_read(fault, mine, *stretch, max_forming_seconds))
     return records
 
 
-def _read(fault: Event, seen: Event, events: Sequence[Event], orders: Sequence[Event]) -> FaultRecord:
+def _read(
+    fault: Event, seen: Event, events: Sequence[Event], orders: Sequence[Event], max_forming_seconds: float
+) -> FaultRecord:
     victims = set(seen["lost"]) | _named(seen)
     losses = losses_since(events, orders, seen["injected_at"])
     healthy = sorted({node for _, node in losses} - victims)
@@ -78,7 +90,7 @@ def _read(fault: Event, seen: Event, events: Sequence[Event], orders: Sequence[E
         problems += [f"{num_restarts} restarts of all ranks"] if num_restarts and wanted != "window" else []
         if forming is None:
             problems.append("no membership followed")
-        elif forming > MAX_FORMING_SECONDS:
+        elif forming > max_forming_seconds:
             problems.append(f"forming took {forming:.2f} s")
     if not answer["survives"]:
         problems += _judge_end(seen, rungs)
