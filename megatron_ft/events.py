@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ft.membership_events import (
+    ControllerGoesOn,
     ControllerReplaced,
+    ControllerWaits,
     MembershipChanged,
     NodeLost,
     NodeStartFailed,
     RankFailed,
     RanksRestarted,
     RecoveryDecided,
+    RunFolderMissing,
     StageRecovery,
 )
 from megatron_ft.records import RECORDS, SCHEMA_VERSION, Record, field_types, schema
@@ -29,7 +32,9 @@ from megatron_ft.strict_json import JsonValue, decode, to_number
 
 __all__ = [
     "RECORDS",
+    "ControllerGoesOn",
     "ControllerReplaced",
+    "ControllerWaits",
     "MembershipChanged",
     "NodeLost",
     "NodeStartFailed",
@@ -38,6 +43,7 @@ __all__ = [
     "Record",
     "RecoveryChosen",
     "RecoveryDecided",
+    "RunFolderMissing",
     "SnapshotPlanned",
     "SnapshotProblem",
     "StageRecovery",

@@ -127,6 +127,30 @@ class RanksRestarted(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerWaits(Record):
+    """The disk has no room for what the controller has to write before it acts: no loss is dealt with meanwhile."""
+
+    problem: str
+    """What the disk says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerGoesOn(Record):
+    """There is room again, and the controller deals with what has happened."""
+
+    seconds: float
+    """Seconds it waited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolderMissing(Record):
+    """The run's folder was deleted or moved away while the job runs."""
+
+    path: str
+    """Where it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerReplaced(Record):
     """The job's controller ended or gave no sign; another one takes over where it stood."""
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_ft.control import facts, membership
 from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place
+from megatron_ft.control.essential_writes import CannotDecide
 from megatron_ft.control.facts import (
     Fact,
     NodeJoined,
@@ -140,11 +141,8 @@ class Controller:
         return self._details
 
     def post(self, fact: Fact, number: int | None = None) -> None:
-        """Tell a fact; safe in any thread and in signal handlers.
-
-        Args:
-            number: of a fact that may be told again to a controller that takes over, from 0, without gaps.
-        """
+        """Tell a fact; safe in any thread and in signal handlers. Those that may be told again to a controller that
+        takes over have a ``number``, from 0, without gaps."""
         self._desk.post(fact, number)
 
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobEnd:
@@ -155,8 +153,12 @@ class Controller:
         """
         step = self._take_over(on_step)
         self._desk.open()
-        while step is None or step.decision is not Decision.END:
-            step = self._serve(on_record, on_step)
+        try:
+            while step is None or step.decision is not Decision.END:
+                step = self._serve(on_record, on_step)
+        except CannotDecide as error:
+            self._desk.give({"op": "end", "reason": str(error)})
+            return JobEnd(error.outcome, str(error), None, self._details)
         self._desk.let_go()
         return end_of(step.state, step.reason, self._details)
 

@@ -61,6 +61,8 @@ class ControllerLink:
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
         """For each node the session and number of the last one."""
+        self._to_grant: bytes | None = None
+        """What the file that grants access is to hold and does not yet."""
         self._num_events = 0
         self._num_fruitless_starts = 0
 
@@ -112,6 +114,7 @@ class ControllerLink:
             silent_since = time.monotonic()
             while True:
                 self._tell_facts()
+                self._write_access()
                 ready = {key.fileobj for key, _ in selector.select(_PING_SECONDS)}
                 if self._wake_receive in ready:
                     self._wake_receive.recv(4096)
@@ -153,6 +156,8 @@ class ControllerLink:
                         self._last_record[node] = item
                         self._num_fruitless_starts = 0
                         on_record(message["record"])
+                case "waits" | "goes_on":
+                    on_event({"event": message["op"], **message})
                 case "event" if message["number"] >= self._num_events:
                     self._num_events, self._num_fruitless_starts = message["number"] + 1, 0
                     if message["event"] == "ended":
@@ -165,7 +170,15 @@ class ControllerLink:
     def _grant_access(self, message: Message) -> None:
         """Say in a file of this user's own how the controller is called."""
         about = {name: message[name] for name in ("address", "epoch", "process_id")}
-        write_private(self._access_path, json.dumps({**about, **self._access}).encode() + b"\n")
+        self._to_grant = json.dumps({**about, **self._access}).encode() + b"\n"
+        self._write_access()
+
+    def _write_access(self) -> None:
+        """A disk that is full, or a folder that is gone, ends nothing here: it is tried again."""
+        if self._to_grant is not None:
+            with contextlib.suppress(OSError):
+                write_private(self._access_path, self._to_grant)
+                self._to_grant = None
 
     # --- the next one ----------------------------------------------------------------------------------------------
 

@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control import facts, report
 from megatron_ft.control.certificates import read_certificates
 from megatron_ft.control.controller import Controller
 from megatron_ft.control.epochs import Epoch, begin_epoch
+from megatron_ft.control.essential_writes import EssentialWrites, StandingClock
 from megatron_ft.control.inbox import Origin
 from megatron_ft.control.journal import Journal
 from megatron_ft.control.membership_state import Decision, Step
@@ -35,6 +35,7 @@ from megatron_ft.control.policies import detector_policy, membership_policy
 from megatron_ft.control.runtime_dir import Use
 from megatron_ft.control.start_order import start_order
 from megatron_ft.control.strangers import check_descriptors, raise_descriptor_limit
+from megatron_ft.durable import append_line
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 
@@ -106,17 +107,19 @@ class ControllerProcess:
     def __init__(self, spec: ControllerSpec) -> None:
         run_dir = Path(spec.run_dir)
         folder = run_dir / FOLDER
-        folder.mkdir(mode=0o700, exist_ok=True)
+        self._console = _Console(spec.console_descriptor)
+        self._writes = EssentialWrites(run_dir, self._say_wait, self._say_go_on)
+        self._writes.do(lambda: folder.mkdir(mode=0o700, exist_ok=True))
         self._access_path = run_dir / CONTROLLER_FILE
         self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
-        self._epoch: Epoch = begin_epoch(folder)
+        self._epoch: Epoch = self._writes.do(lambda: begin_epoch(folder))
         config: JobConfig = from_dict(spec.config)
         self._policy = membership_policy(config)
         check_descriptors(self._policy.most_nodes)
-        journal = Journal(folder / JOURNAL)
+        journal = Journal(folder / JOURNAL, self._writes.do)
+        self._writes.clock = StandingClock(clock_after(journal.entries))
         resume_from = None if spec.resume_from is None else Path(spec.resume_from)
-        self._record = failpoints.append_to(run_dir / "decisions.jsonl")
-        self._console = _Console(spec.console_descriptor)
+        self._decisions_path = run_dir / "decisions.jsonl"
         self._controller = Controller(
             self._policy,
             interface=config.launch.interface,
@@ -130,9 +133,9 @@ class ControllerProcess:
             epoch=self._epoch.number,
             port=spec.port,
             certificates=read_certificates(config.launch.tls_dir),
-            clock=clock_after(journal.entries),
+            clock=self._writes.clock,
         )
-        self._num_recorded = _num_lines(run_dir / "decisions.jsonl")
+        self._num_recorded = _num_lines(self._decisions_path)
         """Decisions in the file, by earlier jobs of the run, too."""
         self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
 
@@ -146,11 +149,22 @@ class ControllerProcess:
                 "process_id": os.getpid(),
             }
         )
-        for target, arguments in ((self._console.listen, (self._controller.post,)), (self._end_with_console, ())):
+        for target, arguments in ((self._console.listen, (self._post,)), (self._end_with_console, ())):
             threading.Thread(target=target, args=arguments, daemon=True).start()
         end = self._controller.run(self._console.record, self._on_step)
         self._console.event({"event": "ended", "end": end.to_json()})
         threading.Event().wait()  # agents fetch their last order until the console lets go
+
+    def _post(self, fact: facts.Fact, number: int) -> None:
+        if isinstance(fact, facts.KillRequested):
+            self._writes.request_end()
+        self._controller.post(fact, number)
+
+    def _say_wait(self, problem: str) -> None:
+        self._console.say({"op": "waits", "problem": problem})
+
+    def _say_go_on(self, seconds: float) -> None:
+        self._console.say({"op": "goes_on", "seconds": seconds})
 
     def _end_with_console(self) -> None:
         """Thread: when standard input closes the console lets go, or has died. What matters is in the journal.
@@ -169,10 +183,12 @@ class ControllerProcess:
 
     def _record_decision(self, decision: Message) -> None:
         """Unless the controller before has recorded it. One that has been followed decides nothing any more."""
+        self._writes.check_place()
         if self._epoch.is_over:
             raise ControlError(f"epoch {self._epoch.number} is over: another controller has taken over")
         if self._num_decisions >= self._num_recorded:
-            self._record(decision)
+            line = json.dumps(decision).encode() + b"\n"
+            self._writes.do(lambda: append_line(self._decisions_path, line))
         self._num_decisions += 1
 
     def _on_step(self, step: Step) -> None:
@@ -217,8 +233,9 @@ def main() -> int:
     try:
         ControllerProcess(ControllerSpec(**json.loads(line))).run()
     except (MegatronFtError, OSError) as error:
-        print(f"controller: {error}", file=sys.stderr, flush=True)
-        return ControlError.exit_code
+        with contextlib.suppress(OSError):  # its log is on a disk that is full
+            print(f"controller: {error}", file=sys.stderr, flush=True)
+        os._exit(ControlError.exit_code)  # threads that serve calls would be waited for as long as those calls may take
     return 0
 
 

@@ -6,20 +6,31 @@ One JSON object a line. An entry is in the file before anything follows from it,
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from megatron_ft.durable import write_whole
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 from megatron_ft.strict_json import parse_json
+
+Do = Callable[[Callable[[], None]], None]
+
+
+def _at_once(write: Callable[[], None]) -> None:
+    write()
 
 
 class Journal:
     """Appends entries to one file. One writer at a time, see ``epochs``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, do: Do = _at_once) -> None:
         """Open ``path``, or begin it; ``entries`` is what it holds.
 
         The last line, where it was cut short, was never acted upon: it goes.
+
+        Args:
+            do: carries out each write, again where it failed; see ``essential_writes``.
 
         Raises:
             ControlError: another line is no JSON object.
@@ -29,7 +40,10 @@ class Journal:
         self.entries = [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._descriptor, len(whole))
-        os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._num_bytes = len(whole)
+        self._unsynced = b""
+        """The last bytes, which may not be on disk yet."""
+        self._do = do
 
     def first(self, name: str, value: float) -> float:
         """The value that the job's first controller noted under ``name``: ``value``, where this is it."""
@@ -43,15 +57,33 @@ class Journal:
         """Write one entry; it is the kernel's when this returns.
 
         Raises:
-            OSError: the disk did not take it.
+            OSError: the disk did not take it; nothing of it is in the file.
         """
-        left = memoryview(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
-        while left:
-            left = left[os.write(self._descriptor, left) :]
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        self._do(lambda: self._write(self._num_bytes, line))
+        self._num_bytes += len(line)
+        self._unsynced += line
+
+    def _write(self, begin: int, content: bytes) -> None:
+        try:
+            os.lseek(self._descriptor, begin, os.SEEK_SET)
+            write_whole(self._descriptor, content)
+        except OSError:
+            os.ftruncate(self._descriptor, begin)
+            raise
 
     def sync(self) -> None:
-        """Return when everything is on disk."""
-        os.fsync(self._descriptor)
+        """Return when everything is on disk. Raises OSError where it does not come there."""
+        self._do(self._sync)
+        self._unsynced = b""
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError:
+            # The kernel tells of a failure once and may forget what it could not write: it is to be written again.
+            self._write(self._num_bytes - len(self._unsynced), self._unsynced)
+            raise
 
     def close(self) -> None:
         """Write no more."""

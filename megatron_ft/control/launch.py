@@ -47,7 +47,7 @@ from megatron_ft.control.slurm.array import read_array
 from megatron_ft.control.slurm.attempts import leave_marker
 from megatron_ft.control.slurm.nodes import TERM_SECONDS, Allocation, address_of, read_allocation
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
-from megatron_ft.events import ControllerReplaced, StopRequested
+from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
 from megatron_ft.framing import Message
 
 RANK_ENTRY = "megatron_ft.mcore.loop.main:run_rank"
@@ -110,8 +110,12 @@ def launch(
         job = _Job(config, run_dir, sinks, preload, entry, dict(services or {}), allocation)
         exit_code, reason = ControlError.exit_code, "the launcher failed"
         try:
-            end = job.run()
+            with run_dir.watched(lambda: sinks.write(RunFolderMissing(path=str(run_dir.path)).to_record())):
+                end = job.run()
             exit_code, reason = job.exit_code(end), end.reason
+        except (OSError, ControlError) as error:
+            reason = f"the launcher failed: {error}"
+            raise ControlError(reason) from error
         finally:
             sinks.close(exit_code, reason)
         if config.launch.node_launcher == "none":
@@ -244,6 +248,14 @@ class _Job:
         processes.watchers[node] = threading.Thread(target=self._watch, args=watched, daemon=True)
         processes.watchers[node].start()
 
+    def _start_agent_again(self, processes: Processes, node: int) -> None:
+        """As ``_start_agent``, in a job that runs: what stands against it fails this start and nothing else."""
+        try:
+            self._start_agent(processes, node)
+        except OSError as error:
+            detail = f"its process could not be started: {error}"
+            self._controller.post(facts.NodeLost(node, time.time(), detail))
+
     def _publish(self, processes: Processes) -> None:
         """Let nodes come that start by themselves. One that is lost comes back so, too, or does not."""
         assert self._allocation is not None, "the array that it runs in"
@@ -293,7 +305,11 @@ class _Job:
                 self._sinks.write(event["record"])
             case "start_agents" if self._starts_nodes:
                 for node in event["nodes"]:
-                    self._start_agent(processes, node)
+                    self._start_agent_again(processes, node)
+            case "waits":
+                self._sinks.write(ControllerWaits(problem=event["problem"]).to_record())
+            case "goes_on":
+                self._sinks.write(ControllerGoesOn(seconds=event["seconds"]).to_record())
             case "replaced":
                 self._sinks.write(ControllerReplaced(reason=event["reason"]).to_record())
 

@@ -3,9 +3,12 @@
 ``<run.dir>/<run.name>/`` holds ``run_id.json``, ``config.yaml``, ``logs/``, ``checkpoints/`` and what sinks write.
 """
 
+import contextlib
 import fcntl
 import os
 import re
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ConfigError
 
 _LOCK_FILE = ".lock"
+_LOOK_SECONDS = 1.0
 _RESUME = ("never", "must", "auto")
 
 
@@ -31,6 +35,34 @@ class RunDir:
     def name(self) -> str:
         """The run's name."""
         return self.path.name
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder that was claimed is still where it was."""
+        try:
+            return os.path.samestat(os.stat(self.path / _LOCK_FILE), os.fstat(self._lock))
+        except FileNotFoundError:
+            return False
+
+    @contextlib.contextmanager
+    def watched(self, on_missing: Callable[[], None]) -> Iterator[None]:
+        """Have ``on_missing`` called, in another thread, when the folder is not there any more; again after it was."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            was_there = True
+            while not is_over.wait(_LOOK_SECONDS):
+                if was_there and not self.is_there:
+                    on_missing()
+                was_there = self.is_there
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watcher.join()
 
     def release(self) -> None:
         """Let another job claim the folder."""

@@ -81,6 +81,14 @@ def note(record: Record) -> Note | None:
         case events.NodeStartFailed():
             again = "starting it again" if record.starts_again else "it is not started again"
             return Note(level="bad", text=f"node {record.node} did not join: {record.reason}; {again}")
+        case events.ControllerWaits():
+            text = f"the controller cannot write ({record.problem}): no loss is dealt with until there is room"
+            return Note(level="bad", text=text)
+        case events.ControllerGoesOn():
+            return Note(level="good", text=f"there is room: the controller goes on after {seconds(record.seconds)}")
+        case events.RunFolderMissing():
+            text = f"the run's folder was deleted or moved away: {record.path}; nothing new is kept, and the next loss"
+            return Note(level="bad", text=f"{text} ends the job: put it back, or stop the job")
         case events.RanksRestarted():
             return Note(level="warning", text=_ranks_restarted(record))
         case events.AlertRaised():

@@ -1,0 +1,112 @@
+"""Whole jobs of dummy ranks whose run folder is full or gone when a rank dies."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.control.controller_main import FOLDER, JOURNAL
+from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
+from tests.distributed.test_launch import LIMIT_SECONDS, assert_nothing_left, eventually, rank_process, records, started
+from tests.distributed.test_lost_nodes import LAYOUT, decisions, finish, reformed
+from tests.helpers.jobs import start_dummy_job, wait
+
+SMALL_BYTES = 16384
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs go; sockets go to a short path beside it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def small_disk(runs: Path) -> Iterator[Path]:
+    """A file system of a few pages where a job keeps its journal."""
+    folder = runs / "dummy" / FOLDER
+    folder.mkdir(parents=True, mode=0o700)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES},mode=700", "tmpfs", folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Take all room that is left; the file to remove for there to be some again."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"\0" * 512):
+            pass
+    return filler
+
+
+def kinds(runs: Path) -> list[str]:
+    return [record["kind"] for record in records(runs)]
+
+
+def resume(runs: Path, iterations: int) -> "subprocess.Popen[str]":
+    """A job that takes the folder there is; its nodes are lost when they say nothing for half a second."""
+    settings = {"launch.position_timeout_seconds": 0.5, "training.train_iterations": iterations, "run.resume": "auto"}
+    job = start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
+    eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
+    return job
+
+
+def test_a_recovery_waits_for_room_on_a_full_disk_and_loses_nobody_else(runs: Path, small_disk: Path) -> None:
+    job = resume(runs, 400)
+    filler = fill(small_disk)
+    rank_process(runs, 3).kill()
+    eventually(lambda: "controller_waits" in kinds(runs), "it says why it does nothing")
+    time.sleep(1.0)  # longer than anybody may be silent
+    filler.unlink()
+    eventually(lambda: "controller_goes_on" in kinds(runs), "it goes on")
+    finish(runs, job)
+    (waits,) = [record["problem"] for record in records(runs) if record["kind"] == "controller_waits"]
+    assert "No space left on device" in waits
+    assert (reformed(runs, 1).nodes, len(decisions(runs))) == ((0, 0, 2, 2), 1), "nobody else was lost"
+    assert "controller_replaced" not in kinds(runs)
+    lines = (small_disk / JOURNAL).read_text().splitlines()
+    assert [json.loads(line)["order"]["op"] for line in lines if "order" in line][1:] == ["break", "reform", "end"]
+
+
+def test_ctrl_c_twice_ends_a_job_that_waits_for_room(runs: Path, small_disk: Path) -> None:
+    job = resume(runs, 100000)
+    fill(small_disk)
+    rank_process(runs, 3).kill()
+    eventually(lambda: "controller_waits" in kinds(runs), "it says why it does nothing")
+    for _ in range(2):
+        os.kill(job.pid, signal.SIGINT)
+        time.sleep(0.1)  # two signals of a kind at one instant are one
+    finish(runs, job, EXIT_INTERRUPTED)
+
+
+def test_a_deleted_run_folder_is_told_and_the_next_death_ends_the_job_with_that_reason(runs: Path) -> None:
+    job = resume(runs, 100000)
+    rank = rank_process(runs, 3)
+    told = (runs / "dummy" / "records.jsonl").open()
+    shutil.rmtree(runs / "dummy")
+    eventually(lambda: "run_folder_missing" in told.read(), "it is told")
+    begin = time.monotonic()
+    rank.kill()
+    output = wait(job, LIMIT_SECONDS)
+    seconds = time.monotonic() - begin
+    told.close()
+    assert job.returncode == ControlError.exit_code, output
+    assert f"THE JOB FAILED: the run's folder was deleted or moved away while the job ran: {runs / 'dummy'}" in output
+    assert "Traceback" not in output
+    assert seconds < 10.0, "nothing is waited for"
+    assert_nothing_left(runs)
