@@ -71,9 +71,14 @@ class _Console:
     """The way to the console."""
 
     def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
+        self._descriptor = descriptor
         self._lock = threading.Lock()
         self._num_events = 0
+
+    @functools.cached_property
+    def _socket(self) -> socket.socket:
+        """Opened at its first use: a second controller that was started by mistake may have none."""
+        return socket.socket(fileno=self._descriptor)
 
     def say(self, message: Message) -> None:
         """Blocks while the console is behind."""

@@ -88,7 +88,7 @@ class EssentialWrites:
             return problem
         began = time.monotonic()
         self.clock.stop()
-        self._on_wait(str(problem))
+        self._on_wait(f"{self._run_dir}: {problem}")
         while isinstance(problem, OSError):
             if self._end_requested.wait(_LOOK_SECONDS):
                 raise CannotDecide("asked to end while the controller waited for room", Outcome.INTERRUPTED)
