@@ -40,7 +40,7 @@ from megatron_ft.control.ports import free_port
 from megatron_ft.control.processes import Processes, kill, tell
 from megatron_ft.control.ranks import last_line, size_of, tail_of
 from megatron_ft.control.rpc import check_interface, join_address, new_token
-from megatron_ft.control.rundir import RunDir, claim, has_state
+from megatron_ft.control.rundir import RunDir, claim, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.services import STOP_SECONDS
 from megatron_ft.control.slurm.array import read_array
@@ -360,7 +360,7 @@ class _Job:
         if exit_code == EXIT_OK:
             return
         run_dir = self._run_dir.path
-        has_checkpoint = has_state(run_dir)
+        has_checkpoint = has_complete_state(run_dir)
         resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint)
         if end.outcome is Outcome.FAILED:
             print(report.failure_screen(end, run_dir, resume, self._node_log(end)), file=sys.stderr, flush=True)

@@ -17,6 +17,8 @@ from megatron_ft.control.run_id import make_run_id
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ConfigError
 
+_CHECKPOINT_MANIFEST = "manifest.json"
+"""Written last into a checkpoint's folder (``runtime/storage/manifest.py``, which this package does not import)."""
 _LOCK_FILE = ".lock"
 _LOOK_SECONDS = 1.0
 _RESUME = ("never", "must", "auto")
@@ -185,6 +187,12 @@ def has_state(path: Path) -> bool:
     """Whether a run's folder holds checkpoints or persisted windows, sound or not."""
     folders = (path / "checkpoints", path / "windows")
     return any(not entry.name.startswith(".") for folder in folders if folder.is_dir() for entry in folder.iterdir())
+
+
+def has_complete_state(path: Path) -> bool:
+    """Whether a run's folder holds a checkpoint whose save has finished, or a persisted window; sound or not."""
+    checkpoints = (path / "checkpoints").glob(f"iter_*/{_CHECKPOINT_MANIFEST}")
+    return any(checkpoints) or any((path / "windows").glob("window_*"))
 
 
 def _write_config(path: Path, config_yaml: str) -> None:

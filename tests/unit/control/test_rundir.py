@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.rundir import RunDir, claim, is_claimed
+from megatron_ft.control.rundir import RunDir, claim, has_complete_state, has_state, is_claimed
 from megatron_ft.errors import ConfigError
+from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
 from tests.helpers.disk import note_steps
 
 
@@ -119,3 +120,14 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^run\.dir="):
         claimed(tmp_path / "file")
+
+
+def test_a_save_that_never_finished_is_no_state_to_continue_from(tmp_path: Path) -> None:
+    """The advice after an interrupted job names ``run.resume=must`` only where that will not be refused."""
+    folder = tmp_path / "checkpoints" / "iter_0000005"
+    folder.mkdir(parents=True)
+    assert has_state(tmp_path) and not has_complete_state(tmp_path)
+    (folder / MANIFEST_NAME).touch()
+    assert has_complete_state(tmp_path)
+    (tmp_path / "other" / "windows" / "window_0000012").mkdir(parents=True)
+    assert has_complete_state(tmp_path / "other")
