@@ -36,6 +36,13 @@ class MembershipChanged(Record):
     """Newest iteration of the state that it begins with."""
     seconds: float
     """Seconds from the decision until its first rank was ready."""
+    joining: tuple[int, ...] = ()
+    """Those of its nodes whose ranks had no state of the run, or none that the others went on from: they were given it.
+    A node that was lost and started again before one iteration is among them."""
+    schedule: tuple[str, ...] = ()
+    """Entries of ``launch.membership_schedule`` that lead to it from the membership that committed ``iteration``, one
+    for each that formed on the way. They take the place of those of earlier memberships of the same iteration. Empty
+    with ``launch.keep_layout``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 At the boundary before that iteration ranks leave, without a fault, and others join: the history that a job with the
 same losses and joins has. ``join(nodes=[2],before_iteration=9)`` has nodes (again), and
-``change(lose=[1],join=[2],before_iteration=12)`` does both at once.
+``change(lose=[1],join=[2],before_iteration=12)`` does both at once. A node in both lists has new ranks, which have
+nothing of the run. ``change(lose=[],join=[],before_iteration=12)`` keeps the members and places experts anew. Several
+entries before one iteration are memberships that form one after the other.
 """
 
 import ast
@@ -26,7 +28,7 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """Nodes that leave and nodes that join before an iteration. At least one in all; no node does both."""
+    """Nodes that leave and nodes that join before an iteration; a node that does both joins without state."""
 
     lose: tuple[int, ...] = ()
     """Rising."""
@@ -34,6 +36,24 @@ class MembershipChange:
     """Rising."""
     before_iteration: int
     """The first that goes without the ones and with the others; at least 1."""
+
+    @classmethod
+    def between(
+        cls, before: Iterable[int], after: Iterable[int], joining: Iterable[int], before_iteration: int
+    ) -> "MembershipChange":
+        """The change from the nodes ``before`` to the nodes ``after``, of which those ``joining`` have no state."""
+        lost = (set(before) - set(after)) | (set(before) & set(joining))
+        joined = (set(after) - set(before)) | set(joining)
+        return cls(lose=tuple(sorted(lost)), join=tuple(sorted(joined)), before_iteration=before_iteration)
+
+    def to_text(self) -> str:
+        """The entry that ``parse_membership_change`` reads."""
+        lose, join = (str(list(nodes)).replace(" ", "") for nodes in (self.lose, self.join))
+        if self.lose and not self.join:
+            return f"lose(nodes={lose},before_iteration={self.before_iteration})"
+        if self.join and not self.lose:
+            return f"join(nodes={join},before_iteration={self.before_iteration})"
+        return f"change(lose={lose},join={join},before_iteration={self.before_iteration})"
 
     def after(self, nodes: Iterable[int]) -> tuple[int, ...]:
         """The nodes of the job once ``nodes`` have changed, rising."""
@@ -43,7 +63,8 @@ class MembershipChange:
         """A part of a log line."""
         leaving = [f"nodes {list(self.lose)} leave"] if self.lose else []
         joining = [f"nodes {list(self.join)} join"] if self.join else []
-        return f"{' and '.join(leaving + joining)} before iteration {self.before_iteration}"
+        what = " and ".join(leaving + joining) or "experts are placed anew"
+        return f"{what} before iteration {self.before_iteration}"
 
 
 def parse_membership_change(text: str) -> MembershipChange:
@@ -55,13 +76,13 @@ def parse_membership_change(text: str) -> MembershipChange:
     """
     name, values = _call(text)
     iteration = values.pop("before_iteration")
-    nodes = {name if keyword == "nodes" else keyword: _node_list(text, value) for keyword, value in values.items()}
+    nodes = {
+        name if keyword == "nodes" else keyword: _node_list(text, value, may_be_empty=name == "change")
+        for keyword, value in values.items()
+    }
     if type(iteration) is not int or iteration < 1:
         raise ConfigError.of(_KEY, text, "must give before_iteration as a number of at least 1")
-    change = MembershipChange(before_iteration=iteration, **nodes)
-    if set(change.lose) & set(change.join):
-        raise ConfigError.of(_KEY, text, "must name each node once")
-    return change
+    return MembershipChange(before_iteration=iteration, **nodes)
 
 
 def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iterator[tuple[int, ...]]:
@@ -73,8 +94,9 @@ def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iter
         yield nodes
 
 
-def _node_list(text: str, nodes: object) -> tuple[int, ...]:
-    if not isinstance(nodes, list) or not nodes or any(type(node) is not int or node < 0 for node in nodes):
+def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ...]:
+    is_list = isinstance(nodes, list) and (may_be_empty or bool(nodes))
+    if not isinstance(nodes, list) or not is_list or any(type(node) is not int or node < 0 for node in nodes):
         raise ConfigError.of(_KEY, text, "must give nodes as a list of node numbers, e.g. [2]")
     if nodes != sorted(set(nodes)):
         raise ConfigError.of(_KEY, text, "must name each node once, in rising order")

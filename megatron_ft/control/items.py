@@ -40,6 +40,8 @@ def _check_position(item: Message, rank: int, number: int) -> None:
         numbers = () if position.vote is None else tuple(position.vote.to_record().values())
         if any(type(value) is not int for value in whole) or any(type(n) not in _NUMBERS for n in numbers):
             raise TypeError(f"not all of {(*whole, *numbers)} are numbers")
+        if type(position.has_state) is not bool:
+            raise TypeError(f"has_state is {position.has_state!r}")
         position.validate()
     except (KeyError, TypeError, ValueError, AttributeError, RecoveryError) as error:
         raise ControlError(f"rank {rank}: malformed position: {error!r}") from None

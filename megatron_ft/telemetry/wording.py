@@ -33,7 +33,9 @@ def note(record: Record) -> Note | None:
         case events.PlacementInForce():
             return Note(level="info", text=f"placement from iteration {record.iteration} on: {record.reason}")
         case events.MembershipChanged():
-            text = f"{record.world_size} ranks on nodes {list(record.nodes)} go on after iteration {record.iteration}"
+            joining = f", {list(record.joining)} of them joining," if record.joining else ""
+            where = f"{record.world_size} ranks on nodes {list(record.nodes)}{joining}"
+            text = f"{where} go on after iteration {record.iteration}"
             return Note(level="warning", text=f"{text} ({seconds(record.seconds)}): {record.reason}")
         case events.CheckpointSaved():
             return Note(level="good", text=f"checkpoint of iteration {record.iteration} saved{_cost(record)}")

@@ -25,6 +25,11 @@ def script(*entries: str) -> dict[str, Any]:
     return {"launch.membership_schedule": list(entries)}
 
 
+def repeats(name: str) -> dict[str, Any]:
+    """The history that an earlier job of the same run has had, without faults."""
+    return {"repeats": name}
+
+
 def faults(*specs: str) -> dict[str, Any]:
     """Injected ones."""
     return {"launch.min_nodes": 2, "launch.failpoints": list(specs)}
@@ -102,6 +107,11 @@ def memberships(outcomes: dict[str, Any], name: str) -> list[tuple[int, list[int
     """(Generation, nodes, iteration it begins after) of each that followed."""
     changed = records(outcomes, name, "membership_changed")
     return [(record["generation"], record["nodes"], record["iteration"]) for record in changed]
+
+
+def schedules(outcomes: dict[str, Any], name: str) -> list[list[str]]:
+    """What each membership that followed would have to be scripted with since the commit before it."""
+    return [record["schedule"] for record in records(outcomes, name, "membership_changed")]
 
 
 def check_like_fresh(outcomes: dict[str, Any], name: str, fresh: str, nodes: tuple[int, ...], loaded: int) -> None:

@@ -162,6 +162,7 @@ class Job:
         keepers: those of its nodes, numbered from 0; None where it takes no snapshots.
         spares: nodes whose keepers run, and whose ranks take the places of lost ones where the layout is kept; without
             any left, ranks are started again on their own nodes, whose keepers have lived on.
+        returns: nodes that join, with new ranks, in the membership that follows a loss after an iteration (as text).
         keepers_live: the keepers of lost nodes live on where spares take their places, too: only ranks have died.
         strangers: nodes whose newcomers read other data, in a run folder that others do not see.
         present: nodes that it is started on again, from the checkpoints of the job ``resumes``; None starts on all.
@@ -180,6 +181,7 @@ class Job:
         strangers: Sequence[int] = (),
         spares: Sequence[int] = (),
         keepers_live: bool = False,
+        returns: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         wanted = {**BASE, "launch.num_nodes": nodes, "data.train": [str(folder.parent / "tokens")], **overrides}
         self.config = derive_placement(micro_config(wanted))
@@ -187,6 +189,7 @@ class Job:
         _name_run(folder)
         self.folder = folder
         self.changes = {int(iteration): change for iteration, change in (changes or {}).items()}
+        self.returns = {int(iteration): nodes for iteration, nodes in (returns or {}).items()}
         self.targets: list[dict[str, Any]] = []
         self.outcomes: list[dict[str, Any]] = []
         self.calls: list[Connection] = []
@@ -210,8 +213,8 @@ class Job:
         self.left: list[int] = []
         self.newcomers = {
             node: self._start_stranger(node) if node in strangers else self._start(node, is_newcomer=True)
-            for change in self.changes.values()
-            for node in change.get("join", ())
+            for joining in (*(change.get("join", ()) for change in self.changes.values()), *self.returns.values())
+            for node in joining
         }
 
     def run(self) -> dict[str, Any]:
@@ -328,7 +331,8 @@ class Job:
         self.generation += 1
         change = self.changes.pop(target.iteration) if is_planned else {}
         leaving = [process for process in positions if self.nodes[process] in change.get("leave", ())]
-        joining = [self.newcomers[node] for node in change.get("join", ())]
+        coming = change.get("join", ()) if is_planned else self.returns.pop(target.iteration, ())
+        joining = [self.newcomers[node] for node in coming]
         if self.config.launch.keep_layout:
             members = [process if process in positions else self._substitute(process) for process in self.members]
         else:
@@ -403,15 +407,25 @@ def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         return Job(folder, keepers=keepers, **job).run()
 
 
+def schedule_of(outcome: dict[str, Any]) -> list[str]:
+    """The script of the memberships that a job's ranks have told of: of each iteration those of the last."""
+    records = [record for rank in outcome["ranks"] for record in rank["records"]]
+    changed = [record for record in records if record["kind"] == "membership_changed"]
+    entries = {record["iteration"]: record["schedule"] for record in sorted(changed, key=lambda found: found["number"])}
+    return [entry for iteration in sorted(entries) for entry in entries[iteration]]
+
+
 def _main(spec: str, outcome: str) -> None:
     from megatron_ft.mcore.loop.main import warm
 
     warm()
     be_ready_to_fork()
     content = json.loads(Path(spec).read_text())
-    outcomes = {}
+    outcomes: dict[str, Any] = {}
     for name, job in content["jobs"].items():
         try:
+            if repeated := job["overrides"].pop("repeats", None):
+                job["overrides"]["launch.membership_schedule"] = schedule_of(outcomes[repeated])
             outcomes[name] = _run(Path(content["folder"], name), job)
         except Exception:  # noqa: BLE001 - the test that needs this job says so
             outcomes[name] = {"error": traceback.format_exc()}

@@ -38,18 +38,15 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
     changes: list[MembershipChange] = []
     nodes: tuple[int, ...] = tuple(range(launch.num_nodes))
     earliest, last = 1, config.training.train_iterations
-    stateless: set[int] = set()
     for text in launch.membership_schedule:
         change = parse_membership_change(text)
         named = (*change.lose, *change.join)
-        require(max(named) < launch.num_nodes, key, text, f"must name nodes in 0..{launch.num_nodes - 1}")
+        require(max(named, default=0) < launch.num_nodes, key, text, f"must name nodes in 0..{launch.num_nodes - 1}")
         require(set(change.lose) <= set(nodes), key, text, f"must lose nodes of {list(nodes)}, which are there then")
-        require(not set(change.join) & set(nodes), key, text, f"must have nodes join that are not of {list(nodes)}")
+        staying = set(nodes) - set(change.lose)
+        require(not set(change.join) & staying, key, text, f"must have nodes join that are not of {sorted(staying)}")
+        require(bool(staying), key, text, "must leave a node that has state")
         nodes = change.after(nodes)
-        stateless = set(change.join) | (stateless if change.before_iteration == earliest else set())
-        require(
-            bool(set(nodes) - stateless), key, text, "must leave a node that has done an iteration, or began the run"
-        )
         inside = earliest <= change.before_iteration <= last
         bounds = f"{earliest}..training.train_iterations={last}"
         require(inside, key, text, f"must name an iteration in {bounds}; iterations must not fall")

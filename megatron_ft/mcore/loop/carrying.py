@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from megatron_ft.mcore.checkpoint.rng import seed_rng
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.extras import capture_extras
+from megatron_ft.mcore.loop.holding import Holding
 from megatron_ft.mcore.loop.migration import by_expert
 from megatron_ft.mcore.loop.placing import PlacementState
 from megatron_ft.mcore.loop.settling import settle
@@ -41,8 +42,6 @@ class Common:
 
     extras: dict[str, Any]
     """Buffers, loss scales, history, iteration; and the generators, which are each rank's own."""
-    placement: PlacementState | None
-    """None where experts stay where Megatron puts them."""
     newest_vote: Vote | None
     rounded_off: int
     stopped: str | None
@@ -52,7 +51,6 @@ class Common:
         """Plain values, without the generators."""
         return {
             "extras": {name: value for name, value in self.extras.items() if name != "rng"},
-            "placement": None if self.placement is None else self.placement.to_json(),
             "newest_vote": None if self.newest_vote is None else self.newest_vote.to_record(),
             "rounded_off": self.rounded_off,
             "stopped": self.stopped,
@@ -61,10 +59,9 @@ class Common:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Common":
         """Inverse of ``to_json``."""
-        vote, placement = content["newest_vote"], content["placement"]
+        vote = content["newest_vote"]
         return cls(
             extras=content["extras"],
-            placement=None if placement is None else PlacementState.from_json(placement),
             newest_vote=None if vote is None else Vote.from_record(vote),
             rounded_off=content["rounded_off"],
             stopped=content["stopped"],
@@ -75,13 +72,11 @@ class Common:
 class Carried:
     """A rank's state, free of the groups that it was made with."""
 
-    rank: int
-    """In the membership that it was taken in."""
+    holdings: tuple[Holding, ...]
+    """Oldest first; ``state`` has what each of them gives this rank."""
     iteration: int
     state: NamedState
     common: Common
-    evacuated: PlacementState | None
-    """The placement that took over for the ranks that stay, where nodes leave; it counts if all ranks have it."""
     finished: IterationResult | None
     """The iteration that was settled on the way out, until it is accounted for."""
     batch: BatchPlan
@@ -101,21 +96,36 @@ class Carried:
         """Of a rank at an iteration boundary that nobody is behind."""
         engine = trainer.engine
         return cls(
-            rank=trainer.context.rank,
+            holdings=(_holding(trainer, None),),
             iteration=engine.iteration,
             state=take_state(engine.model_chunks, engine.optimizer),
             common=Common(
                 extras=capture_extras(engine),
-                placement=None,
                 newest_vote=engine.newest_vote,
                 rounded_off=trainer.rounded_off,
                 stopped=None,
             ),
-            evacuated=None,
             finished=None,
             batch=engine.batch,
             unsaved=None,
             **_windows(trainer),
+        )
+
+    def after(self, before: "Carried | None") -> "Carried":
+        """This with what the rank carried into the membership that it was taken in: the state is of one iteration.
+
+        What was to be told and saved then may still have to be.
+        """
+        if before is None:
+            return self
+        return replace(
+            self,
+            holdings=(*before.holdings, *self.holdings),
+            state={**before.state, **self.state},
+            common=replace(self.common, stopped=before.common.stopped),
+            finished=before.finished,
+            batch=before.batch,
+            unsaved=before.unsaved if self.unsaved is None else self.unsaved,
         )
 
 
@@ -126,47 +136,70 @@ class Beginning:
     iteration: int
     carried: Carried | None
     """None on a newcomer."""
+    changes: tuple[str, ...] = ()
+    """As in ``Holding``, this membership included."""
+    is_formed: bool = False
+    """Whether this rank has the state that the membership's placement gives it."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the rank has state, by whatever placement."""
+        return self.is_formed or self.carried is not None
 
 
 def carry(trainer: "Trainer", target: Target) -> Carried | None:
-    """This rank's state after ``target``, before its groups are dissolved; None on a newcomer.
+    """This rank's state after ``target``, before its groups are dissolved; None on a rank that has none.
 
-    A membership that has committed nothing leaves nothing behind: where the next one begins from the same iteration,
-    every rank goes back to what it had before, whether or not the membership had formed here.
+    Where the membership has committed nothing, the state is still the one that it began with. A rank that had formed
+    it has its part by the placement of this membership, too; any other has what it carried into it, no more.
     """
-    beginning, placement, engine = trainer.beginning, trainer.placement, trainer.engine
-    if beginning is not None and beginning.iteration == target.iteration:
-        trainer.former = None
-        return beginning.carried
-    if not engine.is_built:
-        return None
+    beginning, engine = trainer.beginning, trainer.engine
+    if beginning is None or beginning.iteration != target.iteration:
+        return _take(trainer, target, ()) if engine.is_built else None
+    if beginning.is_formed:
+        return _take(trainer, target, beginning.changes).after(beginning.carried)
+    trainer.former = None
+    return beginning.carried
+
+
+def _holding(trainer: "Trainer", placement: PlacementState | None, **more: Any) -> Holding:
+    context = trainer.context
+    # In a layout that is kept a rank has the same part in every membership.
+    generation = 0 if placement is None else context.generation
+    return Holding(generation=generation, rank=context.rank, nodes=tuple(trainer.nodes), placement=placement, **more)
+
+
+def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carried:
+    """State of a rank that has formed its membership; ``changes`` of ``Holding``."""
+    placement, engine = trainer.placement, trainer.engine
     finished = settle(engine, target)
     if finished is not None:
         trainer.observe(finished)
     former, trainer.former = trainer.former, None
     is_moving = former is not None and former.is_moving
     state = {} if is_moving else take_state(engine.model_chunks, engine.optimizer)
-    in_force, evacuated = None, None
+    in_force = None
     if placement is not None:
         in_force = PlacementState(plans=placement.plans, loads=placement.loads)
+    holdings = (_holding(trainer, in_force, changes=changes),)
     if placement is not None and former is not None and engine.iteration < former.before_iteration:
         # A placement that no iteration has been committed with: the one before holds.
         state = {**state, **former.state}
-        evacuated = in_force if former.is_evacuation and not former.is_moving else None
-        in_force = PlacementState(plans=former.plans, loads=placement.loads)
+        before = PlacementState(plans=former.plans, loads=placement.loads)
+        evacuated = (_holding(trainer, in_force, changes=changes, is_evacuation=True),)
+        has_moved = former.is_evacuation and not former.is_moving
+        holdings = (_holding(trainer, before, changes=changes), *(evacuated if has_moved else ()))
     stops = finished is not None and finished.decision.action == "stop"
     return Carried(
-        rank=trainer.context.rank,
+        holdings=holdings,
         iteration=target.iteration,
         state=state,
         common=Common(
             extras=capture_extras(engine),
-            placement=in_force,
             newest_vote=engine.newest_vote,
             rounded_off=trainer.rounded_off,
             stopped=finished.decision.reason if finished is not None and stops else None,
         ),
-        evacuated=evacuated,
         finished=finished,
         batch=engine.batch,
         unsaved=trainer.checkpoints.pending_iteration,

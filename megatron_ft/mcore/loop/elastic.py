@@ -49,7 +49,8 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
             return _leave(trainer)
         if scripted is not None and following.new_rank(trainer.context.rank) is None:
             _leave(trainer)
-            following = history.await_own()
+            if following.rank_on(trainer.context.node, trainer.context.local_rank) is None:
+                following = history.await_own()
             if following is None:
                 return None
             trainer = trainer.anew()
@@ -143,5 +144,6 @@ def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory)
             completed=following.target.iteration,
             contributed=following.target.iteration,
             vote=None,
+            has_state=trainer.beginning is None or trainer.beginning.has_state,
         )
         following = trainer.context.worker.survive(position, failure)

@@ -1,36 +1,43 @@
-"""What ranks tell each other as they join in a membership, and what they find in it. Pure."""
+"""What ranks tell each other as they join in a membership, and which of their holdings they go on from. Pure."""
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.loop.carrying import Carried
+from megatron_ft.mcore.loop.holding import Holding, Key
 from megatron_ft.mcore.loop.placing import PlacementState
+
+Previous = tuple[int | None, ...]
+"""For each rank of a membership its number in the holding that all go on from; None where it has no part of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Presence:
     """What a rank that has state says of it."""
 
-    rank: int
-    """In the membership that the state was taken in."""
-    placement: str
-    """Digest of the placement that its state goes with."""
-    evacuated: str | None
-    """Digest of the one that took over for the ranks that stay; None where this rank has not come through that."""
+    holdings: tuple[tuple[Key, int, str], ...]
+    """Of each holding: its key, the rank's number in it, the digest of its placement."""
 
     @classmethod
-    def of(cls, carried: Carried) -> "Presence":
-        """Of a rank that carries ``carried``."""
-        evacuated = None if carried.evacuated is None else digest_of(carried.evacuated)
-        return cls(rank=carried.rank, placement=digest_of(carried.common.placement), evacuated=evacuated)
+    def of(cls, holdings: Sequence[Holding]) -> "Presence":
+        """Of a rank with ``holdings``."""
+        return cls(holdings=tuple((held.key, held.rank, digest_of(held.placement)) for held in holdings))
 
-    def to_json(self) -> dict[str, Any]:
+    def rank_in(self, key: Key) -> int | None:
+        """The rank's number in a holding; None where it does not have it."""
+        return next((rank for found, rank, _ in self.holdings if found == key), None)
+
+    def to_json(self) -> list[Any]:
         """Plain values."""
-        return asdict(self)
+        return [[list(key), rank, digest] for key, rank, digest in self.holdings]
+
+    @classmethod
+    def from_json(cls, content: list[Any]) -> "Presence":
+        """Inverse of ``to_json``."""
+        return cls(holdings=tuple(((key[0], key[1]), rank, digest) for key, rank, digest in content))
 
 
 def digest_of(placement: PlacementState | None) -> str:
@@ -39,21 +46,59 @@ def digest_of(placement: PlacementState | None) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def is_evacuated(present: Sequence[Presence | None], generation: int) -> bool:
-    """Whether all that have state go on from the placement that took over for them; the same answer on every rank.
+def choose_holding(
+    present: Sequence[Presence | None],
+    nodes: Sequence[int],
+    generation: int,
+    *,
+    is_whole: Callable[[Key, Previous], bool],
+) -> tuple[Key, Previous]:
+    """The holding that a membership goes on from; the same answer on every rank.
+
+    The newest that every rank with state has: then all of them had formed that membership. Where no holding is common
+    to all, some had formed the newest membership and others had not: all go back to the oldest, what they carried into
+    it. In either case a holding by which experts are missing is passed over for the next one by which none is.
 
     Args:
         present: what each rank of membership ``generation`` has said; None of newcomers.
+        nodes: of each rank. A node of which a rank lacks a holding has no part in it.
+        is_whole: whether the ranks that have a holding hold every expert; asked of every rank alike, and only where
+            there is a choice.
 
     Raises:
-        RecoveryError: nobody has state, or the placements to go on from differ.
+        RecoveryError: nobody has state, or ranks have different placements of one holding.
     """
-    known = {rank: presence for rank, presence in enumerate(present) if presence is not None}
+    known = [presence for presence in present if presence is not None]
     if not known:
         raise RecoveryError(f"generation {generation} has no rank with state: all that had any are lost")
-    evacuated = all(presence.evacuated is not None for presence in known.values())
-    chosen = {rank: presence.evacuated if evacuated else presence.placement for rank, presence in known.items()}
+    keys = sorted({key for presence in known for key, _, _ in presence.holdings})
+    shared = [key for key in keys if all(presence.rank_in(key) is not None for presence in known)]
+    order = [*reversed(shared), *(key for key in keys if key not in shared)]
+    found = {key: _previous(present, nodes, key) for key in order}
+    order = [key for key in order if any(rank is not None for rank in found[key])]
+    if not order:
+        raise RecoveryError(f"generation {generation} has no node whose ranks all have state")
+    if len(order) > 1:
+        order = [key for key in order if is_whole(key, found[key])] or order
+    _check_alike(present, order[0], generation)
+    return order[0], found[order[0]]
+
+
+def _previous(present: Sequence[Presence | None], nodes: Sequence[int], key: Key) -> Previous:
+    ranks = [None if presence is None else presence.rank_in(key) for presence in present]
+    lacking = {node for node, rank in zip(nodes, ranks, strict=True) if rank is None}
+    return tuple(None if node in lacking else rank for node, rank in zip(nodes, ranks, strict=True))
+
+
+def _check_alike(present: Sequence[Presence | None], key: Key, generation: int) -> None:
+    """Refuse placements that differ."""
+    chosen = {
+        rank: digest
+        for rank, presence in enumerate(present)
+        if presence is not None
+        for found, _, digest in presence.holdings
+        if found == key
+    }
     if len(set(chosen.values())) > 1:
-        digests = ", ".join(f"rank {rank} from {str(digest)[:12]}" for rank, digest in chosen.items())
+        digests = ", ".join(f"rank {rank} from {digest[:12]}" for rank, digest in chosen.items())
         raise RecoveryError(f"generation {generation}: all ranks must go on from the same placement: {digests}")
-    return evacuated

@@ -6,12 +6,15 @@ state, join the same groups and are given all of it.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership_schedule import MembershipChange
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import RecoveryError
@@ -21,10 +24,11 @@ from megatron_ft.mcore.groups import Groups, dissolve_groups, join
 from megatron_ft.mcore.loop.carrying import Beginning, Carried, Common, carry, hand_over, seed_newcomer, shapes_of
 from megatron_ft.mcore.loop.data_checks import check_newcomers_data
 from megatron_ft.mcore.loop.extras import restore_extras
+from megatron_ft.mcore.loop.holding import Holding, Key
 from megatron_ft.mcore.loop.in_place import go_on_in_place
 from megatron_ft.mcore.loop.migration import move_experts
 from megatron_ft.mcore.loop.placing import PlacementKeeper
-from megatron_ft.mcore.loop.presence import Presence, is_evacuated
+from megatron_ft.mcore.loop.presence import Presence, Previous, choose_holding
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.mcore.loop.windows import take_snapshots_anew
 from megatron_ft.mcore.optimizer.build import set_position
@@ -32,7 +36,7 @@ from megatron_ft.mcore.optimizer.state_view import NamedState, put_state
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.recovery.replicas import Declined, lost_experts
 from megatron_ft.runtime.storage.checkpoints import directory_name
 from megatron_ft.runtime.transport.hang_up import Opening
 
@@ -64,16 +68,22 @@ def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | N
     failpoints.enter(following.generation, rank=trainer.context.rank)
     groups = _join(trainer, store)
     present, fingerprints = _present(trainer, carried, groups)
-    has_moved = is_evacuated(present, following.generation)
-    if carried is not None:
-        carried = _as_all_have_it(carried, has_moved)
-    previous = tuple(None if found is None else found.rank for found in present)
-    check_newcomers_data(trainer, fingerprints, _first(previous))
     in_place = trainer.job.launch.keep_layout
+    key, previous = choose_holding(
+        present,
+        range(following.world_size) if in_place else following.nodes,
+        following.generation,
+        is_whole=partial(_is_whole, carried, groups),
+    )
+    check_newcomers_data(trainer, fingerprints, _first(previous))
     if in_place:
         go_on_in_place(trainer, carried, groups, following.target.iteration)
     else:
-        _go_on(trainer, carried, previous, groups)
+        if previous[trainer.context.rank] is None:
+            carried = None  # what this rank has is of another membership than what the others go on from
+        _go_on(trainer, carried, key, previous, groups)
+        # What is said from here on holds on every rank: each has its part.
+        trainer.agreement.any(False)
     iteration, rung = trainer.engine.iteration, LOCALIZED if in_place else "replicas"
     trainer.report(RecoveryDecided(generation=following.generation, rung=rung, iteration=iteration))
     trainer.report(
@@ -84,6 +94,8 @@ def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | N
             reason=following.reason,
             iteration=iteration,
             seconds=time.monotonic() - began,
+            joining=_joining(following.nodes, previous),
+            schedule=trainer.beginning.changes,
         )
     )
     if trainer.placement is not None:
@@ -118,17 +130,31 @@ def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
 
 def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple[list[Presence | None], list[str]]:
     """What each rank has, None of newcomers; and the fingerprint of the samples that it reads."""
-    mine = None if carried is None else Presence.of(carried).to_json()
+    mine = None if carried is None else Presence.of(carried.holdings).to_json()
     told = Agreement(groups.vote).gather([mine, trainer.samples["train"].fingerprint()])
-    present = [None if found is None else Presence(**found) for found, _ in told]
+    present = [None if found is None else Presence.from_json(found) for found, _ in told]
     return present, [fingerprint for _, fingerprint in told]
 
 
-def _as_all_have_it(carried: Carried, has_moved: bool) -> Carried:
-    """With the placement that took over for departing nodes where every rank has come so far, else the one before."""
-    if not has_moved or carried.evacuated is None:
-        return carried
-    return replace(carried, common=replace(carried.common, placement=carried.evacuated))
+def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previous) -> bool:
+    """Whether the ranks that have a holding hold every expert; collective. The first of them knows its placement."""
+    if all(rank is None for rank in previous):
+        return False
+    first, missing = _first(previous), None
+    if groups.vote.rank() == first:
+        placement = _held(carried, key).placement
+        missing = placement is not None and bool(lost_experts(placement.plans[0], previous))
+    return not Agreement(groups.vote).from_rank(first, missing)
+
+
+def _held(carried: Carried | None, key: Key) -> Holding:
+    assert carried is not None, "a rank with a holding has state"
+    return next(held for held in carried.holdings if held.key == key)
+
+
+def _joining(nodes: Sequence[int], previous: Previous) -> tuple[int, ...]:
+    """Nodes whose ranks are given their state."""
+    return tuple(dict.fromkeys(node for node, rank in zip(nodes, previous, strict=True) if rank is None))
 
 
 def _let_go(trainer: Trainer) -> None:
@@ -139,14 +165,15 @@ def _let_go(trainer: Trainer) -> None:
     dissolve_groups()
 
 
-def _go_on(trainer: Trainer, carried: Carried | None, previous: tuple[int | None, ...], groups: Groups) -> None:
+def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previous, groups: Groups) -> None:
     """Move what ranks lack, and build and fill model and optimizer.
 
     Args:
-        previous: for each rank the one it was when state was carried out; None where it has none.
+        carried: None on a rank that has no part in the holding.
+        key: of the holding that all go on from.
     """
-    common, shapes = _in_common(carried, previous, groups)
-    keeper, migration = _placement(trainer, common, previous)
+    common, held, shapes = _in_common(carried, key, previous, groups)
+    keeper, migration = _placement(trainer, held, previous)
     state: NamedState = {} if carried is None else dict(carried.state)
     failpoints.hit("reform_move", common.extras["iteration"])
     like = None if shapes is None else hand_over(state, shapes, previous, groups)
@@ -163,34 +190,47 @@ def _go_on(trainer: Trainer, carried: Carried | None, previous: tuple[int | None
     restore_extras(engine, common.extras)
     set_position(engine.scheduler, engine.iteration * trainer.job.training.global_batch_size)
     trainer.rounded_off = common.rounded_off
+    _note_formed(trainer, held, previous, is_stopped=common.stopped is not None)
     trainer.keep_copies()
     take_snapshots_anew(trainer)
     if carried is None and common.stopped is not None:
         trainer.stop(engine.iteration + 1, common.stopped)
 
 
+def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stopped: bool) -> None:
+    """From here on this rank can go on by the placement of this membership, if it breaks."""
+    beginning, nodes = trainer.beginning, tuple(trainer.nodes)
+    assert beginning is not None, "the membership is forming"
+    change = MembershipChange.between(held.nodes, nodes, _joining(nodes, previous), beginning.iteration + 1)
+    changes = (*held.changes, change.to_text())
+    # A run that a policy stops has the state before the iteration: nothing comes after it.
+    trainer.beginning = replace(beginning, changes=changes, is_formed=not is_stopped)
+
+
 def _in_common(
-    carried: Carried | None, previous: tuple[int | None, ...], groups: Groups
-) -> tuple[Common, list[tuple[str, str, str, list[int]]] | None]:
+    carried: Carried | None, key: Key, previous: Previous, groups: Groups
+) -> tuple[Common, Holding, list[tuple[str, str, str, list[int]]] | None]:
     """What all ranks know alike; and what state looks like, where newcomers have to be told."""
     if None not in previous:
         assert carried is not None, "everybody has state"
-        return carried.common, None
-    record = None if carried is None else {"common": carried.common.to_json(), "shapes": shapes_of(carried.state)}
+        return carried.common, _held(carried, key), None
+    record = None
+    if carried is not None:
+        about = {"common": carried.common.to_json(), "held": _held(carried, key).to_json()}
+        record = {**about, "shapes": shapes_of(carried.state)}
     told = Agreement(groups.vote).from_rank(_first(previous), record)
-    return Common.from_json(told["common"]) if carried is None else carried.common, told["shapes"]
+    common = Common.from_json(told["common"]) if carried is None else carried.common
+    return common, Holding.from_json(told["held"]), told["shapes"]
 
 
-def _first(previous: tuple[int | None, ...]) -> int:
+def _first(previous: Previous) -> int:
     """The first rank that has state."""
     return next(rank for rank, former in enumerate(previous) if former is not None)
 
 
-def _placement(
-    trainer: Trainer, common: Common, previous: tuple[int | None, ...]
-) -> tuple[PlacementKeeper, MigrationPlan]:
-    assert common.placement is not None, "experts have places"
-    found = PlacementKeeper.following(common.placement, trainer.config, previous)
+def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[PlacementKeeper, MigrationPlan]:
+    assert held.placement is not None, "experts have places"
+    found = PlacementKeeper.following(held.placement, trainer.config, previous)
     if isinstance(found, Declined):
         generation = trainer.context.generation
         raise RecoveryError(f"generation {generation} cannot go on from living ranks: {found.summary()}")

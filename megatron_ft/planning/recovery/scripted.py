@@ -21,11 +21,13 @@ def scripted_memberships(
 def _following(
     generation: int, change: MembershipChange, before: Sequence[int], after: Sequence[int], ranks_per_node: int
 ) -> NextMembership:
-    ranks = range(ranks_per_node)
+    ranks, staying = range(ranks_per_node), set(before) - set(change.lose)
     following = NextMembership(
         generation=generation,
         previous_ranks=tuple(
-            before.index(node) * ranks_per_node + local if node in before else None for node in after for local in ranks
+            before.index(node) * ranks_per_node + local if node in staying else None
+            for node in after
+            for local in ranks
         ),
         nodes=tuple(node for node in after for _ in ranks),
         target=Target(iteration=change.before_iteration - 1, vote=None),

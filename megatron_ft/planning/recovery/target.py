@@ -26,6 +26,8 @@ class Position:
     after it."""
     vote: Vote | None
     """The newest that is settled here: of ``completed`` or of the one after it; None before the first."""
+    has_state: bool = True
+    """False on a rank that was to be given its state in the membership that ends, and was not."""
 
     def validate(self) -> None:
         """Assert what a rank can be like.
@@ -83,10 +85,13 @@ def choose_target(positions: Sequence[Position]) -> Target:
     """The target of the survivors of one generation, a pure function of what they say.
 
     Raises:
-        RecoveryError: nobody survives, or what they say cannot be: another protocol than this one was at work.
+        RecoveryError: nobody survives, or nobody who has state; or what they say cannot be: another protocol than this
+            one was at work.
     """
     if not positions:
         raise RecoveryError("nobody survives")
+    if not any(position.has_state for position in positions):
+        raise RecoveryError("no rank that is left has state: all that had any are lost")
     for position in positions:
         position.validate()
     _check_alike("generation", [position.generation for position in positions])

@@ -21,6 +21,33 @@ def test_nodes_join_and_change_places() -> None:
     assert both.summary() == "nodes [0] leave and nodes [3] join before iteration 12"
 
 
+def test_a_node_can_come_back_in_the_change_that_loses_it() -> None:
+    again = parse_membership_change("change(lose=[0,2],join=[2],before_iteration=4)")
+    nothing = parse_membership_change("change(lose=[],join=[],before_iteration=4)")
+    assert list(nodes_over_time(3, [again, nothing])) == [(0, 1, 2), (1, 2), (1, 2)]
+    assert again.summary() == "nodes [0, 2] leave and nodes [2] join before iteration 4"
+    assert nothing.summary() == "experts are placed anew before iteration 4"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "joining", "text"),
+    [
+        ((0, 1, 2), (0, 1), (), "lose(nodes=[2],before_iteration=7)"),
+        ((0, 1), (0, 1, 2), (2,), "join(nodes=[2],before_iteration=7)"),
+        ((0, 1, 2), (0, 1, 2), (2,), "change(lose=[2],join=[2],before_iteration=7)"),
+        ((0, 1), (0, 1), (), "change(lose=[],join=[],before_iteration=7)"),
+        ((0, 0, 1, 1, 2, 2), (0, 0, 3, 3), (3, 3), "change(lose=[1,2],join=[3],before_iteration=7)"),
+    ],
+)
+def test_what_has_happened_is_written_as_a_script(
+    before: tuple[int, ...], after: tuple[int, ...], joining: tuple[int, ...], text: str
+) -> None:
+    change = MembershipChange.between(before, after, joining, before_iteration=7)
+    assert change.to_text() == text
+    assert parse_membership_change(text) == change
+    assert change.after(before) == tuple(sorted(set(after)))
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [
@@ -45,8 +72,8 @@ def test_nodes_join_and_change_places() -> None:
         ("lose(nodes=[1],before_iteration=True)", "at least 1"),
         ("join(lose=[1],before_iteration=5)", "once each"),
         ("change(nodes=[1],before_iteration=5)", "once each"),
-        ("change(lose=[1],join=[],before_iteration=5)", "list of node numbers"),
-        ("change(lose=[1],join=[1,2],before_iteration=5)", "each node once"),
+        ("join(nodes=[],before_iteration=5)", "list of node numbers"),
+        ("change(lose=[1,1],join=[],before_iteration=5)", "rising order"),
     ],
 )
 def test_anything_else_is_refused_by_name(text: str, word: str) -> None:

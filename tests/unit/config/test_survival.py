@@ -99,7 +99,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             ["lose(nodes=[1],before_iteration=5)", "lose(nodes=[1],before_iteration=6)"],
             ["lose(nodes=[1],before_iteration=5)", "lose(nodes=[2],before_iteration=4)"],
             ["join(nodes=[1],before_iteration=5)"],
-            [*LOSE_ONE, "join(nodes=[2],before_iteration=7)", "lose(nodes=[0,1],before_iteration=7)"],
+            [*LOSE_ONE, "change(lose=[0,1],join=[2],before_iteration=7)"],
+            ["change(lose=[0,1,2],join=[0,1],before_iteration=5)"],
             ["lose(nodes=[1],before_iteration=5)", "join(nodes=[1,2],before_iteration=6)"],
             ["lose(nodes=[0,1],before_iteration=5)", "change(lose=[2],join=[0],before_iteration=6)"],
             ["lose(nodes=[1],before_iteration=11)"],
@@ -145,6 +146,15 @@ def test_what_cannot_be_is_refused_by_key(changes: dict[str, Any], key: str) -> 
                 *LOSE_ONE,
                 "join(nodes=[2],before_iteration=7)",
                 "lose(nodes=[0,1],before_iteration=8)",
+            ]
+        },
+        {"launch.membership_schedule": [*LOSE_ONE, "change(lose=[],join=[],before_iteration=7)"]},
+        {"launch.membership_schedule": ["change(lose=[0,1],join=[0],before_iteration=5)"]},
+        {
+            "launch.membership_schedule": [
+                *LOSE_ONE,
+                "join(nodes=[2],before_iteration=7)",
+                "lose(nodes=[0,1],before_iteration=7)",
             ]
         },
         {"launch.max_nodes": 4, "launch.failpoints": ['kill(node=3, rank=7, generation=9, phase="forward")']},

@@ -309,6 +309,7 @@ def test_a_rank_fails_with_its_first_error_and_by_its_number_in_the_membership(j
         (broken(0, 1), "not of generation 1"),
         (broken(0, completed="4"), "malformed position"),
         (broken(0, contributed=6), "malformed position"),
+        (broken(0, has_state=1), "malformed position"),
         (broken(0, vote={"iteration": 4}), "malformed position"),
         (broken(0, vote=7), "malformed position"),
         (broken(0, vote={**asdict(VOTE), "grad_norm": "1.0"}), "malformed position"),

@@ -288,6 +288,19 @@ def test_the_death_of_everybody_is_an_obstacle() -> None:
     assert (step.decision, step.reason) == (STOP, "no node is left: the nodes of all places are lost")
 
 
+def test_no_membership_is_formed_of_ranks_without_state() -> None:
+    """The last ranks that had any die while the others are given theirs: all ranks start again at once."""
+    job = Job(replace(AGAIN, num_nodes=2, ranks_per_node=1, max_restarts=1))
+    job.die(1)
+    job.say(0)
+    assert job.see(RankReported(1)).decision is REFORM
+    assert job.die(0).decision is BREAK
+    position = replace(job.position(1), has_state=False)
+    step = job.see(RankBroken(1, position, job.now, iteration=5))
+    assert (step.decision, step.reason) == (STOP, "no rank that is left has state: all that had any are lost")
+    assert job.die(1).decision is Decision.RESTART
+
+
 def test_positions_that_cannot_be_end_the_wait_before_it_begins() -> None:
     job = Job(AGAIN)
     job.die(2)

@@ -21,7 +21,7 @@ class Plan:
         return self.name
 
 
-def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0) -> Any:
+def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, generation: int = 1) -> Any:
     """A rank in an evacuation before iteration 5: one that is still moving experts, or one that has ``moved``."""
     from megatron_ft.mcore.loop import carrying
     from megatron_ft.mcore.loop.migration import Former
@@ -40,7 +40,8 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0) -
             iteration=4, is_built=True, model_chunks=None, optimizer=None, newest_vote=None, batch=None
         ),
         snapshots=None,
-        context=SimpleNamespace(rank=rank),
+        nodes=(0, 1, 2),
+        context=SimpleNamespace(rank=rank, generation=generation),
         rounded_off=4,
         checkpoints=SimpleNamespace(pending_iteration=None),
     )
@@ -49,22 +50,22 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0) -
 def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another has come through: both go on from the placement before."""
     from megatron_ft.mcore.loop.carrying import carry
-    from megatron_ft.mcore.loop.presence import Presence, is_evacuated
+    from megatron_ft.mcore.loop.presence import Presence
 
     through = carry(trainer_at(monkeypatch, moved=True), TARGET)
     moving = carry(trainer_at(monkeypatch, moved=False, rank=1), TARGET)
     assert through is not None and moving is not None
-    assert through.evacuated is not None and through.evacuated.plans[0].to_json() == "new"
-    assert moving.evacuated is None
+    names = [[held.placement.plans[0].to_json() for held in carried.holdings] for carried in (through, moving)]
+    assert names == [["old", "new"], ["old"]]
     for present in ([through, moving], [None, moving, through]):
-        found = [None if carried is None else Presence.of(carried) for carried in present]
-        assert is_evacuated(found, generation=2) is False
-    assert [carried.common.placement.plans[0].to_json() for carried in (through, moving)] == ["old", "old"]
-    assert is_evacuated([Presence.of(through), None, Presence.of(through)], generation=2) is True
+        found = [None if carried is None else Presence.of(carried.holdings) for carried in present]
+        assert choose(found)[0] == (1, False)
+    both = [Presence.of(through.holdings), None, Presence.of(through.holdings)]
+    assert choose(both) == ((1, True), (0, None, 0))
 
 
-def test_what_a_membership_has_left_behind_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has committed nothing: nor is the placement that had taken over in it gone back from later."""
+def test_a_membership_that_did_not_form_here_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the placement that had taken over in it gone back from later."""
     from megatron_ft.mcore.loop.carrying import Beginning, carry
 
     trainer = trainer_at(monkeypatch, moved=False)
@@ -74,19 +75,77 @@ def test_what_a_membership_has_left_behind_goes_with_it(monkeypatch: pytest.Monk
     assert trainer.former is None
 
 
-@pytest.mark.parametrize("evacuated", [(None, None), ("c", "d")])
-def test_different_placements_are_refused(evacuated: tuple[str | None, str | None]) -> None:
-    from megatron_ft.mcore.loop.presence import Presence, is_evacuated
+def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer has its part of this one alone."""
+    from megatron_ft.mcore.loop.carrying import Beginning, carry
 
-    placements = ("a", "a") if evacuated[0] else ("a", "b")
-    pairs = zip(placements, evacuated, strict=True)
-    present = [Presence(rank=3, placement=placement, evacuated=moved) for placement, moved in pairs]
+    before = carry(trainer_at(monkeypatch, moved=True), TARGET)
+    assert before is not None
+    before.unsaved, before.state = 4, {"gone": "old"}
+    for carried, generations in ((before, [1, 1, 2]), (None, [2])):
+        trainer = trainer_at(monkeypatch, moved=True, generation=2)
+        trainer.former = None
+        trainer.beginning = Beginning(iteration=4, carried=carried, changes=("join(...)",), is_formed=True)
+        found = carry(trainer, TARGET)
+        assert found is not None and [held.generation for held in found.holdings] == generations
+        assert found.holdings[-1].changes == ("join(...)",)
+        assert found.state == {**({} if carried is None else {"gone": "old"}), "router": "new"}
+        assert found.unsaved == (None if carried is None else 4)
+
+
+# -- what ranks go on from ------------------------------------------------------------------------------------
+
+
+def presence(*holdings: tuple[int, int]) -> Any:
+    """Of a rank with holdings: generation and number."""
+    from megatron_ft.mcore.loop.presence import Presence
+
+    said = Presence(holdings=tuple(((generation, False), rank, f"p{generation}") for generation, rank in holdings))
+    assert Presence.from_json(said.to_json()) == said
+    return said
+
+
+def choose(present: list[Any], *, nodes: list[int] | None = None, lost: tuple[int, ...] = ()) -> Any:
+    """What is chosen where experts are missing by the placements of the generations ``lost``."""
+    from megatron_ft.mcore.loop.presence import choose_holding
+
+    numbers = list(range(len(present))) if nodes is None else nodes
+    return choose_holding(present, numbers, 7, is_whole=lambda key, _: key[0] not in lost)
+
+
+def test_the_newest_membership_that_all_had_formed_is_gone_on_from() -> None:
+    stayer, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
+    assert choose([stayer, newcomer, None]) == ((4, False), (0, 2, None))
+
+
+def test_where_some_had_not_formed_all_go_back_to_what_they_carried() -> None:
+    formed, not_formed, newcomer = presence((3, 1), (4, 0)), presence((3, 2)), presence((4, 2))
+    assert choose([formed, not_formed]) == ((3, False), (1, 2))
+    assert choose([formed, not_formed, newcomer]) == ((3, False), (1, 2, None))
+
+
+def test_a_placement_by_which_experts_are_lost_is_passed_over() -> None:
+    formed, not_formed, newcomer = presence((3, 1), (4, 0)), presence((3, 2)), presence((4, 2))
+    assert choose([formed, not_formed, newcomer], lost=(3,)) == ((4, False), (0, None, 2))
+    assert choose([formed, formed], lost=(4,)) == ((3, False), (1, 1))
+    assert choose([formed, newcomer], lost=(3, 4)) == ((4, False), (0, 2)), "the first of those is named"
+
+
+def test_a_node_takes_part_with_all_its_ranks_or_none() -> None:
+    formed, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
+    assert choose([formed, formed, newcomer, None], nodes=[0, 0, 1, 1]) == ((4, False), (0, 0, None, None))
+    with pytest.raises(RecoveryError, match="generation 7 has no node whose ranks all have state"):
+        choose([newcomer, None], nodes=[1, 1])
+
+
+def test_different_placements_are_refused() -> None:
+    from megatron_ft.mcore.loop.presence import Presence
+
+    one, other = (Presence(holdings=(((3, False), 3, digest),)) for digest in ("a", "b"))
     with pytest.raises(RecoveryError, match="generation 7: all ranks must go on from the same placement: rank 0 from"):
-        is_evacuated([present[0], None, present[1]], generation=7)
+        choose([one, None, other])
 
 
 def test_nobody_with_state_is_named() -> None:
-    from megatron_ft.mcore.loop.presence import is_evacuated
-
     with pytest.raises(RecoveryError, match="generation 7 has no rank with state"):
-        is_evacuated([None, None], generation=7)
+        choose([None, None])

@@ -20,6 +20,13 @@ def test_a_history_needs_nothing_but_its_script() -> None:
     assert second.reason == "scheduled: nodes [2] leave and nodes [0] join before iteration 4"
 
 
+def test_a_node_that_leaves_and_joins_at_once_has_nothing() -> None:
+    texts = ("change(lose=[1],join=[1],before_iteration=3)", "change(lose=[],join=[],before_iteration=3)")
+    again, anew = scripted_memberships([parse_membership_change(text) for text in texts], 3, 1)
+    assert (again.nodes, again.previous_ranks) == ((0, 1, 2), (0, None, 2))
+    assert (anew.nodes, anew.previous_ranks) == ((0, 1, 2), (0, 1, 2))
+
+
 def test_bytes_are_shared_out_evenly_and_each_tensor_once() -> None:
     sizes = {"a": 10, "b": 7, "c": 5, "d": 2}
     assert share_out(sizes, [1, 3]) == {1: ("a", "d"), 3: ("b", "c")}

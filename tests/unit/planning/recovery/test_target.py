@@ -109,6 +109,9 @@ def test_what_cannot_be_is_refused() -> None:
     assert choose_target([good]) == Target(iteration=5, vote=vote_of(5))
     with pytest.raises(RecoveryError, match="nobody"):
         choose_target([])
+    with pytest.raises(RecoveryError, match="no rank that is left has state"):
+        choose_target([replace(good, has_state=False)])
+    assert choose_target([good, replace(good, rank=1, has_state=False)]) == Target(iteration=5, vote=vote_of(5))
     with pytest.raises(RecoveryError, match="rank 1 is at iteration 4 and has no gradients of 5"):
         choose_target([good, replace(good, rank=1, contributed=4, vote=vote_of(4))])
     with pytest.raises(RecoveryError, match="generation"):
