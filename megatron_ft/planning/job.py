@@ -243,6 +243,7 @@ def plan_job(
         notes=(
             *(() if placement is None else placement.notes),
             *(() if wrap is None else (wrap,)),
+            *_copies_after_a_loss(config),
             *_unknown_domains(config),
             *((other,) if is_refused_there else ()),
             *_unchecked_gpu_memory(config, device, needed),
@@ -271,6 +272,25 @@ def _losses(
     """(the cost of each node's loss, warnings)."""
     means = means_of(config, () if placement is None else placement.stages, snapshot)
     return costs_of_nodes(config, means, inputs), means.warnings
+
+
+def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
+    """That two losses in a row can end the job, though the first one leaves nodes enough."""
+    launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
+    num_left = launch.num_nodes - 1
+    if placement.algorithm is None or launch.keep_layout or not launch.fewest_nodes <= num_left:
+        return ()
+    num_copies, num_ranks = min(placement.min_replicas, num_left), num_left * launch.ranks_per_node
+    num_slots = (placement.num_slots_per_rank or 0) * num_ranks
+    if num_slots >= num_copies * num_experts:
+        return ()
+    enough = -(-num_copies * num_experts // num_ranks)
+    return (
+        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: without one node {num_slots} slots are left, "
+        f"too few for {num_copies} copies of {num_experts} experts "
+        f"(placement.min_replicas={placement.min_replicas}): while a node is missing, the loss of another one can end "
+        f"the job; {enough} slots per rank are enough",
+    )
 
 
 def _unknown_domains(config: JobConfig) -> tuple[str, ...]:

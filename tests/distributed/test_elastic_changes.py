@@ -47,6 +47,7 @@ SNAPSHOTS = {
 
 TWO_COPIES = {"placement.num_slots_per_rank": 2}
 """On four nodes each expert has two copies, on three some have one."""
+LOST_ONCE = 'kill(rank=2, at_iteration=3, phase="backward", generation=0)'
 LOST_AFTER_A_JOIN = 'kill(rank=0, generation=2, phase="forward")'
 
 
@@ -74,7 +75,7 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "placed anew": job(script(GROWN[0], "change(lose=[],join=[],before_iteration=5)"), until=6),
         "killed:after a join": job({**faults(LOST_AFTER_A_JOIN), **DROPOUT, **TWO_COPIES}, until=6, changes=CHANGES),
         "after a join": job({**script(*GROWN, "lose(nodes=[0],before_iteration=5)"), **DROPOUT, **TWO_COPIES}, until=6),
-        "killed:back at once": job({**faults(kill(2, 3, "backward")), **DROPOUT}, returns={"2": [2]}),
+        "killed:back at once": job({**faults(LOST_ONCE), **DROPOUT}, returns={"2": [2]}),
         "back at once": job({**script("change(lose=[2],join=[2],before_iteration=3)"), **DROPOUT}),
         "killed:capture": job({**SNAPSHOTS, **faults(kill(2, 3, "capture"))}, num_keepers=4),
         "killed:replicate": job({**SNAPSHOTS, **faults(wait_in(3), 'kill(rank=2, phase="replicate")')}, num_keepers=4),

@@ -212,3 +212,20 @@ def test_domains_of_spares_wait_with_them() -> None:
     placement = {"algorithm": spread, "num_slots_per_rank": 8, "min_replicas": 2}
     placed = plan(launch=launch, placement=placement, parallel={"expert_model_parallel_size": 2}).placement
     assert placed is not None and placed.stages[0].domains == ("rack0", "rack1")
+
+
+def test_a_job_that_may_not_outlive_two_losses_says_so() -> None:
+    """Three nodes of one rank are left of four: six slots for two copies of four experts."""
+    model = {**SMALL["model"], "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
+    spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
+
+    def notes(slots: int, **launch: object) -> tuple[str, ...]:
+        placement: dict[str, object] = {"algorithm": spread, "num_slots_per_rank": slots, "min_replicas": 2}
+        nodes: dict[str, object] = {"num_nodes": 4, "ranks_per_node": 1, **launch}
+        parallel: dict[str, object] = {"use_distributed_optimizer": False}
+        return plan(model=model, placement=placement, parallel=parallel, launch=nodes).notes
+
+    (note,) = notes(2, min_nodes=2)
+    assert "without one node 6 slots are left, too few for 2 copies of 4 experts" in note
+    assert note.endswith("the loss of another one can end the job; 3 slots per rank are enough")
+    assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()
