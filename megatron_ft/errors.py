@@ -51,6 +51,10 @@ class RankFailed(MegatronFtError):
     exit_code = 7
 
 
+class RankLost(RankFailed):
+    """A rank cannot go on, for a reason of its own process: the others lose it as if it had been killed."""
+
+
 class ControlError(MegatronFtError):
     """The control plane refused or lost a peer."""
 

@@ -13,7 +13,7 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.agent_client import AgentClient, Identity
 from megatron_ft.control.forkserver import HELD_SIGNALS
 from megatron_ft.control.worker import RankContext, StopFlag
-from megatron_ft.errors import MegatronFtError
+from megatron_ft.errors import MegatronFtError, RankLost
 from megatron_ft.framing import Message
 
 UNEXPECTED_EXIT_CODE = 1
@@ -63,6 +63,10 @@ def _context(spec: Message, worker: AgentClient) -> RankContext:
 def _last_words(worker: AgentClient, error: BaseException) -> int:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
+    if isinstance(error, RankLost):
+        return (
+            error.exit_code
+        )  # an exit without a word is a death, which others outlive; what a rank raises ends the job
     if isinstance(error, SystemExit) and error.code in (0, None):
         text = "the rank called sys.exit() before its work was done\n" + text
     own_code = error.exit_code if isinstance(error, MegatronFtError) else None

@@ -2,7 +2,9 @@
 
 import traceback
 
-from megatron_ft.errors import ConfigError, RecoveryError
+import torch
+
+from megatron_ft.errors import ConfigError, RankLost, RecoveryError
 from megatron_ft.mcore.groups import dissolve_groups
 from megatron_ft.mcore.loop.evacuating import evacuate
 from megatron_ft.mcore.loop.reforming import reform
@@ -127,14 +129,25 @@ def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory)
 
     Returns:
         Whether a save has been given up.
+
+    Raises:
+        RankLost: this process lacks memory, or something that it imports; the others can go on without it.
     """
     while True:
         try:
             owes_save = reform(trainer, following, store=history.store)
             history.formed()
             return owes_save
-        except RuntimeError:  # as in ``_attempt``
-            if not trainer.context.worker.can_survive or trainer.context.generation != following.generation:
+        except (
+            RuntimeError,
+            ImportError,
+            MemoryError,
+        ) as error:  # a RuntimeError is a collective's, as in ``_attempt``
+            if not trainer.context.worker.can_survive:
+                raise
+            if _is_own(error):
+                raise RankLost(f"this rank cannot form generation {following.generation}: {error!r}") from error
+            if trainer.context.generation != following.generation:
                 raise
             failure = traceback.format_exc()
         trainer.hang_up("this membership did not form")
@@ -147,3 +160,9 @@ def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory)
             has_state=trainer.beginning is None or trainer.beginning.has_state,
         )
         following = trainer.context.worker.survive(position, failure)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether an error comes of this process alone: no broken collective raises it."""
+    is_refused = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # torch's, on CPUs
+    return is_refused or isinstance(error, ImportError | MemoryError)
