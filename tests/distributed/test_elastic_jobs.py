@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.elastic_jobs import Bench, Recorded, failpoints, scripted
+from benchmarks.elastic_jobs import Bench, Recorded, failpoints
+from benchmarks.histories import scripted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # trains
 
@@ -50,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> tupl
     killed = bench.run([*JOB, *SURVIVING, failpoints(FAULTS)], until=has_ended)
     assert killed.problems == []
     end = f"training.exit_at_iteration={killed.last_iteration}"
-    return killed, bench.run([*JOB, *scripted(killed.changes, NUM_NODES), end])
+    return killed, bench.run([*JOB, *scripted(killed.changes, killed.orders, NUM_NODES), end])
 
 
 def test_each_lost_node_comes_back(runs: tuple[Recorded, Recorded]) -> None:
