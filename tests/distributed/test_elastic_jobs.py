@@ -48,7 +48,8 @@ def has_ended(events: Sequence[Any]) -> bool:
 def runs(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> tuple[Recorded, Recorded]:
     """The job whose nodes are killed, and the one in which they leave and join by schedule."""
     bench = Bench(tmp_path_factory.mktemp("elastic-jobs"), warm_forkserver)
-    killed = bench.run([*JOB, *SURVIVING, failpoints(FAULTS)], until=has_ended)
+    with bench.running([*JOB, *SURVIVING, failpoints(FAULTS)], until=has_ended) as run:
+        killed = Recorded.of(run)
     assert killed.problems == []
     end = f"training.exit_at_iteration={killed.last_iteration}"
     return killed, bench.run([*JOB, *scripted(killed.changes, killed.orders, NUM_NODES), end])
