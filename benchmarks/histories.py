@@ -1,8 +1,8 @@
 """The history of a job's memberships as its controller ordered it, and the script that repeats it without faults.
 
-A membership that was broken before it committed an iteration leaves nothing behind: everybody goes back to what it
-carried into it. So all orders that begin after one iteration are one change of the script, from the members before the
-first of them to those of the last. A node that is among both and came as a new process in between leaves and joins.
+The events of a run name the entries of its script. Where they do not, its orders are read: all that begin after one
+iteration are one change, from the members before the first of them to those of the last, as where none but the last had
+formed. A node that is among both and came as a new process in between leaves and joins.
 """
 
 import json

@@ -65,7 +65,8 @@ class LaunchConfig:
     membership_schedule: list[str] = field(default_factory=list)
     """Scripted history, e.g. ``lose(nodes=[2],before_iteration=5)`` and ``join(nodes=[2],before_iteration=9)``, or both
     in ``change(lose=[1],join=[2],before_iteration=12)``: at that boundary the ranks of these nodes leave well, or join
-    with what the others give them. The reference that runs with lost and joining nodes are compared with."""
+    with what the others give them. A node in both lists has new ranks. ``membership_changed`` names the entries that
+    repeat a run (docs/elastic.md). The reference that runs with lost and joining nodes are compared with."""
     failure_domains: list[str] = field(default_factory=list)
     """Name of each node's failure domain (rack, switch); empty makes every node its own."""
     failure_domain_source: str = "listed"

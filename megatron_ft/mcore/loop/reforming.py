@@ -82,8 +82,6 @@ def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | N
         if previous[trainer.context.rank] is None:
             carried = None  # what this rank has is of another membership than what the others go on from
         _go_on(trainer, carried, key, previous, groups)
-        # What is said from here on holds on every rank: each has its part.
-        trainer.agreement.any(False)
     iteration, rung = trainer.engine.iteration, LOCALIZED if in_place else "replicas"
     trainer.report(RecoveryDecided(generation=following.generation, rung=rung, iteration=iteration))
     trainer.report(
@@ -193,6 +191,8 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     _note_formed(trainer, held, previous, is_stopped=common.stopped is not None)
     trainer.keep_copies()
     take_snapshots_anew(trainer)
+    # What is said of this membership from here on holds on every rank: all have formed it.
+    trainer.agreement.any(False)
     if carried is None and common.stopped is not None:
         trainer.stop(engine.iteration + 1, common.stopped)
 
