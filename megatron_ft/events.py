@@ -276,6 +276,8 @@ class FailpointHit(Record):
     """Rank it happens to."""
     node: int | None = None
     """Node of that rank."""
+    failpoint: str | None = None
+    """The fault as it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +288,8 @@ class FailpointUnfired(Record):
     """Its spec."""
     rank: int | None = None
     """Rank it was armed in."""
+    node: int | None = None
+    """Its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -281,6 +281,7 @@ def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
         iteration=iteration,
         rank=armed.rank,
         node=armed.node,
+        failpoint=failpoint.text,
     )
     armed.record(hit_event.to_record())
     match failpoint.action:

@@ -157,6 +157,7 @@ class _Job:
         self._num_interrupts = 0
         self._interrupted_by = ""
         self._run_finished = False
+        self._faults = report.InjectedFaults()
         self._has_ended = False
         self._policy = membership_policy(config)
         self._detection = detector_policy(config)
@@ -294,7 +295,8 @@ class _Job:
 
     def _on_record(self, record: Message) -> None:
         self._run_finished = self._run_finished or record.get("kind") == "run_finished"
-        self._sinks.write(record)
+        if self._faults.is_news(record):
+            self._sinks.write(record)
 
     def _on_event(self, processes: Processes, event: Message) -> None:
         """What follows from a decision."""

@@ -14,6 +14,8 @@ from megatron_ft.framing import Message
 _WIDTH = 100
 _MAX_LINES = 40
 _TAIL_LINES = 15
+_ENDING_FAULTS = ("kill", "exit", "raise")
+"""Actions of failpoints that end the process, and its node's membership with it."""
 _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "launch.failpoints=", "launch.forkserver_socket=")
 
 
@@ -168,6 +170,24 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
     }
     dying = failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
     return [*_lost_nodes(failures), *dying]
+
+
+class InjectedFaults:
+    """Which faults of a job have ended a process, as its records tell."""
+
+    def __init__(self) -> None:
+        self._fired: set[tuple[str, int]] = set()
+        """The fault as it was asked for, and the node whose process it ended."""
+
+    def is_news(self, record: Message) -> bool:
+        """Take in a record; False if it says that a fault was never injected which has ended an earlier process.
+
+        The process that is started in place of the ended one is asked for the same fault, and cannot know of the first.
+        """
+        about = (record.get("failpoint"), record.get("node"))
+        if record.get("kind") == "failpoint_hit" and record.get("action") in _ENDING_FAULTS:
+            self._fired.add(about)
+        return record.get("kind") != "failpoint_unfired" or about not in self._fired
 
 
 def failed_start_records(step: Step) -> list[Record]:

@@ -87,7 +87,7 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
 
     def record(hit: failpoints.Record) -> None:
         write(hit)
-        names = ("action", "phase", "iteration", "rank", "node")
+        names = ("action", "phase", "iteration", "rank", "node", "failpoint")
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
     generation = context.generation + int(context.is_newcomer)  # it begins with the next membership
@@ -97,7 +97,8 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
 def _report_unfired(context: RankContext) -> None:
     """A trial whose fault never came must not look like one that survived it."""
     for failpoint in failpoints.unfired():
-        context.worker.report(FailpointUnfired(failpoint=failpoint.text, rank=context.rank).to_record())
+        unfired = FailpointUnfired(failpoint=failpoint.text, rank=context.rank, node=context.node)
+        context.worker.report(unfired.to_record())
 
 
 def _prepare_process(config: JobConfig, context: RankContext, device_type: str) -> torch.device:

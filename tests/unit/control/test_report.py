@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ft.control import report
 from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.launch import exit_code_of
 from megatron_ft.control.membership_state import Decision, Failure, MembershipPolicy, Outcome, State, Step
@@ -183,3 +184,17 @@ def test_a_rank_that_was_killed_for_not_reporting_is_an_event(exit_is_known: boo
 
 def test_memberships_that_ended_without_a_death_are_no_events() -> None:
     assert lost_records(Step(State(generation=1, survived=((),)), Decision.REFORM, "nodes [3] join"), {}, POLICY) == []
+
+
+def test_a_fault_that_ended_a_process_is_not_denied_by_the_one_in_its_place() -> None:
+    faults = report.InjectedFaults()
+    spec = "kill(node=3, at_iteration=4, phase='forward')"
+    denied = {"kind": "failpoint_unfired", "failpoint": spec, "rank": 3, "node": 3}
+    assert faults.is_news(denied), "it has not fired yet"
+    assert faults.is_news({"kind": "failpoint_hit", "action": "kill", "failpoint": spec, "rank": 2, "node": 3})
+    assert not faults.is_news(denied)
+    assert faults.is_news({**denied, "node": 2}), "another node's process lives"
+    assert faults.is_news({**denied, "failpoint": "kill(node=3, at_iteration=9, phase='forward')"})
+    slow = "delay(seconds=1.0, phase='forward')"
+    faults.is_news({"kind": "failpoint_hit", "action": "delay", "failpoint": slow, "rank": 2, "node": 3})
+    assert faults.is_news({**denied, "failpoint": slow}), "it ended nobody: another rank of the node may have missed it"
