@@ -266,7 +266,7 @@ def render(answer: Answer) -> str:
     moved = "" if cost.moved_bytes is None else f", {cost.moved_bytes:,} bytes of experts move"
     lines = [
         f"on {answer.device}: {cost.summary()}{moved}",
-        f"operators: {answer.num_operators - num_lost} of {answer.num_operators} live on in their present state",
+        f"operators: {answer.num_operators - num_lost} of {answer.num_operators} {_held(cost)}",
     ]
     if cost.lost_operators:
         lines.append(f"  not: {grouped(cost.lost_operators)}")
@@ -276,6 +276,13 @@ def render(answer: Answer) -> str:
         missing = f": {grouped(declined.missing)}" if declined.missing else ""
         lines.append(f"not {declined.rung}: {declined.reason}{missing}")
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
+
+
+def _held(cost: LossCost) -> str:
+    """What the present state of operators on the nodes that are left is good for."""
+    if cost.rung in ("replicas", "localized"):
+        return "live on in their present state"
+    return "have their present state on nodes that are left, which is not used"
 
 
 def grouped(operators: Sequence[OperatorId]) -> str:

@@ -222,3 +222,12 @@ def test_a_question_that_is_none_is_refused(words: list[str], capsys: pytest.Cap
 
 def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
     assert from_dict(to_dict(run.config)) == run.config
+
+
+def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    for overrides, words in (
+        (["launch.min_nodes=3"], "live on in their present state"),
+        ([], "have their present state on nodes that are left, which is not used"),
+    ):
+        can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])
+        assert words in capsys.readouterr().out
