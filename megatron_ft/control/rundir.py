@@ -40,11 +40,13 @@ class RunDir:
 
     @property
     def is_there(self) -> bool:
-        """Whether the folder that was claimed is still where it was."""
+        """Whether the folder that was claimed is still where it was, as far as its file system can tell."""
         try:
             return os.path.samestat(os.stat(self.path / _LOCK_FILE), os.fstat(self._lock))
         except FileNotFoundError:
             return False
+        except OSError:  # a server that does not answer for a moment
+            return True
 
     @contextlib.contextmanager
     def watched(self, on_missing: Callable[[], None]) -> Iterator[None]:

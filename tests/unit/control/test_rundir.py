@@ -1,11 +1,13 @@
 """Claiming the folder of a run."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatron_ft.config.run import RunConfig
+from megatron_ft.control import rundir
 from megatron_ft.control.rundir import RunDir, claim, has_complete_state, has_state, is_claimed
 from megatron_ft.errors import ConfigError
 from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
@@ -131,3 +133,19 @@ def test_a_save_that_never_finished_is_no_state_to_continue_from(tmp_path: Path)
     assert has_complete_state(tmp_path)
     (tmp_path / "other" / "windows" / "window_0000012").mkdir(parents=True)
     assert has_complete_state(tmp_path / "other")
+
+
+def test_a_folder_that_is_moved_away_is_missed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "_LOOK_SECONDS", 0.01)
+    run, missed = claimed(tmp_path, "x"), threading.Semaphore(0)
+    with run.watched(missed.release):
+        assert run.is_there
+        run.path.rename(tmp_path / "elsewhere")
+        assert missed.acquire(timeout=10)
+        run.path.mkdir()
+        assert not run.is_there, "another folder of that name is not the run's"
+        run.path.rmdir()
+        assert not missed.acquire(timeout=0.1), "it is said once"
+        (tmp_path / "elsewhere").rename(run.path)
+        assert run.is_there
+    run.release()
