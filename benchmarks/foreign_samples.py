@@ -1,0 +1,141 @@
+"""Sound dense checkpoints and windows of a run and of others like it, whose every tensor is known, to mix them up."""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.stored_samples import sample_window
+from megatron_ft.config.identity import JobIdentity, Settings, settings_of
+from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.checkpoint.digest import named_state, state_digest
+from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state
+from megatron_ft.mcore.groups import Groups
+from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS, VOTE
+from megatron_ft.mcore.loop.saving import extra_state, open_checkpoints
+from megatron_ft.mcore.loop.trainer import Trainer
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.runtime.storage.windows import write_window
+
+OWN = "own"
+ITERATIONS = (5, 14)
+"""Of which every job has a checkpoint and a window."""
+OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "data": {"data.seed": 4321},
+    "model": {"model.moe_aux_loss_coeff": 0.02},
+    "optimizer": {"optimizer.weight_decay": 0.2},
+    "schedule": {"optimizer.lr": 0.002},
+}
+"""Jobs of the same run and of the same shapes: keys that differ, by concern."""
+JOBS = (OWN, "run", *OTHERS)
+"""``run`` has another run's random name and all else like the own one."""
+_UNITS = [Unit(operator=OperatorId(layer=0, kind="embedding")), Unit(operator=OperatorId(layer=3, kind="head"))]
+_PLAN = WindowPlan(slices=((_UNITS[0],), (_UNITS[1],)), interval_iterations=2, reason="by hand")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Where the samples lie and what is in them."""
+
+    folder: Path
+    """``dense/<job>/iter_...`` and ``windows/<job>/window_...``."""
+    digests: Mapping[tuple[str, int], str]
+    """Digest of the loaded tensors of each dense checkpoint, by job and iteration."""
+
+
+def identity_of(job: str, own: JobIdentity, config: JobConfig) -> JobIdentity:
+    """The identity of one of ``JOBS``."""
+    if job == "run":
+        return replace(own, run_id=own.run_id[::-1])
+    if job == OWN:
+        return own
+    return replace(own, settings=_changed(own.settings, config, OTHERS[job]))
+
+
+def _changed(settings: Settings, config: JobConfig, values: Mapping[str, Any]) -> Settings:
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    fingerprint = settings["data"]["data.fingerprint"] + ("0" if "data.seed" in values else "")
+    vocab_size = settings["model"]["model.vocab_size"]
+    return settings_of(config, data_fingerprint=fingerprint, vocab_size=vocab_size)
+
+
+def write_samples(folder: Path, trainer: Trainer, groups: Groups) -> Samples:
+    """Save every job's checkpoints and windows below ``folder``; the trainer's state is lost."""
+    own, digests = trainer.identity, {}
+    for job in JOBS:
+        trainer.identity = identity_of(job, own, trainer.config)
+        manager = open_checkpoints(trainer, groups)
+        manager.folder = folder / "dense" / job
+        for iteration in ITERATIONS:
+            fill(trainer, f"{job} {iteration}")
+            trainer.engine.iteration = iteration
+            manager.save(trainer.state(extra_state(trainer)), iteration)
+            manager.finish()
+            digests[job, iteration] = digest_of(trainer)
+            _write_window(folder / "windows" / job, job, iteration, trainer)
+    trainer.identity = own
+    assert len(set(digests.values())) == len(digests), "two samples hold the same tensors"
+    return Samples(folder=folder, digests=digests)
+
+
+def fill(trainer: Trainer, key: str) -> None:
+    """Overwrite every weight, master, moment and buffer with numbers that follow from ``key``."""
+    generator = torch.Generator().manual_seed(random.Random(key).getrandbits(60))
+    allocate_state(trainer.engine.optimizer)
+    with torch.no_grad():
+        for name, tensor in named_state(trainer.engine.model_chunks, trainer.engine.optimizer):
+            if tensor.is_floating_point() and not name.endswith("/step"):
+                tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float32))
+
+
+def digest_of(trainer: Trainer) -> str:
+    """Digest of every tensor that the trainer holds now."""
+    return state_digest(trainer.engine.model_chunks, trainer.engine.optimizer)
+
+
+def window_payload(job: str, iteration: int) -> tuple[bytes, ...]:
+    """The bytes of each slice of a job's window: those of a sample that no other job or iteration has."""
+    return sample_window(_seed(job, iteration), 0)[1]
+
+
+def _seed(job: str, iteration: int) -> int:
+    return 1000 * JOBS.index(job) + iteration
+
+
+def _write_window(folder: Path, job: str, iteration: int, trainer: Trainer) -> None:
+    manifest, payload = sample_window(_seed(job, iteration), 0)
+    slices = [
+        replace(part, iteration=iteration + index, header={VOTE: json.dumps(_vote(iteration + index))})
+        for index, part in enumerate(manifest.slices)
+    ]
+    about = {
+        EXTRAS: "{}",
+        PLACEMENT: "null",
+        CONFIG: json.dumps(trainer.replay_config()),
+        SETTINGS: json.dumps(trainer.identity.settings),
+    }
+    slices[0] = replace(slices[0], header={**slices[0].header, **about})
+    manifest = replace(
+        manifest,
+        run_id=trainer.identity.run_id,
+        world_size=1,
+        topology=trainer.topology_record,
+        start_iteration=iteration,
+        plan=json.loads(json.dumps(_PLAN.to_json())),
+        slices=tuple(slices),
+    )
+    write_window(folder, manifest, [memoryview(content) for content in payload])
+
+
+def _vote(iteration: int) -> dict[str, object]:
+    names = ("loss", "aux_loss", "z_loss", "grad_norm", "clip_coefficient", "loss_scale")
+    figures = dict.fromkeys(names, 1.0)
+    return Vote(generation=0, iteration=iteration, found_inf=False, num_tokens=64, **figures).to_record()
