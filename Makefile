@@ -10,7 +10,9 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
-CONSTRAIN := -c requirements/constraints.txt -c $(VENV)/torch-constraint.txt
+# Every package but torch is compared with the hashes in requirements/*.lock. Nothing is resolved: a lock is complete.
+LOCKED := $(PIP) --require-hashes --no-deps --no-build-isolation --use-pep517
+UV := uv==0.13.9
 STRICT := $(wildcard $(addprefix megatron_ft/,errors.py reading.py topology.py operators.py events.py membership_events.py records.py strict_json.py durable.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning))
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*.hpp *.cuh *.cpp *.cu))
@@ -18,7 +20,7 @@ KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*
 export PIP_NO_WARN_SCRIPT_LOCATION := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-fast test-slurm slurm-packages checks format bench prove tables docs-deps clean distclean
+.PHONY: help install train test test-all test-fast test-slurm slurm-packages checks format bench prove tables lock docs-deps clean distclean
 
 help:  ## list the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -28,30 +30,33 @@ $(PY):
 	  echo "PYTHON=$(PYTHON): must be Python 3.10, 3.11 or 3.12 with venv and ensurepip; install one or name it" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch goes first and alone; from then on its version is a constraint for everything else.
+# torch goes first; what it needs is installed before it, so that it brings nothing along that has no hash here, except
+# what builds for CUDA add. No lock names torch: nothing can replace it.
 $(VENV)/torch-constraint.txt: | $(PY)
 ifeq ($(TORCH),skip)
 	@$(PY) -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null \
 	  || { echo "TORCH=skip: $(VENV) has no torch; install yours there, or point VENV at the environment that has it" >&2; exit 1; }
 else
 	@echo "installing $(TORCH)"
+	@$(LOCKED) -r requirements/torch.lock
 	@$(PIP) $(TORCH)
 endif
 	@$(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $@.tmp && mv $@.tmp $@
 
-$(VENV)/installed-train: requirements/train.txt requirements/constraints.txt $(VENV)/torch-constraint.txt
-	@echo "installing requirements/train.txt"
-	@$(PIP) $(CONSTRAIN) -r requirements/train.txt
+$(VENV)/installed-train: requirements/train.lock requirements/torch.lock $(VENV)/torch-constraint.txt
+	@echo "installing requirements/train.lock"
+	@$(LOCKED) -r requirements/torch.lock
+	@$(LOCKED) -r requirements/train.lock
 	@touch $@
 
-$(VENV)/installed-dev: requirements/dev.txt $(VENV)/installed-train
-	@echo "installing requirements/dev.txt"
-	@$(PIP) $(CONSTRAIN) -r requirements/dev.txt
+$(VENV)/installed-dev: requirements/dev.lock requirements/docs.lock $(VENV)/installed-train
+	@echo "installing requirements/dev.lock"
+	@$(LOCKED) -r requirements/dev.lock
 	@touch $@
 
-$(VENV)/installed-docs: requirements/docs.txt $(VENV)/installed-train
-	@echo "installing requirements/docs.txt"
-	@$(PIP) $(CONSTRAIN) -r requirements/docs.txt
+$(VENV)/installed-docs: requirements/docs.lock $(VENV)/installed-train
+	@echo "installing requirements/docs.lock"
+	@$(LOCKED) -r requirements/docs.lock
 	@touch $@
 
 install: $(VENV)/installed-train  ## what training needs, pinned, into VENV
@@ -96,7 +101,7 @@ checks: $(VENV)/installed-dev  ## format, lint, types, import rules, house rules
 	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy $(STRICT)
 	PYTHONPATH=. $(VENV)/bin/lint-imports
-	$(PY) -m pytest -q tests/unit/test_house.py
+	$(PY) -m pytest -q tests/unit/test_house.py tests/unit/tools/test_lock_requirements.py
 	$(PY) -m benchmarks.tables --check
 
 format: $(VENV)/installed-dev  ## rewrite files to the project's format
@@ -112,6 +117,14 @@ prove: $(VENV)/installed-dev  ## measure one claim: ID=<id> [QUICK=1]
 
 tables: $(VENV)/installed-dev  ## write the tables of README and docs from benchmarks/results
 	$(PY) -m benchmarks.tables
+
+.cache/lock: Makefile
+	rm -rf $@
+	$(PYTHON) -m venv $@
+	@$@/bin/python -m pip --disable-pip-version-check install --quiet --quiet $(UV)
+
+lock: $(PY) .cache/lock  ## write requirements/*.lock from constraints.txt, with the hashes that the package index lists
+	$(PY) tools/lock_requirements.py --uv .cache/lock/bin/uv
 
 docs-deps: $(VENV)/installed-docs  ## install what draws the pictures
 

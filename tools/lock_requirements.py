@@ -1,0 +1,123 @@
+"""Writes requirements/*.lock: every package of an installation with the hashes of all its files (``make lock``).
+
+Versions are those of requirements/constraints.txt. ``uv`` says which packages an installation consists of on each
+supported Python, and which hashes the package index lists. torch is the user's choice and in no lock; what its builds
+for the CPU need is in torch.lock, which also has what builds packages that have no wheel.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "requirements"
+PYTHONS = ("3.10", "3.11", "3.12")
+SETS: Mapping[str, str] = {"torch": "torch-needs.txt", "train": "train.txt", "docs": "docs.txt", "dev": "dev.txt"}
+"""Name of a lock to the requirements it is for. Each lock includes the one before it."""
+HEADER = "# Written by `make lock` from constraints.txt; do not edit it by hand.\n"
+_PLATFORM = "x86_64-manylinux_2_28"
+_PIN = re.compile(r'([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)(?:\s*;\s*python_version\s*(<|>=)\s*"3\.11")?')
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Pin:
+    """One version of one package."""
+
+    name: str
+    """As indexes compare names: lower case, with ``-``."""
+    version: str
+    pythons: str = ""
+    """``<`` or ``>=``: for Pythons before 3.11 only, or for later ones only; empty for all."""
+
+    def __str__(self) -> str:
+        marker = f'; python_version {self.pythons} "3.11"' if self.pythons else ""
+        return f"{self.name}=={self.version}{marker}"
+
+
+def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
+    """The pins of constraints or of a lock, with their hashes; none in constraints.
+
+    Raises:
+        ValueError: a line that is neither a pin, a hash nor a comment.
+    """
+    pins: dict[Pin, tuple[str, ...]] = {}
+    for logical in text.replace("\\\n", " ").splitlines():
+        line = logical.partition(" #")[0].strip()
+        if not line or line.startswith(("#", "-r ")):
+            continue
+        match = _PIN.match(line)
+        hashes = tuple(_HASH.findall(line))
+        if match is None or _HASH.sub("", line[match.end() :]).strip():
+            raise ValueError(f"{line[:80]!r}: must be name==version, for all Pythons or those before or from 3.11")
+        pins[Pin(normal(match[1]), match[2], match[3] or "")] = hashes
+    return pins
+
+
+def normal(name: str) -> str:
+    """A package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def render(pins: Iterable[Pin], hashes: Mapping[Pin, Sequence[str]], includes: str | None = None) -> str:
+    """A lock's text; ``includes`` names another lock."""
+    lines = [HEADER, *([f"-r {includes}.lock\n"] if includes else [])]
+    for pin in sorted(pins):
+        lines.append(" \\\n".join([str(pin), *(f"    --hash=sha256:{found}" for found in sorted(hashes[pin]))]) + "\n")
+    return "".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write all locks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--uv", default="uv", help="the uv command")
+    uv = parser.parse_args(argv).uv
+    constraints = read_pins((FOLDER / "constraints.txt").read_text())
+    hashes = {**_hashes(uv, constraints, "3.10", ("", "<")), **_hashes(uv, constraints, "3.12", ("", ">="))}
+    known, done, before = {pin.name for pin in constraints}, set[str](), None
+    for name, file in SETS.items():
+        members = {found for python in PYTHONS for found in _closure(uv, (SETS["torch"], file), python)}
+        if members - known:
+            print(f"constraints.txt: must pin {', '.join(sorted(members - known))}", file=sys.stderr)
+            return 1
+        text = render([pin for pin in constraints if pin.name in members - done], hashes, before)
+        (FOLDER / f"{name}.lock").write_text(text)
+        print(f"requirements/{name}.lock: {len(members - done)} packages, {text.count('--hash')} files")
+        done, before = done | members, name
+    return 0
+
+
+def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -> dict[Pin, tuple[str, ...]]:
+    """What the index lists for the pins that a Python takes."""
+    wanted = [pin for pin in pins if pin.pythons in kinds]
+    plain = {Pin(pin.name, pin.version): pin for pin in wanted}
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder, "pins.txt")
+        listed.write_text("".join(f"{pin}\n" for pin in plain))
+        found = read_pins(_compile(uv, ["--no-deps", "--generate-hashes", str(listed)], python))
+    return {plain[pin]: listed for pin, listed in found.items()}
+
+
+def _closure(uv: str, files: Sequence[str], python: str) -> set[str]:
+    """Names of all packages of an installation of ``files``, torch and what only its CUDA builds need left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        never = Path(folder, "never.txt")
+        never.write_text('torch==0; sys_platform == "never"\n')
+        arguments = ["--constraint", str(FOLDER / "constraints.txt"), "--override", str(never)]
+        text = _compile(uv, [*arguments, *(str(FOLDER / name) for name in files)], python)
+    return {pin.name for pin in read_pins(text)}
+
+
+def _compile(uv: str, arguments: Sequence[str], python: str) -> str:
+    command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-emit-index-url"]
+    platform = ["--python-version", python, "--python-platform", _PLATFORM]
+    return subprocess.run([*command, *platform, *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
