@@ -26,7 +26,7 @@ from megatron_ft.errors import CheckpointError, DataError
 
 ID = "foreign-checkpoints"
 MIN_TRIALS = 3000
-DENSE, WINDOWS = 1200, 2000
+DENSE, WINDOWS = 600, 2600
 QUICK_DENSE, QUICK_WINDOWS = 12, 60
 THRESHOLD = (
     f"0 loaded for what they are not in at least {MIN_TRIALS} trials; another run's cost none of the run's own; "
