@@ -11,7 +11,8 @@ when it was survived, no other node was lost, forming took at most three seconds
 of replayed iterations apart), every lost node came back, every loss and state digest equals the reference's, and
 nothing of the job is left. The reference of replicas is a run in which nodes leave and join by a script made of the
 controller's orders, that of a kept layout a run that nothing happened to. A fault that is said to be too much passes
-when it ended the job as foretold. Jobs that fail are counted, also those that pass when they are run again.
+when it ended the job, or the job started again from what was foretold. Jobs that fail are counted, also those that pass
+when they are run again.
 """
 
 import contextlib
@@ -247,7 +248,7 @@ def _outcome(
     first, last, is_equal = end
     problems = [*record.problems, *common]
     # A job that was to end has no iteration after the fault: what comes before it was compared for the faults before.
-    is_over = "ended" in record.seen
+    is_over = bool(record.seen.get("answer")) and not record.is_foretold
     if not is_equal and not is_over and not record.problems:
         problems.append(f"differs from the reference between iterations {first} and {last}")
     window = range(1, last + 1) if is_over else range(first, last + 1)
@@ -301,7 +302,7 @@ def judge(
     survived = [outcome for outcome in foretold if outcome.passed and outcome.num_compared]
     forming = [o.details["forming_seconds"] for o in foretold if o.details["forming_seconds"] is not None]
     whole = [o.details["seconds_until_whole"] for o in foretold if o.details["seconds_until_whole"] is not None]
-    healthy = sum(len(outcome.details["healthy_lost"]) for outcome in outcomes)
+    healthy = sum(len(outcome.details["healthy_lost"]) for outcome in foretold)
     share = len(foretold) / len(proven) if proven else 0.0
     kinds = sorted({str(outcome.details["kind"]) for outcome in proven})
     enough = quick or (len(proven) >= MIN_FAULTS and share >= MIN_FORETOLD)

@@ -83,7 +83,7 @@ class LivingJob:
             except (NotWhole, MegatronFtError) as error:
                 return [*records, {"fault": fault["fault"], "problem": f"not brought in: {error}"}]
             append_to(self.run_dir / OUTSIDE_FILE)(records[-1])
-            if "problem" in records[-1] or "ended" in records[-1]:
+            if "problem" in records[-1] or not records[-1]["answer"]["survives"]:
                 return records
         newest = self.metrics.read()[-1]["iteration"]
         with contextlib.suppress(
@@ -114,7 +114,7 @@ class LivingJob:
                 self._wait_until_recovered(lost, record)
                 record["whole_at"] = time.time()
             else:
-                record["ended"] = self._wait_for_the_end()
+                record |= self._wait_for_what_was_foretold(asked["rung"], record["injected_at"])
         except NotWhole as error:
             record["problem"] = str(error)
         return record
@@ -260,13 +260,19 @@ class LivingJob:
         known = saves()
         self._wait(lambda: saves() - known, "a save")
 
-    def _wait_for_the_end(self) -> int:
-        """The exit code of a job that ends by itself. Raises NotWhole."""
-        try:
-            self.console.communicate(timeout=WHOLE_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise NotWhole(f"the job was to end, and runs on after {WHOLE_SECONDS:g} s") from None
-        return int(self.console.returncode)
+    def _wait_for_what_was_foretold(self, rung: str, since: float) -> dict[str, Any]:
+        """``ended``: the exit code of a job that ends by itself; ``fell_to``: it went on, with the rung that was
+        foretold. Raises NotWhole: neither.
+        """
+        deadline = time.monotonic() + WHOLE_SECONDS
+        while time.monotonic() < deadline:
+            if self.console.poll() is not None:
+                return {"ended": int(self.console.returncode)}
+            decided = [e["rung"] for e in self._events_since(since) if e["kind"] == "recovery_decided"]
+            if rung in decided and self._is_whole(num_iterations=2):
+                return {"fell_to": rung}
+            time.sleep(_PAUSE_SECONDS)
+        raise NotWhole(f"the job was to end or to go on with {rung}, and did neither within {WHOLE_SECONDS:g} s")
 
     def _pace(self) -> float:
         """Median seconds of recent iterations."""

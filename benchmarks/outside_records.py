@@ -80,8 +80,8 @@ def _read(
     num_restarts = sum(event["kind"] == "ranks_restarted" for event in events)
     forming = _forming_seconds(seen, events, orders)
     problems = [seen["problem"]] if "problem" in seen else []
-    problems += [f"healthy nodes {healthy} were lost"] if healthy else []
     answer = seen["answer"]
+    problems += [f"healthy nodes {healthy} were lost"] if healthy and answer["survives"] else []
     if answer["survives"] and seen["lost"] and "problem" not in seen:
         wanted = _RUNGS.get(answer["rung"], answer["rung"])
         others = sorted(set(rungs) - {wanted})
@@ -106,9 +106,15 @@ def _read(
 
 
 def _judge_end(seen: Event, rungs: Sequence[str]) -> list[str]:
-    """A loss that no living rank survives ends the job with an exit code of its own, and nothing goes on."""
+    """A loss that is too much ends the job with an exit code of its own, or all start again from what was foretold.
+
+    Of some ``can_recover`` says that somebody has to start the job, which then does it itself.
+    """
     if "problem" in seen:
         return []
+    if "fell_to" in seen:
+        others = sorted(set(rungs) - {seen["fell_to"]})
+        return [f"went on with {', '.join(others)}"] if others else []
     found = [] if seen.get("ended") not in (None, 0, 130) else [f"the job ended with exit code {seen.get('ended')}"]
     return [*found, *(f"went on with {rung}" for rung in rungs)]
 

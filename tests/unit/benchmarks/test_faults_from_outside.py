@@ -138,6 +138,10 @@ def test_a_loss_that_is_too_much_ends_the_job() -> None:
     assert read(lost(100.1, 2), answer=too_much, ended=0).problems == ("the job ended with exit code 0",)
     assert read(went_on(101.0), answer=too_much, ended=9).problems == ("went on with replicas",)
     assert read(answer=too_much, problem="runs on").problems == ("runs on",)
+    again = read(lost(100.1, 1), went_on(101.0, "checkpoint"), answer=too_much, fell_to="checkpoint")
+    assert again.problems == ()
+    other = read(went_on(101.0), went_on(109.0, "checkpoint"), answer=too_much, fell_to="checkpoint")
+    assert other.problems == ("went on with replicas",)
 
 
 def test_each_fault_has_its_own_stretch_of_the_run() -> None:
