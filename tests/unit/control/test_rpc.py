@@ -43,7 +43,11 @@ def test_a_call_is_answered(server: RpcServer) -> None:
     assert client(server).call("echo", {"value": [1, "ü", None]}, timeout_seconds=5) == {"echo": [1, "ü", None]}
 
 
-@pytest.mark.parametrize("token", [new_token(), "", TOKEN[:-1], TOKEN + "0", TOKEN.upper() + "x"])
+@pytest.mark.parametrize(
+    "token",
+    [new_token(), "", TOKEN[:-1], TOKEN + "0", TOKEN.upper() + "x"],
+    ids=["another", "empty", "short", "long", "upper case"],
+)
 @pytest.mark.parametrize("method", ["echo", "nothing"])
 def test_a_wrong_token_reaches_no_method(server: RpcServer, calls: list[Message], token: str, method: str) -> None:
     with pytest.raises(RpcError, match="UNAUTHENTICATED") as caught:

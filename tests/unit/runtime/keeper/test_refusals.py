@@ -44,7 +44,11 @@ def announcement(**changes: object) -> dict[str, Any]:
     return {"op": "slice", "rank": 0, "waits": True, **about, **place, "record": record, **changes}
 
 
-@pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN + "0", None, 7, "\ud800" * 64])
+@pytest.mark.parametrize(
+    "token",
+    ["", TOKEN[:-1], TOKEN + "0", None, 7, "\ud800" * 64],
+    ids=["empty", "short", "long", "none", "number", "surrogates"],
+)
 def test_a_wrong_token_opens_neither_door(token: object) -> None:
     with cluster(1) as nodes:
         with pytest.raises(KeeperRefused, match="token"):
