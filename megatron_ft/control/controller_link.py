@@ -18,6 +18,7 @@ from megatron_ft.control.facts import Fact, to_json
 from megatron_ft.control.job_end import JobEnd
 from megatron_ft.control.membership import describe_returncode
 from megatron_ft.control.private_file import write_private
+from megatron_ft.control.ranks import last_line, size_of
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
@@ -40,6 +41,7 @@ class ControllerLink:
         access_path: Path,
         access: Message,
         silence_seconds: float,
+        log: Path | None = None,
     ) -> None:
         """``begin`` starts the controller.
 
@@ -49,8 +51,10 @@ class ControllerLink:
             access: what they need besides.
             silence_seconds: a controller that gives no sign for so long, and at least ``LEAST_SILENCE_SECONDS``, is
                 killed: it takes a while to start.
+            log: what it writes, of which the last line is told where it ends by itself.
         """
         self._start = start
+        self._log, self._log_begin_bytes = log, 0
         self._access_path, self._access = access_path, access
         self._silence_seconds = max(silence_seconds, LEAST_SILENCE_SECONDS)
         self._wake_receive, self._wake_send = socket.socketpair()
@@ -74,6 +78,7 @@ class ControllerLink:
 
     def begin(self) -> None:
         """Start the controller."""
+        self._log_begin_bytes = 0 if self._log is None else size_of(self._log)
         mine, its = socket.socketpair()
         with its:
             self._process = self._start(its)
@@ -164,7 +169,7 @@ class ControllerLink:
                         return JobEnd.from_json(message["end"])
                     on_event(message)
         if closed:
-            raise _Gone(_last_words(self._process))
+            raise _Gone(self._last_words())
         return None
 
     def _grant_access(self, message: Message) -> None:
@@ -213,6 +218,17 @@ class ControllerLink:
             process.send_signal(signal.SIGKILL)
             process.wait()
 
+    def _last_words(self) -> str:
+        """How it ended, and what it wrote last where it ended by itself."""
+        if self._process is None:
+            return "it was given up"
+        try:
+            returncode = self._process.wait(timeout=_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it has hung up"
+        words = last_line(self._log, self._log_begin_bytes) if self._log is not None and returncode > 0 else ""
+        return f"it {describe_returncode(returncode)}" + (f": {words}" if words else "")
+
     def _hang_up(self) -> None:
         if self._reader is not None:
             self._reader.close()
@@ -221,12 +237,3 @@ class ControllerLink:
 
 class _Gone(Exception):
     """The controller has ended, or is as good as dead."""
-
-
-def _last_words(process: Process | None) -> str:
-    if process is None:
-        return "it was given up"
-    try:
-        return f"it {describe_returncode(process.wait(timeout=_EXIT_SECONDS))}"
-    except subprocess.TimeoutExpired:
-        return "it has hung up"

@@ -218,6 +218,7 @@ class _Job:
             access_path=run_dir / CONTROLLER_FILE,
             access={"token": self._token, "tls_dir": self._config.tls_dir},
             silence_seconds=self._detection.heartbeat_timeout_seconds,
+            log=processes.log_dir / "controller.log",
         )
 
     def _start_forkserver(self, processes: Processes) -> None:
