@@ -71,7 +71,8 @@ def advance(
             break
     fills = policy.keeps_layout and step.state.phase is Phase.REFORMING
     look_again = places.look_again(policy, step, now) if fills else None
-    return replace(step, state=look_again or joining.look_again(policy, step.state, now))
+    state = look_again or joining.look_again(policy, step.state, now)
+    return step if state is step.state else replace(step, state=state)
 
 
 def _observe(policy: MembershipPolicy, state: State, fact: Fact, now: Moment) -> State:

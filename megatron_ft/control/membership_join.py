@@ -176,7 +176,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 def look_again(policy: MembershipPolicy, state: State, now: Moment) -> State:
     """Set when ``decide`` has something to say next."""
     if state.phase is not Phase.RUNNING:
-        return replace(state, look_at_seconds=None)
+        return state if state.look_at_seconds is None else replace(state, look_at_seconds=None)
     if decide(policy, state, now) is not None:
         return replace(state, look_at_seconds=now.arrived_seconds)
     waits = {False: policy.start_timeout_seconds, True: policy.join_window_seconds}

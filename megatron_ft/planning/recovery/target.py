@@ -5,7 +5,7 @@ finish the iteration with the vote's values. Where nobody has settled it, everyb
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.errors import RecoveryError
@@ -44,7 +44,8 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "vote": None if self.vote is None else self.vote.to_record()}
+        content = {name: getattr(self, name) for name in self.__slots__}
+        return {**content, "vote": None if self.vote is None else self.vote.to_record()}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Position":
