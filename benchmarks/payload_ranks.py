@@ -1,22 +1,17 @@
-"""Ranks that keep large payloads in flight through the project's groups, and a job of them that loses nodes.
+"""Ranks that keep large payloads in flight through the project's groups.
 
 What a rank does is the product's: groups, waits that can be abandoned, the shut-down of connections, the report over
-``AgentClient``, the release of groups and the next membership. ``PayloadJob`` stands for the agents and the controller:
-it kills a rank, orders the others to break and begins the next membership when all have reported.
+``AgentClient``, the release of groups and the next membership. ``payload_job`` plays the agents and the controller.
 """
 
-import multiprocessing
 import os
-import selectors
-import signal
 import socket
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +20,11 @@ import torch.distributed as dist
 
 from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.control.agent_client import AgentClient, Identity
-from megatron_ft.control.ports import free_port
 from megatron_ft.control.worker import RankContext, StopFlag
 from megatron_ft.errors import ControlError
-from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.mcore.groups import Groups, dissolve_groups, form_groups, open_store
 from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.recovery.target import Position
 from megatron_ft.runtime.transport import held_groups, waits
 from megatron_ft.runtime.transport.hang_up import Opening, open_sockets
 
@@ -176,7 +169,12 @@ class _Rank:
         before = open_sockets()
         groups = self._form(following)
         traffic, payloads = _Traffic(before), Payloads(groups.pg_collection.dp)
-        hang_up, limit = groups.transports.hang_up, groups.transports.limit
+        transports, ordered = groups.transports, []
+
+        def hang_up(reason: str) -> None:
+            ordered.append(time.monotonic())
+            transports.hang_up(reason)
+
         self._worker.on_break(hang_up)
         began, received = time.monotonic(), 0
         operation = payloads.all_reduce
@@ -190,15 +188,17 @@ class _Rank:
                 operation()
                 self._iteration += 1
         except RuntimeError:
-            failure = traceback.format_exc()
+            left, failure = time.monotonic(), traceback.format_exc()
         hang_up("this rank's operation failed")
         about = {
             "kind": "broke",
             "generation": following.generation,
             "operation": operation.__name__,
             "began": began,
+            "ordered": ordered[0],
+            "left": left,
             "num_received_bytes": traffic.received() - received,
-            "num_abandoned": limit.num_abandoned,
+            "num_abandoned": transports.limit.num_abandoned,
         }
         traffic.close()
         return failure, about
@@ -236,7 +236,8 @@ class _Rank:
             opening.close()
 
 
-def _be(number: int, path: str, first: NextMembership) -> None:
+def be(number: int, path: str, first: NextMembership) -> None:
+    """Be rank ``number`` of a job from ``first`` on; ends the process."""
     code = 1
     try:
         warnings.simplefilter("ignore")
@@ -249,147 +250,3 @@ def _be(number: int, path: str, first: NextMembership) -> None:
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-class PayloadJob:
-    """A job of nodes of one rank each, forked from this process."""
-
-    def __init__(self, num_nodes: int, folder: Path) -> None:
-        self._path = str(folder / "agent")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self._path)
-        self._listener.listen(num_nodes)
-        self._selector = selectors.DefaultSelector()
-        self._generation = 0
-        self.nodes = tuple(range(num_nodes))
-        """Whose ranks live, rising."""
-        self._readers: dict[int, FrameReader] = {}
-        fork = multiprocessing.get_context("fork")
-        first = self._membership(tuple(range(num_nodes)))
-        self._processes: dict[int, BaseProcess] = {}
-        for node in self.nodes:
-            process = fork.Process(target=_be, args=(node, self._path, first))
-            process.start()
-            self._processes[node] = process
-        for _ in self.nodes:
-            reader = FrameReader(self._listener.accept()[0])
-            messages, _ = reader.pump()
-            node = messages[0]["rank"]
-            self._readers[node] = reader
-            self._selector.register(reader.sock, selectors.EVENT_READ, node)
-
-    def await_records(self, kind: str, limit_seconds: float) -> dict[int, Message]:
-        """The record of this kind and generation from every node that lives.
-
-        Raises:
-            TimeoutError: a node sends none.
-        """
-
-        def found(message: Message) -> bool:
-            record = message.get("record", {})
-            return record.get("kind") == kind and record.get("generation") == self._generation - (kind == "broke")
-
-        return {node: message["record"] for node, (_, message) in self._await(found, limit_seconds).items()}
-
-    def await_operation(self, number: int, limit_seconds: float) -> None:
-        """Return when the first node begins its operation ``number`` in this membership.
-
-        Raises:
-            TimeoutError: no node begins it.
-        """
-        self._await(
-            lambda message: message["op"] == "progress" and message["iteration"] >= number, limit_seconds, num_nodes=1
-        )
-
-    def kill(self, node: int) -> float:
-        """Kill a node; the moment by the machine's monotonic clock."""
-        process = self._processes.pop(node)
-        at_seconds = time.monotonic()
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-        self._selector.unregister(self._readers[node].sock)
-        self._readers.pop(node).sock.close()
-        self.nodes = tuple(other for other in self.nodes if other != node)
-        return at_seconds
-
-    def break_off(self, reason: str) -> None:
-        """Order all to abandon what they do."""
-        self._order({"op": "break", "generation": self._generation, "reason": reason})
-
-    def await_reports(self, limit_seconds: float) -> dict[int, float]:
-        """When each node that lives has reported how far it is.
-
-        Raises:
-            TimeoutError: a node does not report.
-        """
-        reports = self._await(lambda message: message["op"] == "broken", limit_seconds)
-        return {node: at_seconds for node, (at_seconds, _) in reports.items()}
-
-    def reform(self, before: tuple[int, ...]) -> None:
-        """Begin the next membership, of the nodes that live; ``before`` are those of the one that ends."""
-        self._generation += 1
-        self._order({"op": "reform", "next": self._membership(before).to_json()})
-
-    def end(self, limit_seconds: float) -> float:
-        """Break the membership, have all ranks report and exit; seconds until the last of them is gone.
-
-        Raises:
-            TimeoutError: a rank stays.
-        """
-        self.break_off("the job ends")
-        self.await_reports(limit_seconds)
-        began = time.monotonic()
-        self._order({"op": "end", "reason": "the job ends"})
-        for node, process in self._processes.items():
-            process.join(limit_seconds)
-            if process.exitcode != 0:
-                raise TimeoutError(f"the rank of node {node} ends with {process.exitcode}")
-        return time.monotonic() - began
-
-    def close(self) -> None:
-        """Leave nothing behind."""
-        for process in self._processes.values():
-            process.kill()
-            process.join()
-        for reader in self._readers.values():
-            reader.sock.close()
-        self._selector.close()
-        self._listener.close()
-
-    def _membership(self, before: tuple[int, ...]) -> NextMembership:
-        return NextMembership(
-            generation=self._generation,
-            previous_ranks=tuple(before.index(node) for node in self.nodes),
-            nodes=self.nodes,
-            target=Target(iteration=0, vote=None),
-            master_addr="127.0.0.1",
-            master_port=free_port("127.0.0.1"),
-            reason="",
-        )
-
-    def _order(self, message: Mapping[str, Any]) -> None:
-        for node in self.nodes:
-            send(self._readers[node].sock, dict(message))
-
-    def _await(
-        self, wanted: Callable[[Message], bool], limit_seconds: float, num_nodes: int | None = None
-    ) -> dict[int, tuple[float, Message]]:
-        """For each node that lives the first message that is wanted, and when it came; others are dropped.
-
-        Args:
-            num_nodes: nodes to wait for; None for all that live.
-        """
-        found: dict[int, tuple[float, Message]] = {}
-        deadline = time.monotonic() + limit_seconds
-        while len(found) < (len(self.nodes) if num_nodes is None else num_nodes):
-            missing = set(self.nodes) - set(found)
-            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError(f"nodes {sorted(missing)} say nothing for {limit_seconds:g} s")
-            for key, _ in ready:
-                messages, closed = self._readers[key.data].pump()
-                at_seconds = time.monotonic()
-                found.update((key.data, (at_seconds, message)) for message in messages if wanted(message))
-                if closed:
-                    raise TimeoutError(f"the rank of node {key.data} is gone")
-        return found
