@@ -6,6 +6,7 @@ for the CPU need is in torch.lock, which also has what builds packages that have
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -116,7 +117,11 @@ def _closure(uv: str, files: Sequence[str], python: str) -> set[str]:
 def _compile(uv: str, arguments: Sequence[str], python: str) -> str:
     command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-emit-index-url"]
     platform = ["--python-version", python, "--python-platform", _PLATFORM]
-    return subprocess.run([*command, *platform, *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
+    environment = dict(os.environ)
+    if certificates := environment.get("PIP_CERT"):  # what pip trusts on this machine
+        environment.setdefault("SSL_CERT_FILE", certificates)
+    whole = [*command, *platform, *arguments]
+    return subprocess.run(whole, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
 
 
 if __name__ == "__main__":
