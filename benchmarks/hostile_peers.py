@@ -71,15 +71,11 @@ _BASE = (
     "launch.ranks_per_node=1",
     "parallel.use_distributed_optimizer=false",
 )
-JOBS: Mapping[str, Sequence[str]] = {
-    "may lose nodes": (
-        *_BASE,
-        "placement=spread",
-        "placement.num_slots_per_rank=6",
-        f"launch.min_nodes={NUM_NODES - 1}",
-    ),
-    "snapshots": (*_BASE, "snapshot=dense", "snapshot.policy.interval_iterations=5", "snapshot.num_peer_copies=1"),
-}
+_LOSES_NODES = ("placement=spread", "placement.num_slots_per_rank=6", f"launch.min_nodes={NUM_NODES - 1}")
+_SNAPSHOTS = ("snapshot=dense", "snapshot.policy.interval_iterations=5", "snapshot.num_peer_copies=1")
+JOBS: Mapping[str, Sequence[str]] = {"may lose nodes": (*_BASE, *_LOSES_NODES), "snapshots": (*_BASE, *_SNAPSHOTS)}
+QUICK_JOBS: Mapping[str, Sequence[str]] = {"may lose nodes, snapshots": (*_BASE, *_LOSES_NODES, *_SNAPSHOTS)}
+"""One that listens on everything."""
 _OF_TIME = ("time_unix_seconds", "seconds", "stalled_seconds", "run_name", "config_digest", "reason")
 _UNSTEADY = ("window_committed", "window_delayed", "snapshot_planned", "alert_raised", "alert_cleared")
 """Kinds whose number depends on how fast peers answer, or on what else the machine does."""
@@ -349,9 +345,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run each job alone and attacked, and compare."""
     arguments = parse_arguments(__doc__, argv)
     attacked, failures, delays = Attacked(), [], []
+    jobs = QUICK_JOBS if arguments.quick else JOBS
     with tempfile.TemporaryDirectory(prefix="hostile-peers-") as folder, forkserver(WARM) as socket:
         bench = Bench(Path(folder), socket, arguments.quick)
-        for number, (name, overrides) in enumerate(JOBS.items()):
+        for number, (name, overrides) in enumerate(jobs.items()):
             alone, under, of_this, output = bench.pair(overrides, SEED + number)
             attacked.add(of_this)
             differences = under.differences(alone)
@@ -361,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     refused = attacked.outcomes[REFUSED]
     passed = not failures and not attacked.problems
     figure = (
-        f"{attacked.num_trials} attacks on {len(JOBS)} living jobs, {refused} refused, {attacked.num_connections} "
+        f"{attacked.num_trials} attacks on {len(jobs)} living jobs, {refused} refused, {attacked.num_connections} "
         f"connections held open: no process ended, losses, states, events and decisions equal; "
         f"{max(delays):.2f}x the time of the job left alone"
     )
@@ -378,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "trials": attacked.num_trials,
             "refused": refused,
             "connections": attacked.num_connections,
-            "jobs": len(JOBS),
+            "jobs": len(jobs),
         },
         details={
             "outcomes": dict(attacked.outcomes),
