@@ -27,6 +27,7 @@ _WORDS = (
     "training.train_iterations=100000",
     "training.eval_interval_iterations=0",
     "checkpoint.save_at_end=false",
+    "checkpoint.save_interval_iterations=5",
     "telemetry.wandb=disabled",
 )
 
@@ -83,9 +84,22 @@ def test_nodes_are_killed_added_stopped_and_replayed(run_dir: Path, tmp_path: Pa
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\r\n0,add,b\r\n0,add,c\r\n1000,remove,a\r\n1000,add,ignored\r\n9000,add,d\r\n")
     assert inject("--trace", str(trace)) == 0
-    wait_for_changes(run_dir, [0, 1], [0, 1, 2], [1, 2], [0, 1, 2])  # who stood still for a moment was not lost
+    memberships = [[0, 1], [0, 1, 2], [1, 2], [0, 1, 2]]
+    wait_for_changes(run_dir, *memberships)  # who stood still for a moment was not lost
 
-    injected = read(run_dir / INJECTED_FILE)
+    deadline, seconds = time.monotonic() + PATIENCE_SECONDS, 1
+    while not (failed := [e for e in read(run_dir / "events.jsonl") if e["kind"] == "checkpoint_failed"]):
+        assert time.monotonic() < deadline, "no save came while the disks failed"
+        assert inject("--disk-error", "0", "1", "2", "--for", str(seconds)) == 0
+        seconds *= 2  # longer than it takes from one save to the next
+    assert any("File too large" in event["error"] for event in failed)
+    newest = read(run_dir / "metrics.jsonl")[-1]["iteration"]
+    while read(run_dir / "metrics.jsonl")[-1]["iteration"] < newest + 2:
+        assert time.monotonic() < deadline, "the job did not train on"
+        time.sleep(0.1)
+    wait_for_changes(run_dir, *memberships)
+
+    injected = [line for line in read(run_dir / INJECTED_FILE) if line["action"] != "disk_error"]
     actions = [(line["action"], line["nodes"]) for line in injected]
     assert actions == [("kill", [2]), ("add", [2]), ("stop", [1]), ("kill", [0]), ("add", [0])]
     kills = [line["processes"] for line in injected if line["action"] == "kill"]
