@@ -159,7 +159,8 @@ def _at_once(number: int, _quick: bool) -> Job:
         for index, node in enumerate(sorted(nodes))
     ]
     words = [f"launch.min_nodes={NUM_NODES - 4}", "launch.max_restarts=1", "placement.num_slots_per_rank=2"]
-    return Job("at_once", number, [*words, "checkpoint.save_interval_iterations=2"], faults)
+    words += ["checkpoint.save_interval_iterations=2", "checkpoint.keep_last=100"]  # what serves is loaded again
+    return Job("at_once", number, words, faults)
 
 
 @dataclass(slots=True)
