@@ -140,7 +140,7 @@ def cost_of_loss(
         raise ConfigError.of("lost nodes", foreign[0], f"must be one of the present nodes {list(means.nodes)}")
     gone = tuple(sorted(set(lost)))
     remaining = tuple(node for node in means.nodes if node not in gone)
-    restart = _restart(means, remaining, is_gone)
+    restart = _restart(means, gone, remaining, is_gone)
     living = means.ranks_on(remaining)
     missing = tuple(held.operator for held in means.operators if not held.lives_on(living))
     declined: list[Declined] = []
@@ -194,12 +194,16 @@ class _Served:
     moved_bytes: int | None = None
 
 
-def _restart(means: RecoveryMeans, remaining: tuple[int, ...], is_gone: bool) -> Literal["all", "fewer"] | None:
+def _restart(
+    means: RecoveryMeans, lost: tuple[int, ...], remaining: tuple[int, ...], is_gone: bool
+) -> Literal["all", "fewer"] | None:
     """The nodes on which the job starts its ranks again by itself; None where it ends."""
     if not means.is_running or not means.max_restarts:
         return None
     if not is_gone:
         return "all"
+    if means.keeps_layout and (means.restarts_lost_nodes or len(lost) <= means.num_spare_nodes):
+        return "all"  # the places of the lost nodes are filled first
     return "fewer" if means.min_nodes is not None and len(remaining) >= means.min_nodes else None
 
 
@@ -310,6 +314,8 @@ def _no_memory(means: RecoveryMeans, restart: str | None, is_gone: bool) -> str:
         return NOT_RUNNING
     if restart == "fewer":
         return _OTHER_SIZE
+    if is_gone and restart == "all":
+        return "windows of lost nodes are gone with their peers, or none has been committed"
     if is_gone:
         return "a lost node ends the job, and windows in memory with it"
     return "" if restart else "launch.max_restarts=0: ranks are not started again while the job lives"

@@ -332,6 +332,26 @@ def test_a_place_that_nobody_fills_or_no_window_is_left_for(lost: list[int], lau
     assert cost.rung != "localized" and said in cost.declined[1].reason
 
 
+@pytest.mark.parametrize(
+    ("max_restarts", "launch", "is_automatic"),
+    [
+        (2, {}, True),
+        (0, {}, False),
+        (2, {"restart_lost_nodes": False, "num_spare_nodes": 2}, True),
+        (2, {"restart_lost_nodes": False, "num_spare_nodes": 1}, False),
+    ],
+)
+def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
+    max_restarts: int, launch: dict[str, Any], is_automatic: bool
+) -> None:
+    held = keeping(max_restarts=max_restarts, **launch)
+    cost = cost_of_loss(held, [0, 1], stored=Stored(iteration=30, memory_start=26, checkpoint=20))
+    assert (cost.rung, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
+    assert cost.is_bitwise, "it starts again at the same size"
+    if is_automatic:
+        assert "gone with their peers" in cost.declined[2].reason
+
+
 def test_a_stage_goes_back_to_what_has_been_committed() -> None:
     stored = Stored(iteration=30, memory_start=26)
     assert cost_of_loss(keeping(), [0], stored=stored).max_iterations == 4
