@@ -18,6 +18,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_ft.errors import ConfigError
+
+_MAX_PARENT_BYTES = 55
+"""Of the path in which the folder is made: a socket's path has at most 107 bytes, and ``/megatron-ft-XXXXXXXX`` and the
+longest name of a socket come after it."""
 _PREFIX = "megatron-ft-"
 _LOCK_FILE = ".in-use"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -50,8 +55,15 @@ class Use:
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, short enough for their 108 bytes. Those left over by others are removed."""
+    """A directory of mode 0700 for sockets, among temporary files. Those left over by others are removed.
+
+    Raises:
+        ConfigError: the path of temporary files is too long for sockets.
+    """
     parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+        reason = f"must have at most {_MAX_PARENT_BYTES} bytes: the job's sockets are made below it. Set TMPDIR=/tmp"
+        raise ConfigError.of("TMPDIR", str(parent), reason)
     _remove_left_over(parent)
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     new = path / f"{_LOCK_FILE}.new"

@@ -19,13 +19,6 @@ from tests.helpers.jobs import start_dummy_job
 LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.min_nodes": 1, "launch.join_window_seconds": 0.2}
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go; sockets go to a short path beside it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path / "runs"
-
-
 def start(runs: Path, *faults: str, iterations: int = 200, **overrides: Any) -> Any:
     """A job on three nodes of two ranks that goes on with one."""
     settings = {"training.train_iterations": iterations, "launch.failpoints": list(faults)}

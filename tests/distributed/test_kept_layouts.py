@@ -4,8 +4,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
 from megatron_ft.planning.recovery.membership import NextMembership
 from tests.distributed.test_joining_nodes import told, waiting
@@ -19,13 +17,6 @@ LAYOUT = {
     "launch.keep_layout": True,
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
 }
-
-
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go; sockets go to a short path beside it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path / "runs"
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:

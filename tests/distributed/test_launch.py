@@ -82,17 +82,10 @@ def assert_nothing_left(runs: Path) -> None:
     eventually(lambda: not processes_of(runs), f"all processes end; left: {processes_of(runs)}", seconds=8)
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go; sockets go to a short path beside it that must be empty at the end."""
-    return tmp_path / "runs"
-
-
 @pytest.fixture(autouse=True)
-def no_sockets_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def no_sockets_left(short_tmpdir: Path) -> Any:
     yield
-    eventually(lambda: not list(tmp_path.glob("megatron-ft-*")), "socket directories are removed")
+    eventually(lambda: not list(short_tmpdir.glob("megatron-ft-*")), "socket directories are removed")
 
 
 def test_a_job_ends_well_and_its_records_arrive_in_order(runs: Path) -> None:
@@ -356,7 +349,7 @@ def test_nothing_outlives_a_killed_console(runs: Path) -> None:
     assert_nothing_left(runs)
 
 
-def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(runs: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(runs: Path, short_tmpdir: Path) -> None:
     """A node's agent left its sockets behind; who survives the console removes them, and what grants access."""
     before = set(os.listdir("/dev/shm"))
     overrides = {**TWO_NODES, "launch.min_nodes": 1, "training.train_iterations": 100000}
@@ -365,11 +358,11 @@ def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(
     node = next(found for found in processes_of(runs) if any("node-001.log" in name for name in _logs(found)))
     node.kill()
     eventually(lambda: any(record["kind"] == "reformed" for record in records(runs)), "the other node goes on")
-    assert (runs / "dummy" / "controller.json").exists() and list(tmp_path.glob("megatron-ft-*"))
+    assert (runs / "dummy" / "controller.json").exists() and list(short_tmpdir.glob("megatron-ft-*"))
     os.kill(job.pid, signal.SIGKILL)
     wait(job, LIMIT_SECONDS)
     assert_nothing_left(runs)
-    assert not list(tmp_path.glob("megatron-ft-*")), "the folder of sockets is gone with the last process"
+    assert not list(short_tmpdir.glob("megatron-ft-*")), "the folder of sockets is gone with the last process"
     assert not (runs / "dummy" / "controller.json").exists()
     assert set(os.listdir("/dev/shm")) <= before
 

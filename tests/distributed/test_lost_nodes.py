@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ControlError, RankFailed
 from megatron_ft.planning.recovery.membership import NextMembership
@@ -23,13 +22,6 @@ from tests.helpers.dummy_rank import LAST_COMPLETED
 from tests.helpers.jobs import start_dummy_job, wait
 
 LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.min_nodes": 1}
-
-
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go; sockets go to a short path beside it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path / "runs"
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:

@@ -23,13 +23,6 @@ IN_PLACE = {
 WHOLE_NODE = ["node-001.log", "node-001-dummy.log", "rank-00002.log", "rank-00003.log"]
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go; sockets go to a short path beside it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path / "runs"
-
-
 def start(runs: Path, layout: dict[str, Any], *, manner: str = "", **overrides: Any) -> Any:
     """A job on three nodes of two ranks and one service, whose lost nodes are started again."""
     settings: dict[str, Any] = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.restart_lost_nodes": True}
@@ -55,14 +48,16 @@ def num_memberships(runs: Path) -> int:
 
 
 @pytest.mark.parametrize("layout", [REPLICAS, IN_PLACE], ids=["replicas", "in_place"])
-def test_a_killed_node_is_back_whatever_of_it_was_killed(runs: Path, layout: dict[str, Any]) -> None:
+def test_a_killed_node_is_back_whatever_of_it_was_killed(
+    runs: Path, short_tmpdir: Path, layout: dict[str, Any]
+) -> None:
     """No first try fails: the node has one more start than it had deaths, and none is left for another."""
     job = start(runs, layout, max_node_restarts=3)
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     for number, logs in enumerate((WHOLE_NODE[:1], WHOLE_NODE[:2], WHOLE_NODE), start=2):
         kill(runs, logs)
         eventually(lambda number=number: num_memberships(runs) == number, f"node 1 is back after {logs} were killed")
-    (runtime_dir,) = runs.parent.glob("megatron-ft-*")
+    (runtime_dir,) = short_tmpdir.glob("megatron-ft-*")
     sockets = sorted(path.name for path in runtime_dir.glob("001-*.sock"))
     assert len(sockets) == 2, f"those of the living agent and of its service, none of the dead: {sockets}"
     job.send_signal(signal.SIGINT)

@@ -22,13 +22,6 @@ SMALL_BYTES = 16384
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go; sockets go to a short path beside it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path / "runs"
-
-
-@pytest.fixture
 def small_disk(runs: Path) -> Iterator[Path]:
     """A file system of a few pages where a job keeps its journal."""
     folder = runs / "dummy" / FOLDER

@@ -24,13 +24,6 @@ from tests.helpers.jobs import REPOSITORY
 KILL = 'kill(rank=3, at_iteration=5, phase="forward", generation=0)'
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go; sockets go to a short path beside it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path / "runs"
-
-
 def journal(runs: Path) -> list[dict[str, Any]]:
     """What controllers have taken in, whole lines only."""
     path = runs / "dummy" / FOLDER / JOURNAL

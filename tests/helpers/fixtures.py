@@ -1,6 +1,8 @@
 """Fixtures for tests that start jobs; ``tests/conftest.py`` names this module in ``pytest_plugins``."""
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,3 +15,18 @@ def warm_forkserver() -> Iterator[str]:
     """Socket of a fork server that has imported the training loop, for ``run_job(..., forkserver=...)``."""
     with forkserver(*PRELOAD) as socket_path:
         yield socket_path
+
+
+@pytest.fixture
+def short_tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private ``TMPDIR`` whose path is short enough for sockets, as that of ``tmp_path`` is not in every worker."""
+    with tempfile.TemporaryDirectory(prefix="mft-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, short_tmpdir: Path) -> Path:
+    """Where runs go; the sockets of their jobs go to ``short_tmpdir``."""
+    return tmp_path / "runs"

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.control.runtime_dir import Use, make_runtime_dir, remove_stale_sockets, socket_path
+from megatron_ft.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def parent(short_tmpdir: Path) -> Path:
     """Where folders of sockets are made."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+    return short_tmpdir
 
 
 def ended_process_id() -> int:
@@ -34,6 +34,18 @@ def listen(path: Path) -> None:
         sock.bind(str(path))
 
 
+def test_a_path_that_is_too_long_for_sockets_is_refused_by_name(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest, too_long = (parent / ("x" * (55 - len(str(parent)) - 1 + more)) for more in (0, 1))
+    for path in (longest, too_long):
+        path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(longest))
+    with make_runtime_dir() as path:
+        listen(path / "9999-4194304-longest-name.sock")
+    monkeypatch.setattr(tempfile, "tempdir", str(too_long))
+    with pytest.raises(ConfigError, match="TMPDIR=.*at most 55 bytes"), make_runtime_dir():
+        pass
+
+
 def test_sockets_of_a_node_are_apart_by_agent_and_service(tmp_path: Path) -> None:
     paths = {socket_path(tmp_path, 3), socket_path(tmp_path, 3, "keeper"), socket_path(tmp_path, 4)}
     assert {path.name for path in paths} == {f"003-{os.getpid()}{end}" for end in (".sock", "-keeper.sock")} | {
@@ -41,14 +53,14 @@ def test_sockets_of_a_node_are_apart_by_agent_and_service(tmp_path: Path) -> Non
     }
 
 
-def test_only_sockets_of_dead_agents_of_the_same_node_are_removed(tmp_path: Path) -> None:
+def test_only_sockets_of_dead_agents_of_the_same_node_are_removed(parent: Path) -> None:
     dead, living = ended_process_id(), os.getppid()
     stale = [f"003-{dead}.sock", f"003-{dead}-keeper.sock", f"003-{os.getpid()}-keeper.sock"]
     kept = [f"003-{living}.sock", f"003-{living}-keeper.sock", f"004-{dead}.sock", "forkserver.sock"]
     for name in (*stale, *kept):
-        listen(tmp_path / name)
-    remove_stale_sockets(tmp_path, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+        listen(parent / name)
+    remove_stale_sockets(parent, 3)
+    assert sorted(path.name for path in parent.iterdir()) == sorted(kept)
 
 
 MAKER = """
