@@ -15,6 +15,8 @@ from megatron_ft.framing import FrameReader, send
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
 from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.runtime.storage.checkpoints import directory_name
+from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
 
 ITERATION_SECONDS = 0.02
 LAST_COMPLETED = 4
@@ -37,7 +39,10 @@ def run(config: JobConfig, context: RankContext) -> None:
         if context.rank == 0:
             context.worker.report({"kind": "metrics", "iteration": iteration, "loss": 1.0 / iteration})
         if context.worker.stop_requested():
-            (context.run_dir / "checkpoints" / f"iteration-{iteration}-rank-{context.rank}").touch()
+            folder = context.run_dir / "checkpoints" / directory_name(iteration)
+            folder.mkdir(exist_ok=True)
+            (folder / f"rank-{context.rank}").touch()
+            (folder / MANIFEST_NAME).touch()
             return
 
 
