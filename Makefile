@@ -20,7 +20,7 @@ KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*
 export PIP_NO_WARN_SCRIPT_LOCATION := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-fast test-slurm slurm-packages checks format bench prove tables lock docs-deps clean distclean
+.PHONY: help install train test test-all test-again test-fast test-slurm slurm-packages checks format bench prove tables lock docs-deps clean distclean
 
 help:  ## list the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -80,6 +80,14 @@ endif
 
 test-all: $(VENV)/installed-dev  ## test, and what repeats it: other phases and layouts, claims judged by times
 	$(test_run)
+
+MAX_AGAIN := 5
+FAILED := import json, pathlib; print(*json.loads(pathlib.Path(".pytest_cache/v/cache/lastfailed").read_text()), sep="\n")
+test-again: $(VENV)/installed-dev  ## what failed in the last run, alone; refused where it is much
+	@failed=$$($(PY) -c '$(FAILED)') && number=$$(printf '%s\n' "$$failed" | grep -c .); \
+	  printf 'failed beside others, run again alone (%s):\n%s\n' "$$number" "$$failed"; \
+	  [ "$$number" -le $(MAX_AGAIN) ] || { echo "more than $(MAX_AGAIN) tests failed: none is run again" >&2; exit 1; }
+	$(PY) -m pytest --last-failed --last-failed-no-failures none -m "not extended"
 
 test-fast: $(VENV)/installed-dev  ## unit tests that start no training
 	$(PYTEST) tests/unit -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
