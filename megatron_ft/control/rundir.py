@@ -56,9 +56,10 @@ class RunDir:
         def watch() -> None:
             was_there = True
             while not is_over.wait(_LOOK_SECONDS):
-                if was_there and not self.is_there:
+                is_there = self.is_there
+                if was_there and not is_there:
                     on_missing()
-                was_there = self.is_there
+                was_there = is_there
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()

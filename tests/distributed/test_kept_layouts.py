@@ -57,7 +57,8 @@ def test_a_nodes_own_ranks_are_started_again_also_when_they_die_while_the_member
         assert following.previous_ranks == (0, 1, None, None, 4, 5)
     assert [(found["lost_nodes"], found["joined_nodes"]) for found in decisions(runs)] == [([1], [1])] * 2
     assert [death[:2] for death in failed(runs)] == [(3, 1), (3, 1)]
-    assert waiting(runs) == [1, 1, 1, 1]
+    # Two of the first start and two of the second; what a rank reports as it is killed may be lost with it.
+    assert waiting(runs) in ([1, 1, 1], [1, 1, 1, 1])
     assert records(runs)[-1] == {"kind": "closed", "exit_code": 0, "reason": "all ranks have finished"}
 
 

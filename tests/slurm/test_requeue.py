@@ -48,7 +48,7 @@ def test_a_job_at_its_time_limit_saves_and_comes_back(cluster: SlurmCluster, tmp
     await_start(job, 2)
     first = job.attempts()[0]
     assert (first["asked"], first["exit_code"]) == ("SIGUSR1", 130)
-    assert list((job.run_dir / "checkpoints").glob("iteration-*-rank-1")), "it was saved"
+    assert list((job.run_dir / "checkpoints").glob("iter_*/rank-1")), "it was saved"
     cluster.run("scancel", job.number)
     wait_until("Slurm has ended it", lambda: cluster.state_of(job.number) == "CANCELLED")
 
