@@ -53,6 +53,8 @@ def test_slices_follow_each_other_up_to_a_limit() -> None:
     peer = Peer()
     with cluster(1) as nodes:
         arena = replicate(nodes, peer)
+        # A sender that finds nothing more to send waits for an answer, and this peer gives none yet.
+        wait_until(lambda: arena.status(WAITING_BYTES) == NUM_SLICES * PAGE, "all slices are there to be sent")
         peer.greet([])
         for index in range(MAX_UNANSWERED):
             peer.take(index)
