@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.target import Position
+from tests.helpers.votes import vote_of
 
 HEARTBEAT_SECONDS = 1.0
 CALL_SECONDS = 30.0
@@ -166,7 +166,7 @@ class LightAgent:
         return {**self._position(rank), "traceback": traceback, **self._place(), **about}
 
     def _position(self, rank: Rank) -> Message:
-        vote = _vote(self.generation)
+        vote = vote_of(4, self.generation)
         position = Position(rank=rank.rank, generation=self.generation, completed=4, contributed=4, vote=vote)
         return {"position": position.to_json()}
 
@@ -176,21 +176,6 @@ class LightAgent:
     def _say(self, *items: Message) -> None:
         self.outbox += items
         self._changed.set()
-
-
-def _vote(generation: int) -> Vote:
-    return Vote(
-        generation=generation,
-        iteration=4,
-        found_inf=False,
-        grad_norm=1.0,
-        clip_coefficient=1.0,
-        loss_scale=1.0,
-        loss=2.0,
-        num_tokens=8,
-        aux_loss=0.0,
-        z_loss=0.0,
-    )
 
 
 class Fleet:

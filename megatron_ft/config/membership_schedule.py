@@ -95,8 +95,11 @@ def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iter
 
 
 def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ...]:
-    is_list = isinstance(nodes, list) and (may_be_empty or bool(nodes))
-    if not isinstance(nodes, list) or not is_list or any(type(node) is not int or node < 0 for node in nodes):
+    if (
+        not isinstance(nodes, list)
+        or not (nodes or may_be_empty)
+        or any(type(node) is not int or node < 0 for node in nodes)
+    ):
         raise ConfigError.of(_KEY, text, "must give nodes as a list of node numbers, e.g. [2]")
     if nodes != sorted(set(nodes)):
         raise ConfigError.of(_KEY, text, "must name each node once, in rising order")

@@ -65,9 +65,8 @@ class _Node:
         while (found := self._await_console()) is not None:
             self._count_stay(found)
             log_dir = Path(str(found.agent["log_dir"]))
-            if (
-                self._stay(found, Processes(Path(), log_dir)) == EXIT_OK
-            ):  # the node's process makes a folder for sockets
+            processes = Processes(Path(), log_dir)  # the node's own process makes the folder for its sockets
+            if self._stay(found, processes) == EXIT_OK:
                 self._told_to_end.add(found.token)
         return EXIT_OK
 

@@ -284,23 +284,21 @@ def size_of(path: Path) -> int:
 
 def last_line(path: Path, begin_bytes: int) -> str:
     """The last line with words that was written to a log behind its first ``begin_bytes``; empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(begin_bytes, size - _LOG_TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:
-        return f"(cannot read {path}: {error})"
+    lines = _last_lines(path, begin_bytes)
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def tail_of(path: Path) -> str:
     """The last lines of a log."""
+    return "\n".join(_last_lines(path)[-30:])
+
+
+def _last_lines(path: Path, begin_bytes: int = 0) -> list[str]:
+    """The lines at the end of a log, behind its first ``begin_bytes``, or why it cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            size = file.tell()
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-30:])
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(begin_bytes, size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
     except OSError as error:
-        return f"(cannot read {path}: {error})"
+        return [f"(cannot read {path}: {error})"]

@@ -138,11 +138,8 @@ def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory)
             owes_save = reform(trainer, following, store=history.store)
             history.formed()
             return owes_save
-        except (
-            RuntimeError,
-            ImportError,
-            MemoryError,
-        ) as error:  # a RuntimeError is a collective's, as in ``_attempt``
+        # A RuntimeError is a collective's, as in ``_attempt``, unless ``_is_own``.
+        except (RuntimeError, ImportError, MemoryError) as error:
             if not trainer.context.worker.can_survive:
                 raise
             if _is_own(error):

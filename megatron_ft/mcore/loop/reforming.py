@@ -136,8 +136,6 @@ def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple
 
 def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previous) -> bool:
     """Whether the ranks that have a holding hold every expert; collective. The first of them knows its placement."""
-    if all(rank is None for rank in previous):
-        return False
     first, missing = _first(previous), None
     if groups.vote.rank() == first:
         placement = _held(carried, key).placement
