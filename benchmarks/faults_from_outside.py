@@ -68,6 +68,28 @@ class Ended:
     """Processes, files of shared memory and runtime folders that outlived it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far a run equals its reference."""
+
+    until: int
+    """Newest iteration up to which nothing differs."""
+    num_compared: Mapping[int, int]
+    """Values by iteration."""
+    difference: str
+    """The first one; empty: none."""
+
+    @classmethod
+    def of(cls, found: Any, reference: Any, last: int) -> "Comparison":
+        """Compare iterations from 1 to ``last``."""
+        num_compared: dict[int, int] = {}
+        for iteration in range(1, last + 1):
+            if differences := found.differences(reference, iteration, iteration):
+                return cls(until=iteration - 1, num_compared=num_compared, difference=differences[0])
+            num_compared[iteration] = found.num_compared(reference, iteration, iteration)
+        return cls(until=max(last, 0), num_compared=num_compared, difference="")
+
+
 @dataclass(slots=True)
 class Campaign:
     """Executes trials: the faults of a job share it."""
@@ -89,30 +111,26 @@ class Campaign:
             files = run.records(), run.records("decisions.jsonl")
             records = read_faults(job.faults, ended.seen, *files, max_forming_seconds=self.max_forming_seconds)
             compare = self._compare_replicas if job.kind == "replicas" else self._compare_kept
-            problems, equal_until, compared = compare(job, run, ended.seen)
+            problems, compared = compare(job, run, ended.seen)
         problems += [f"left behind: {text}" for text in ended.left]
-        ends = _ends(records, equal_until)
+        ends = _ends(records, compared.until)
         return [_outcome(job, record, problems, end, compared) for record, end in zip(records, ends, strict=True)]
 
-    def _compare_replicas(
-        self, job: OutsideJob, run: JobResult, seen: Sequence[Any]
-    ) -> tuple[list[str], int, dict[int, int]]:
-        """(what is wrong with the whole job, the iteration up to which all is equal, values compared by iteration)."""
+    def _compare_replicas(self, job: OutsideJob, run: JobResult, seen: Sequence[Any]) -> tuple[list[str], Comparison]:
+        """(what is wrong with the whole job, how far it equals its reference)."""
         killed = Recorded.of(run, expected_exit=_expected_exit(job, seen))
         last = killed.last_iteration - (0 if run.exit_code == 130 else 1)
         words = [*job.reference_words, *scripted(killed.changes, killed.orders, job.num_nodes)]
         reference = self.bench.run([*words, f"training.exit_at_iteration={max(last, 1)}"])
         problems = [*killed.problems, *(f"scripted: {text}" for text in reference.problems)]
-        return problems, *_equal(killed, reference, last - 1)
+        return problems, Comparison.of(killed, reference, last - 1)
 
-    def _compare_kept(
-        self, job: OutsideJob, run: JobResult, seen: Sequence[Any]
-    ) -> tuple[list[str], int, dict[int, int]]:
+    def _compare_kept(self, job: OutsideJob, run: JobResult, seen: Sequence[Any]) -> tuple[list[str], Comparison]:
         """As ``_compare_replicas``."""
         found = Followed.of(run, expected_exit=_expected_exit(job, seen))
         reference = self._undisturbed(job, found.last_iteration)
         problems = [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
-        return problems, *_equal(found, reference, found.last_iteration)
+        return problems, Comparison.of(found, reference, found.last_iteration)
 
     def _undisturbed(self, job: OutsideJob, last: int) -> Followed:
         known = self.undisturbed.get(job.name)
@@ -214,17 +232,6 @@ def _cut(path: Path) -> None:
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
-def _equal(found: Any, reference: Any, last: int) -> tuple[int, dict[int, int]]:
-    """(newest iteration up to which nothing differs, values compared by iteration)."""
-    until, compared = 0, {}
-    for iteration in range(1, last + 1):
-        if found.differences(reference, iteration, iteration):
-            break
-        until = iteration
-        compared[iteration] = found.num_compared(reference, iteration, iteration)
-    return until, compared
-
-
 def _ends(records: Sequence[FaultRecord], equal_until: int) -> list[tuple[int, int, bool]]:
     """Of each fault the first and the last iteration that count for it, and whether all of them are equal."""
     begins = [record.seen.get("iteration") for record in records]
@@ -242,7 +249,7 @@ def _outcome(
     record: FaultRecord,
     common: Sequence[str],
     end: tuple[int, int, bool],
-    compared: Mapping[int, int],
+    compared: Comparison,
 ) -> Outcome:
     """What became of one fault."""
     first, last, is_equal = end
@@ -250,7 +257,8 @@ def _outcome(
     # A job that was to end has no iteration after the fault: what comes before it was compared for the faults before.
     is_over = bool(record.seen.get("answer")) and not record.is_foretold
     if not is_equal and not is_over and not record.problems:
-        problems.append(f"differs from the reference between iterations {first} and {last}")
+        found = f": {compared.difference}" if compared.difference else ""
+        problems.append(f"differs from the reference between iterations {first} and {last}{found}")
     window = range(1, last + 1) if is_over else range(first, last + 1)
     details = {
         "job": job.number,
@@ -268,7 +276,7 @@ def _outcome(
         "rungs": list(record.rungs),
         "problems": problems[:6],
     }
-    num_compared = sum(compared.get(iteration, 0) for iteration in window)
+    num_compared = sum(compared.num_compared.get(iteration, 0) for iteration in window)
     return Outcome(proven=record.is_proven, passed=not problems, num_compared=num_compared, details=details)
 
 

@@ -345,17 +345,19 @@ class Followed:
         return sum(i in mine and i in theirs for i in iterations for mine, theirs in pairs)
 
     def differences(self, reference: "Followed", first: int = 1, last: int | None = None) -> list[str]:
-        """What is not equal to a run that nothing happened to; the reporter may die before it tells a loss.
+        """What is not equal to a run that nothing happened to.
+
+        A reporter that dies after an iteration was committed may have reported neither its loss nor its digest, or the
+        loss alone. Nobody reports them later, so a membership may begin with an iteration that lacks them.
 
         Args:
             last: newest iteration that is compared; None: the newest whose state this run has recorded.
         """
         targets = {change["iteration"] for change in self.changes}
-        found = []
-        for iteration in range(first, (self.last_iteration if last is None else last) + 1):
-            if self.digests.get(iteration) != reference.digests.get(iteration):
-                found.append(f"state of iteration {iteration}")
-            is_untold = iteration not in self.losses and iteration in targets
-            if not is_untold and self.losses.get(iteration) != reference.losses.get(iteration):
-                found.append(f"loss of iteration {iteration}")
-        return found
+        pairs = (("state", self.digests, reference.digests), ("loss", self.losses, reference.losses))
+        return [
+            f"{name} of iteration {iteration} {'is missing' if iteration not in mine else 'is another'}"
+            for iteration in range(first, (self.last_iteration if last is None else last) + 1)
+            for name, mine, theirs in pairs
+            if mine.get(iteration) != theirs.get(iteration) and (iteration in mine or iteration not in targets)
+        ]
