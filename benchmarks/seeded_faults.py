@@ -2,8 +2,8 @@
 
 A subsystem is a few files of the package. A file of it, weighted by its length, and a fault in it are chosen by a
 seed. The fault is put into a copy of the tree, and the tests that ``make test`` runs are run there, those of the same
-part of the package first, until one fails. A fault counts as caught when that test fails with the fault and passes
-without it.
+part of the package first, until one fails. A fault counts as caught when a test fails with the fault, fails with it
+again when it runs alone, and passes without it.
 """
 
 import os
@@ -124,22 +124,26 @@ def fault_of(subsystem: str, seed: int) -> tuple[Path, Mutant]:
 
 
 def try_fault(tree: Path, path: Path, mutant: Mutant) -> Outcome:
-    """Run tests against a fault until one fails, then that test without the fault."""
+    """Run tests against a fault until one fails that also fails alone, and passes without the fault."""
     details = {"file": str(path), "fault": mutant.summary()}
     original = (tree / path).read_text(encoding="utf-8")
-    failed = None
-    try:
-        (tree / path).write_text(mutant.source, encoding="utf-8")
-        for selection in selections(tree, path):
-            failed = first_failure(tree, selection)
-            if failed is not None:
-                break
-    finally:
-        (tree / path).write_text(original, encoding="utf-8")
-    if failed is None:
-        return Outcome(proven=True, passed=False, details={**details, "caught_by": "nothing"})
-    is_sound = first_failure(tree, (failed,)) is None
-    return Outcome(proven=is_sound, passed=True, details={**details, "caught_by": failed})
+
+    def run(source: str, tests: Sequence[str]) -> list[str]:
+        (tree / path).write_text(source, encoding="utf-8")
+        try:
+            return failures(tree, tests)
+        finally:
+            (tree / path).write_text(original, encoding="utf-8")
+
+    num_failed = 0
+    for selection in selections(tree, path):
+        for test in run(mutant.source, selection):
+            num_failed += 1
+            # What a test fails by only beside others says nothing of the fault.
+            if run(mutant.source, [test]) and not run(original, [test]):
+                return Outcome(proven=True, passed=True, num_compared=1, details={**details, "caught_by": test})
+    details |= {"caught_by": "nothing", "failed_for_another_reason": num_failed}
+    return Outcome(proven=True, passed=False, num_compared=1, details=details)
 
 
 def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
@@ -157,20 +161,19 @@ def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
     yield ("tests/distributed", "tests/functional", "tests/slurm")
 
 
-def first_failure(tree: Path, tests: Sequence[str]) -> str | None:
-    """The first test that fails or cannot be collected, as pytest names it; None where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider"]
-    command += ["-m", "not extended", *tests]
+def failures(tree: Path, tests: Sequence[str]) -> list[str]:
+    """Tests that fail or cannot be collected, as pytest names them, at most three; several files run side by side."""
+    command = [sys.executable, "-m", "pytest", "--maxfail=3", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider"]
+    workers = [] if len(tests) == 1 else ["-n", str((os.cpu_count() or 1) + 1)]
+    command += [*workers, "-m", "not extended", *tests]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TESTS_SECONDS, check=False
     )
-    for line in ended.stdout.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
-            return line.split(" ", 1)[1].split(" - ")[0]
-    if ended.returncode in (0, 5):  # passed, or every test of the selection is left out by a marker
-        return None
-    return tests[0]
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if not lines and ended.returncode not in (0, 5):  # 5: every test of the selection is left out by a marker
+        return [*tests][:1]
+    return list(dict.fromkeys(line.split(" ", 1)[1].split(" - ")[0] for line in lines))
 
 
 if __name__ == "__main__":

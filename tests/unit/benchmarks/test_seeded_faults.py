@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mutants import choose, mutants
-from benchmarks.seeded_faults import SUBSYSTEMS, fault_of, selections
+from benchmarks.seeded_faults import SUBSYSTEMS, fault_of, selections, try_fault
 from benchmarks.source import ROOT
 
 SOURCE = '''"""Module."""
@@ -71,3 +71,30 @@ def test_the_tests_of_a_file_come_before_those_of_its_folder_and_all_others() ->
         ("tests/contract", "tests/unit"),
         ("tests/distributed", "tests/functional", "tests/slurm"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("test", "caught_by"),
+    [
+        ("assert half(4) == 2", "tests/unit/planning/test_sums.py::test_half"),
+        ("assert half(0) == 0", "nothing"),
+        ("assert False", "nothing"),
+    ],
+    ids=["caught", "survived", "fails without the fault, too"],
+)
+def test_a_fault_is_caught_by_a_test_that_passes_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str, caught_by: str
+) -> None:
+    own = "tests/unit/planning/test_sums.py"
+    monkeypatch.setattr("benchmarks.seeded_faults.selections", lambda *_: [(own,)])
+    module, tests = tmp_path / "megatron_ft/planning/sums.py", tmp_path / own
+    for file, content in (
+        (module, "def half(number):\n    return number - number // 2\n"),
+        (tests, f"from megatron_ft.planning.sums import half\n\n\ndef test_half():\n    {test}\n"),
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    (fault,) = (mutant for mutant in mutants(module.read_text()) if mutant.after == "(number + number // 2)")
+    outcome = try_fault(tmp_path, module.relative_to(tmp_path), fault)
+    assert outcome.details["caught_by"] == caught_by and outcome.passed == (caught_by != "nothing")
+    assert module.read_text().endswith("// 2\n"), "the fault is taken out again"
