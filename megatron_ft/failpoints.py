@@ -43,6 +43,7 @@ PHASES = (
     "build",
     "replay",
     "migrate",
+    "migrate_build",
     *ITERATION_PHASES,
     "checkpoint",
     "teardown",
@@ -50,7 +51,8 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases a failpoint can name, in the order an iteration passes them; the last three while a membership forms: before
+"""Phases a failpoint can name, in the order an iteration passes them. ``migrate`` comes before experts move,
+``migrate_build`` before the model is built for their new places. The last three come while a membership forms: before
 ranks join each other, before state moves, before the model is built. Their iteration is the one it begins after."""
 
 _SELECTORS: dict[str, type] = {

@@ -41,6 +41,8 @@ def launcher(request: pytest.FixtureRequest) -> str:
 def begin(launcher: str, runs: Path, *overrides: str, max_restarts: int = 2) -> "subprocess.Popen[str]":
     """Start two ranks of a small job."""
     options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={max_restarts}"]
+    if launcher == LAUNCHERS["torchrun"]:  # it waits so long for ranks that stay in a collective with a dead one
+        options.append("--shutdown-timeout=3")
     command = [sys.executable, "-m", launcher, *options, "pretrain_moe.py", *SMALL, f"run.dir={runs}"]
     return start([*command, *overrides], environment={"OMP_NUM_THREADS": "1"})
 

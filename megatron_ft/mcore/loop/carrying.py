@@ -155,7 +155,8 @@ def carry(trainer: "Trainer", target: Target) -> Carried | None:
     """
     beginning, engine = trainer.beginning, trainer.engine
     if beginning is None or beginning.iteration != target.iteration:
-        return _take(trainer, target, ()) if engine.is_built else None
+        is_moving = trainer.former is not None and trainer.former.extras is not None
+        return _take(trainer, target, ()) if engine.is_built or is_moving else None
     if beginning.is_formed:
         return _take(trainer, target, beginning.changes).after(beginning.carried)
     trainer.former = None
@@ -176,8 +177,10 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
     if finished is not None:
         trainer.observe(finished)
     former, trainer.former = trainer.former, None
-    is_moving = former is not None and former.is_moving
-    state = {} if is_moving else take_state(engine.model_chunks, engine.optimizer)
+    if former is None or former.extras is None:
+        state, extras = take_state(engine.model_chunks, engine.optimizer), capture_extras(engine)
+    else:  # there may be no model, nor all of its optimizer
+        state, extras = {}, former.extras
     in_force = None
     if placement is not None:
         in_force = PlacementState(plans=placement.plans, loads=placement.loads)
@@ -187,7 +190,7 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
         state = {**state, **former.state}
         before = PlacementState(plans=former.plans, loads=placement.loads)
         evacuated = (_holding(trainer, in_force, changes=changes, is_evacuation=True),)
-        has_moved = former.is_evacuation and not former.is_moving
+        has_moved = former.is_evacuation and former.extras is None
         holdings = (_holding(trainer, before, changes=changes), *(evacuated if has_moved else ()))
     stops = finished is not None and finished.decision.action == "stop"
     return Carried(
@@ -195,7 +198,7 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
         iteration=target.iteration,
         state=state,
         common=Common(
-            extras=capture_extras(engine),
+            extras=extras,
             newest_vote=engine.newest_vote,
             rounded_off=trainer.rounded_off,
             stopped=finished.decision.reason if finished is not None and stops else None,

@@ -122,6 +122,7 @@ class TrainingEngine:
         """
         undo = UndoRecord.take(self.model_chunks, self.optimizer)
         self._release()
+        failpoints.hit("migrate_build", self.iteration + 1)
         self._assemble(replicas)
         undo.restore(self.model_chunks, self.optimizer)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,9 @@ class Former:
     """Of each stage, before."""
     state: NamedState
     """Of experts that this rank has no more; while they move, all that it had."""
-    is_moving: bool = False
-    """Whether the engine is between the two placements: its state is that of none."""
+    extras: dict[str, Any] | None = None
+    """``capture_extras`` of before, as long as experts move: the engine's state is then that of no placement, and no
+    engine can be built any more where a rank is lost. None once they have moved."""
     is_evacuation: bool = False
     """Whether it took over for the ranks that stay in the next membership."""
 

@@ -29,6 +29,7 @@ from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.carrying import Beginning
 from megatron_ft.mcore.loop.data_checks import check_same_data, job_identity, open_splits
 from megatron_ft.mcore.loop.engine import TrainingEngine
+from megatron_ft.mcore.loop.extras import capture_extras
 from megatron_ft.mcore.loop.keeping import connect_keeper
 from megatron_ft.mcore.loop.migration import Former, migrate
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
@@ -302,7 +303,7 @@ class Trainer:
         former = partial(Former, before_iteration=iteration, plans=plans, is_evacuation=is_evacuation)
 
         def keep(state: NamedState) -> None:
-            self.former = former(state=state, is_moving=True)
+            self.former = former(state=state, extras=capture_extras(self.engine))
 
         replicas = self.placement.replicas(migration.placement)
         self.former = former(state=migrate(self.engine, replicas, migration, keep=keep))

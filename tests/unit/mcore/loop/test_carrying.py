@@ -30,14 +30,18 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
     monkeypatch.setattr(carrying, "take_state", lambda *_: {"router": "new"})
     monkeypatch.setattr(carrying, "capture_extras", lambda engine: {"iteration": 4})
     former = Former(
-        before_iteration=5, plans=[Plan("old")], state={"expert": "old"}, is_moving=not moved, is_evacuation=True
+        before_iteration=5,
+        plans=[Plan("old")],
+        state={"expert": "old"},
+        extras=None if moved else {"iteration": 4, "seen": "before"},
+        is_evacuation=True,
     )
     return SimpleNamespace(
         beginning=None,
         former=former,
         placement=SimpleNamespace(plans=[Plan("new" if moved else "old")], loads=None),
         engine=SimpleNamespace(
-            iteration=4, is_built=True, model_chunks=None, optimizer=None, newest_vote=None, batch=None
+            iteration=4, is_built=moved, model_chunks=None, optimizer=None, newest_vote=None, batch=None
         ),
         snapshots=None,
         nodes=(0, 1, 2),
@@ -62,6 +66,7 @@ def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.Mo
         assert choose(found)[0] == (1, False)
     both = [Presence.of(through.holdings), None, Presence.of(through.holdings)]
     assert choose(both) == ((1, True), (0, None, 0))
+    assert moving.common.extras["seen"] == "before" and "seen" not in through.common.extras
 
 
 def test_a_membership_that_did_not_form_here_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
