@@ -76,6 +76,8 @@ class Comparison:
     """Newest iteration up to which nothing differs."""
     num_compared: Mapping[int, int]
     """Values by iteration."""
+    last: int
+    """Newest iteration that could be compared."""
     difference: str
     """The first one; empty: none."""
 
@@ -85,9 +87,9 @@ class Comparison:
         num_compared: dict[int, int] = {}
         for iteration in range(1, last + 1):
             if differences := found.differences(reference, iteration, iteration):
-                return cls(until=iteration - 1, num_compared=num_compared, difference=differences[0])
+                return cls(until=iteration - 1, num_compared=num_compared, last=last, difference=differences[0])
             num_compared[iteration] = found.num_compared(reference, iteration, iteration)
-        return cls(until=max(last, 0), num_compared=num_compared, difference="")
+        return cls(until=max(last, 0), num_compared=num_compared, last=last, difference="")
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ class Campaign:
             compare = self._compare_replicas if job.kind == "replicas" else self._compare_kept
             problems, compared = compare(job, run, ended.seen)
         problems += [f"left behind: {text}" for text in ended.left]
-        ends = _ends(records, compared.until)
+        ends = ends_of(records, compared)
         return [_outcome(job, record, problems, end, compared) for record, end in zip(records, ends, strict=True)]
 
     def _compare_replicas(self, job: OutsideJob, run: JobResult, seen: Sequence[Any]) -> tuple[list[str], Comparison]:
@@ -232,15 +234,17 @@ def _cut(path: Path) -> None:
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
-def _ends(records: Sequence[FaultRecord], equal_until: int) -> list[tuple[int, int, bool]]:
+def ends_of(records: Sequence[FaultRecord], compared: Comparison) -> list[tuple[int, int, bool]]:
     """Of each fault the first and the last iteration that count for it, and whether all of them are equal."""
     begins = [record.seen.get("iteration") for record in records]
     found = []
     for index, begin in enumerate(begins):
         later = [each for each in begins[index + 1 :] if each is not None]
         last = later[0] if later else None
-        is_equal = begin is not None and equal_until >= (last if last is not None else begin + 1)
-        found.append((begin or 0, last if last is not None else equal_until, is_equal))
+        # The last iterations of a job that a later fault ended could not be compared.
+        wanted = 0 if begin is None else begin + 1 if last is None else min(last, compared.last)
+        is_equal = begin is not None and compared.until >= wanted
+        found.append((begin or 0, last if last is not None else compared.until, is_equal))
     return found
 
 
@@ -264,7 +268,7 @@ def _outcome(
         "job": job.number,
         "name": job.name,
         "kind": record.fault["kind"],
-        "targets": [record.fault["first"], *([record.fault["second"]] if "second" in record.fault else [])],
+        "targets": record.seen.get("targets", []),
         "moment": record.fault["moment"],
         "answer": record.seen.get("answer"),
         "is_foretold": record.is_foretold,

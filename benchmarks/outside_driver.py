@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.outside_jobs import OutsideJob, loss_of, pairs_of, targets
+from benchmarks.covering import Row
+from benchmarks.outside_jobs import OutsideJob, loss_of, losses_of, on_other_nodes, targets
 from megatron_ft.errors import MegatronFtError
 from megatron_ft.failpoints import append_to
 from megatron_ft.failures.processes import HeldProcess, controllers_of, processes_of
@@ -94,13 +95,13 @@ class LivingJob:
 
     # --- one fault -----------------------------------------------------------------------------------------------
 
-    def _fault(self, fault: Event, earlier: Sequence[Event]) -> dict[str, Any]:
+    def _fault(self, fault: Row, earlier: Sequence[Event]) -> dict[str, Any]:
         """Wait for its moment, ask, bring it in, wait until the job is whole again. Raises NotWhole."""
         is_joined = fault["moment"] == "joined"
         self._wait_until_whole(num_iterations=0 if is_joined else int(fault["after"]))
-        lost, is_gone, asked = self._ask(fault)
+        fault, lost, is_gone, asked = self._ask(fault)
         record: dict[str, Any] = {"fault": fault["fault"], "lost": list(lost), "is_gone": is_gone, "answer": asked}
-        fault = {**fault, "first": "+".join(f"node:{node}" for node in lost)} if fault["first"] == "lost" else fault
+        record["targets"] = [fault["first"], *([fault["second"]] if "second" in fault else [])]
         append_to(self.run_dir / OUTSIDE_FILE)({"before": True, **record})
         with self._held(fault) as (first, second):
             if fault["moment"] == "save":
@@ -119,16 +120,23 @@ class LivingJob:
             record["problem"] = str(error)
         return record
 
-    def _ask(self, fault: Event) -> tuple[tuple[int, ...], bool, dict[str, Any]]:
-        """(lost nodes, whether they are gone, ``can_recover``'s answer). Raises MegatronFtError."""
+    def _ask(self, fault: Row) -> tuple[Row, tuple[int, ...], bool, dict[str, Any]]:
+        """(the fault as it will be, lost nodes, whether they are gone, ``can_recover``'s answer).
+
+        Two nodes are the drawn ones if the job is said to survive their loss, else others. Raises MegatronFtError.
+        """
         if fault["first"] != "lost":
-            lost, is_gone = loss_of(fault)
-            return lost, is_gone, self._answer(lost, is_gone)
-        for pair in pairs_of(self.job.num_nodes):
-            answer = self._answer(pair, is_gone=True)
+            for found in on_other_nodes(fault, self.job.num_nodes):
+                lost, is_gone = loss_of(found)
+                answer = self._answer(lost, is_gone)
+                if answer["survives"]:
+                    return found, lost, is_gone, answer
+            raise NotWhole(f"the job survives this on no nodes: {answer['summary']}")
+        for lost in losses_of(self.job.num_nodes):
+            answer = self._answer(lost, is_gone=True)
             if not answer["survives"]:
-                return pair, True, answer
-        raise NotWhole("the job survives the loss of any two nodes")
+                return {**fault, "first": "+".join(f"node:{node}" for node in lost)}, lost, True, answer
+        raise NotWhole("the job survives the loss of any three nodes")
 
     def _answer(self, lost: Sequence[int], is_gone: bool) -> dict[str, Any]:
         """What ``can_recover`` says of exactly this loss now; a membership that is forming is waited for."""

@@ -1,9 +1,10 @@
 """The jobs of ``faults-from-outside`` and the faults that each is given: drawn from a seed before anything runs."""
 
 import random
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Literal
 
 from benchmarks import localized_jobs
@@ -250,6 +251,20 @@ def loss_of(fault: Mapping[str, object]) -> tuple[tuple[int, ...], bool]:
     return tuple(nodes), any(what in ("node", "agent", "keeper") for what, _ in hit)
 
 
-def pairs_of(num_nodes: int) -> list[tuple[int, int]]:
-    """Two nodes, every way there is."""
-    return list(combinations(range(num_nodes), 2))
+def on_other_nodes(fault: Row, num_nodes: int) -> Iterator[Row]:
+    """The fault, and where it hits two nodes, the same on every other two of them."""
+    texts = {key: str(fault[key]) for key in ("first", "second") if key in fault}
+    drawn = list(dict.fromkeys(node for text in texts.values() for _, node in targets(text) if node is not None))
+    yield fault
+    for pair in permutations(range(num_nodes), 2) if len(drawn) == 2 else ():
+        numbers = dict(zip(drawn, pair, strict=True))
+        yield {**fault, **{key: _renumbered(text, numbers) for key, text in texts.items()}}
+
+
+def _renumbered(text: str, numbers: Mapping[int, int]) -> str:
+    return re.sub(r"\d+", lambda found: str(numbers[int(found[0])]), text)
+
+
+def losses_of(num_nodes: int) -> list[tuple[int, ...]]:
+    """Two nodes, then three, every way there is."""
+    return [nodes for size in (2, 3) for nodes in combinations(range(num_nodes), size)]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.campaign import Counts, Outcome
-from benchmarks.faults_from_outside import judge
+from benchmarks.faults_from_outside import Comparison, ends_of, judge
 from benchmarks.outside_driver import Tail
-from benchmarks.outside_jobs import jobs_of, loss_of, targets
+from benchmarks.outside_jobs import jobs_of, loss_of, losses_of, on_other_nodes, targets
 from benchmarks.outside_records import FaultRecord, read_faults
 
 FAULT = {"fault": 0, "kind": "whole node", "first": "node:2", "moment": "any", "after": 1}
@@ -86,6 +86,18 @@ def test_what_comes_after_a_join_follows_a_loss() -> None:
 def test_a_fault_names_the_loss_that_is_asked_about(fault: dict[str, Any], loss: object) -> None:
     assert loss_of(fault) == loss
     assert targets("controller+node:2") == [("controller", None), ("node", 2)]
+
+
+def test_two_nodes_can_be_any_others() -> None:
+    found = list(on_other_nodes({"first": "controller+node:2", "second": "rank:0", "delay": 0.1}, 3))
+    assert [(fault["first"], fault["second"]) for fault in found[:3]] == [
+        ("controller+node:2", "rank:0"),
+        ("controller+node:0", "rank:1"),
+        ("controller+node:0", "rank:2"),
+    ]
+    assert len(found) == 7 and all(fault["delay"] == 0.1 for fault in found)
+    assert list(on_other_nodes({"first": "node:1"}, 4)) == [{"first": "node:1"}]
+    assert losses_of(3) == [(0, 1), (0, 2), (1, 2), (0, 1, 2)]
 
 
 def test_forming_lasts_from_the_last_detection_to_the_membership() -> None:
@@ -206,3 +218,15 @@ def test_all_that_was_foretold_is_to_be_survived(
     result = json.loads(out.read_text())
     assert (code == 0) is passes is result["passed"]
     assert ("1 failed before" in result["figure"]) is (failed_before == 1)
+
+
+def test_a_fault_is_compared_up_to_the_next_one_or_the_end_of_the_job() -> None:
+    seen = [{**SEEN, "iteration": 9}, {**SEEN, "iteration": 15}]
+    records = [read_faults([FAULT], [each], [], [])[0] for each in seen]
+
+    def ends(until: int, last: int) -> list[tuple[int, int, bool]]:
+        return ends_of(records, Comparison(until=until, num_compared={}, last=last, difference=""))
+
+    assert ends(20, 20) == [(9, 15, True), (15, 20, True)]
+    assert ends(13, 13) == [(9, 15, True), (15, 13, False)], "the second fault ended the job: it has nothing after it"
+    assert ends(13, 20) == [(9, 15, False), (15, 13, False)], "iteration 14 differs"

@@ -34,6 +34,6 @@ def test_what_was_reported_has_to_be_equal_where_a_membership_begins_too() -> No
     wrong = followed({**REFERENCE.losses, 2: 7.0}, {**REFERENCE.digests, 4: ("a", "c")}, 2, 4)
     assert wrong.differences(REFERENCE) == ["loss of iteration 2 is another", "state of iteration 4 is another"]
     compared = Comparison.of(wrong, REFERENCE, 5)
-    assert (compared.until, compared.difference) == (1, "loss of iteration 2 is another")
+    assert (compared.until, compared.last, compared.difference) == (1, 5, "loss of iteration 2 is another")
     assert compared.num_compared == {1: 2}
     assert Comparison.of(REFERENCE, REFERENCE, 5).until == 5
