@@ -71,15 +71,13 @@ def rank_of(job: "subprocess.Popen[str]", rank: int) -> psutil.Process:
 
 
 def test_a_killed_rank_costs_iterations_and_no_bit(launcher: str, tmp_path: Path) -> None:
-    left_alone = begin(launcher, tmp_path, "run.name=alone", "run.resume=auto")
-    output = wait(left_alone, LIMIT_SECONDS)
-    assert left_alone.returncode == 0, output
-    disturbed = begin(launcher, tmp_path, "run.name=killed", "run.resume=auto")
+    jobs = {name: begin(launcher, tmp_path, f"run.name={name}", "run.resume=auto") for name in ("alone", "killed")}
     far_enough = lambda: max(losses(tmp_path / "killed"), default=0) >= 10  # noqa: E731
     wait_until("ranks have trained for a while", far_enough, seconds=LIMIT_SECONDS)
-    rank_of(disturbed, 1).kill()
-    output = wait(disturbed, LIMIT_SECONDS)
-    assert disturbed.returncode == 0, output
+    rank_of(jobs["killed"], 1).kill()
+    for job in jobs.values():
+        output = wait(job, LIMIT_SECONDS)
+        assert job.returncode == 0, output
     assert [len(starts(tmp_path / name)) for name in ("alone", "killed")] == [1, 2], output
     expected = losses(tmp_path / "alone")
     assert list(expected) == list(range(1, 41))

@@ -294,12 +294,12 @@ def _store(
             )
         case _:
             return _Served(means.train_iterations if stored is None else stored.iteration)
-    if not reason and stored is not None and start is None:
-        reason = "the run has none yet"
     if reason:
         return Declined(rung=rung, reason=reason)
-    if stored is None or start is None:
+    if stored is None:
         return _Served(bound)
+    if start is None:
+        return Declined(rung=rung, reason="the run has none yet")
     return _Served(max(0, stored.iteration - start))
 
 
@@ -339,6 +339,7 @@ def _persists(means: RecoveryMeans) -> int:
 
 def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
     """Iterations from the start of a window until the one ``num_windows`` later is complete and known to be."""
-    if means.window_iterations is None or means.interval_iterations is None:
+    if means.window_iterations is None:
         return None
+    assert means.interval_iterations is not None, "of the same plan"
     return num_windows * means.interval_iterations + means.window_iterations

@@ -84,6 +84,17 @@ def test_exchanges_alone_reach_the_best(counts: tuple[int, ...]) -> None:
     assert score(search, search.assign(counts, (num_slots,) * num_nodes)) == pytest.approx(best)
 
 
+def test_a_start_that_ends_worse_is_not_taken() -> None:
+    """The score rises with the number of starts, or stays."""
+    counts, capacities = (6, 4, 5, 3, 6, 8), (4,) * 8
+    searches = [OverlapSearch(num_exhaustive_slots=0, num_kicks=number) for number in (0, 2, 4)]
+    scores = [score(search, search.assign(counts, capacities)) for search in searches]
+    assert scores == sorted(scores) and scores[0] < scores[-1]
+    uneven = OverlapSearch(num_exhaustive_slots=0)
+    found = score(uneven, uneven.assign((3, 3, 4, 2, 2, 2, 5, 3, 4), (4,) * 7))
+    assert found == pytest.approx(0.873490814), "the worst start ends at 0.8399"
+
+
 def test_every_placement_is_listed_once() -> None:
     # Two experts twice each on two nodes of two slots: {0,0}{1,1} and {0,1}{0,1}.
     found = [counts.tolist() for counts in exhaustive.placements((2, 2), 2, 2, 1)]

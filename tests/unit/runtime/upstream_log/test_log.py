@@ -1,5 +1,8 @@
 """The log of sent tensors: slots, order, commits, trimming, gaps."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -179,3 +182,35 @@ def test_a_larger_log_takes_over_everything() -> None:
 
 def test_says_how_much_memory_it_takes() -> None:
     assert make(num_iterations=3).num_bytes == 3 * 5 * 6 * 4
+
+
+def test_on_a_stream_of_its_own_a_copy_waits_for_the_computation_and_nobody_for_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU's streams, as names in the order in which work is given to them."""
+    seen: list[object] = []
+
+    class Stream:
+        def wait_stream(self, other: str) -> None:
+            seen.append(f"waits for {other}")
+
+    class Source:
+        def record_stream(self, stream: Stream) -> None:
+            seen.append("is kept for the stream")
+
+    class Target:
+        def copy_(self, source: Source, *, non_blocking: bool) -> None:
+            seen.append(("copy", non_blocking))
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        seen.append("begins")
+        yield
+        seen.append("ends")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the computation")
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    log = make()
+    log._stream = Stream()  # type: ignore[assignment]
+    log._copy(Target(), Source())  # type: ignore[arg-type]
+    assert seen == ["waits for the computation", "begins", ("copy", True), "ends", "is kept for the stream"]
