@@ -1,0 +1,68 @@
+"""Bytes of a rank by hand: state, and what layers keep for their backward pass."""
+
+from dataclasses import replace
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.planning.cost.memory import activation_bytes, memory_of_stage
+from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.topology import Topology
+
+HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 2, 16, 100
+ATTENTION = 2 * HIDDEN + 4 * HIDDEN + 2 * HEADS * SEQUENCE + 2 * HIDDEN
+"""Values a token: the inputs of two norms and of two projections, queries, keys and values, scores, softmax."""
+
+
+def job(**model: object) -> JobConfig:
+    base = JobConfig()
+    sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "seq_length": SEQUENCE}
+    sizes |= {"num_query_groups": None, "kv_channels": None, "ffn_hidden_size": 20, "moe_ffn_hidden_size": 10}
+    return replace(
+        base,
+        model=replace(base.model, **{**sizes, "num_moe_experts": 4, "moe_router_topk": 1, **model}),
+        training=replace(base.training, micro_batch_size=1, global_batch_size=1),
+        precision=replace(base.precision, params_dtype="bf16"),
+    )
+
+
+def values_of_mlp(config: JobConfig) -> int:
+    """Values a token that one layer's MLP keeps."""
+    kept = activation_bytes(config, Topology(world_size=1), 0, VOCABULARY)
+    logits = SEQUENCE * VOCABULARY * (2 + 4)
+    return (kept - logits) // (2 * SEQUENCE) - ATTENTION
+
+
+def test_each_chosen_expert_keeps_its_part() -> None:
+    one = HIDDEN + 3 * 10 + HIDDEN  # what goes in; gate, input and product; what comes out
+    scores = 3 * 4
+    for topk in (1, 2, 4):
+        assert values_of_mlp(job(gated_linear_unit=True, moe_router_topk=topk)) == topk * one + scores
+    shared = job(gated_linear_unit=True, moe_shared_expert_intermediate_size=6)
+    assert values_of_mlp(shared) == one + scores + HIDDEN + 3 * 6
+    assert values_of_mlp(job(gated_linear_unit=False)) == HIDDEN + 2 * 10 + HIDDEN + scores
+    assert values_of_mlp(job(gated_linear_unit=True, num_moe_experts=None)) == HIDDEN + 3 * 20
+
+
+def test_earlier_stages_keep_more_microbatches_and_no_logits() -> None:
+    config = job(num_layers=4)
+    config = replace(config, training=replace(config.training, global_batch_size=8))
+    stages = [
+        activation_bytes(config, Topology(world_size=4, pipeline_model_parallel_size=4), stage, 0) for stage in range(4)
+    ]
+    assert stages == [4 * stages[3], 3 * stages[3], 2 * stages[3], stages[3]]
+    last = activation_bytes(config, Topology(world_size=4, pipeline_model_parallel_size=4), 3, VOCABULARY)
+    assert last - stages[3] == SEQUENCE * VOCABULARY * (2 + 4)
+
+
+def test_a_sharded_optimizer_keeps_masters_and_moments_once() -> None:
+    config, parameters = job(), RankParameters(num_dense=80, num_expert=48)
+    for is_sharded, updated in ((False, 128), (True, 80 // 4 + 48 // 2)):
+        parallel = replace(config.parallel, use_distributed_optimizer=is_sharded)
+        found = memory_of_stage(
+            replace(config, parallel=parallel),
+            parameters,
+            Topology(world_size=4, expert_model_parallel_size=2),
+            0,
+            VOCABULARY,
+        )
+        assert found.weights_bytes == 2 * 128 and found.gradients_bytes in (2 * 128, 4 * 128)
+        assert (found.master_bytes, found.moments_bytes) == (4 * updated, 8 * updated)
