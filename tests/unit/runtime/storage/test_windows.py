@@ -15,7 +15,7 @@ from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 from benchmarks.hostile_files import forge
 from benchmarks.stored_samples import sample_window
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime.storage import files
+from megatron_ft.runtime.storage import files, windows
 from megatron_ft.runtime.storage.places import place_of
 from megatron_ft.runtime.storage.windows import check_pieces, open_window, rank_name, window_name, write_window
 from tests.helpers import window_fixture
@@ -52,6 +52,16 @@ def test_round_trip(folder: Path | str) -> None:
         target = memoryview(bytearray(len(payload[1])))
         opened.read_slice(1, target)
         assert bytes(target) == payload[1]
+
+
+def test_pieces_longer_than_a_chunk_are_read_in_several(folder: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "_CHUNK_BYTES", 7)
+    manifest, payload = sample_window(20, 1)
+    assert any(stop - start > 7 and (stop - start) % 7 for part in manifest.slices for start, stop, _ in part.extents())
+    write_window(folder, manifest, views(payload))
+    with open_window(path_in(folder)) as opened:
+        assert opened.verify() == manifest
+        assert [bytes(opened.read_slice(index)) for index in range(2)] == list(payload)
 
 
 def test_padding_is_zero_whatever_the_buffers_hold(folder: Path | str) -> None:
