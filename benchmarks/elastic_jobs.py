@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,12 @@ class Recorded:
         problems = [] if ended_well else [f"exit code {run.exit_code}: {run.output[-4000:]}"]
         last = max((iteration for iteration, _ in losses), default=0)
         began = Counter(change["iteration"] for change in changes)
+        unreported = untold(changes, {iteration for iteration, _ in losses})
         for name, found in (("loss", losses), ("state", digests)):
             counts = Counter(iteration for iteration, _ in found)
             for iteration in range(first, 0 if restarts else last + 1):
                 is_end = name == "state" and iteration == last  # digested once more at the end, or not any more
-                is_untold = name == "loss" and counts[iteration] == 0 and iteration in untold(changes)
+                is_untold = counts[iteration] == 0 and iteration in unreported
                 # What was due after an iteration is done again in each membership that begins with it.
                 is_again = name == "state" and 1 < counts[iteration] <= 1 + began[iteration]
                 if counts[iteration] != 1 and not is_end and not is_untold and not is_again:
@@ -132,11 +133,11 @@ class Recorded:
             for change in self.changes
             if len(self.digests.get(change["iteration"], ())) == change["world_size"]
         }
-        unreported = untold(self.changes)
+        unreported = untold(self.changes, self.losses)
         for iteration in range(first, last + 1):
             if iteration in self.losses or iteration not in unreported:
                 yield "loss", iteration, self.losses.get(iteration), reference.losses.get(iteration)
-            if iteration not in seen_later:
+            if iteration not in seen_later and (iteration in self.digests or iteration not in unreported):
                 yield "state", iteration, self.digests.get(iteration), reference.digests.get(iteration)
 
     def distance(self, other: "Recorded", last: int) -> float:
@@ -222,13 +223,29 @@ def _placements(run_dir: Path) -> dict[int, Any]:
     return {int(path.stem.removeprefix("iter_")): json.loads(path.read_text()) for path in files}
 
 
-def untold(changes: Sequence[Event]) -> set[int]:
-    """Iterations that everybody has completed, but whose reporter may have died before it reported them."""
+def untold(changes: Sequence[Event], reported: Collection[int]) -> set[int]:
+    """Iterations that everybody has completed, but whose reporter may have been lost before they were recorded.
+
+    Those up to the one that the next membership begins with: several where the agent that passes on reports was
+    stopped.
+
+    Args:
+        reported: iterations that were recorded.
+    """
     found, reporter = set(), 0
     for change in changes:
-        if min(change["nodes"]) != reporter:
-            found.add(change["iteration"])
+        if min(change["nodes"]) != reporter or reporter in change.get("joining", ()):
+            found |= before(change["iteration"], reported)
         reporter = min(change["nodes"])
+    return found
+
+
+def before(iteration: int, reported: Collection[int]) -> set[int]:
+    """The iteration, and those right before it as far back as none of them was recorded."""
+    found = {iteration}
+    while iteration > 0 and iteration not in reported:
+        found.add(iteration)
+        iteration -= 1
     return found
 
 

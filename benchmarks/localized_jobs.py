@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.covering import Row
-from benchmarks.elastic_jobs import MOST_ITERATIONS, failpoints
+from benchmarks.elastic_jobs import MOST_ITERATIONS, before, failpoints
 from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.failures.injecting import INJECTED_FILE
 from tests.helpers.jobs import JobResult
@@ -348,16 +348,17 @@ class Followed:
         """What is not equal to a run that nothing happened to.
 
         A reporter that dies after an iteration was committed may have reported neither its loss nor its digest, or the
-        loss alone. Nobody reports them later, so a membership may begin with an iteration that lacks them.
+        loss alone. Nobody reports them later, so a membership may begin with an iteration that lacks them, or several
+        where the agent that passes on reports was stopped.
 
         Args:
             last: newest iteration that is compared; None: the newest whose state this run has recorded.
         """
-        targets = {change["iteration"] for change in self.changes}
+        unreported = set().union(*(before(change["iteration"], self.losses) for change in self.changes))
         pairs = (("state", self.digests, reference.digests), ("loss", self.losses, reference.losses))
         return [
             f"{name} of iteration {iteration} {'is missing' if iteration not in mine else 'is another'}"
             for iteration in range(first, (self.last_iteration if last is None else last) + 1)
             for name, mine, theirs in pairs
-            if mine.get(iteration) != theirs.get(iteration) and (iteration in mine or iteration not in targets)
+            if mine.get(iteration) != theirs.get(iteration) and (iteration in mine or iteration not in unreported)
         ]

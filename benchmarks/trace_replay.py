@@ -120,8 +120,9 @@ def committed(iterations: Sequence[Event], events: Sequence[Event]) -> History:
         else:
             standing.add(iteration)
     missing = set(range(1, max(standing, default=0) + 1)) - standing
-    num_untold = len(missing & untold(changes))
-    problems += [f"iteration {number} not reported" for number in sorted(missing - untold(changes))]
+    unreported = untold(changes, standing)
+    num_untold = len(missing & unreported)
+    problems += [f"iteration {number} not reported" for number in sorted(missing - unreported)]
     return History(
         num_iterations=len(standing) + num_untold, num_void=num_void, num_untold=num_untold, problems=problems
     )

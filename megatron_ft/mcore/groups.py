@@ -17,7 +17,7 @@ from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.runtime.transport import waits
 from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
-from megatron_ft.runtime.transport.held_groups import release
+from megatron_ft.runtime.transport.held_groups import drop_broken_graph, release
 
 _RETRY_SECONDS = 0.02
 _TRY_SECONDS = 2.0
@@ -177,7 +177,10 @@ def dissolve_groups() -> None:
     Where connections were shut down, operations may be blocked in the groups for good: those groups are held until
     their own timeout, and this returns.
     """
-    groups = list(dist.distributed_c10d._world.pg_map) if waits.in_use().is_ended else []
+    groups = []
+    if waits.in_use().is_ended:
+        groups = list(dist.distributed_c10d._world.pg_map)
+        drop_broken_graph()
     parallel_state.destroy_model_parallel()
     # The one group that Megatron forgets to drop.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None

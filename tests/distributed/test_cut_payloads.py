@@ -31,6 +31,7 @@ def test_a_survivor_leaves_the_operation_and_its_groups(survivors: dict[str, Any
     assert seen["error"] is not None, "the operation cannot have ended well"
     assert seen["wait_seconds"] < IN_TIME_SECONDS
     assert seen["release_seconds"] < IN_TIME_SECONDS
+    assert seen["next_backward_seconds"] < IN_TIME_SECONDS, "it destroyed a group whose operation is blocked"
     assert seen["exit_seconds"] < IN_TIME_SECONDS
     assert seen["exit_code"] == 0
 
@@ -46,3 +47,4 @@ def test_an_operation_that_gloo_forgets_is_abandoned(survivors: dict[str, Any], 
 def test_the_group_of_an_abandoned_collective_is_held(survivors: dict[str, Any]) -> None:
     """Its destructor would wait for the thread that is blocked."""
     assert survivors["broadcast"]["num_held"] == 1
+    assert survivors["backward_pass"]["num_held"] == 1

@@ -87,7 +87,31 @@ def _async_receive() -> None:
         dist.irecv(torch.empty(NUM_ELEMENTS), 1).wait()
 
 
-FORGOTTEN = ("broadcast", "receive", "async_receive")
+class _BroadcastBackward(torch.autograd.Function):
+    """Broadcasts in its backward pass; each node of its graph refers to the group."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, is_last: bool) -> torch.Tensor:
+        ctx.group, ctx.is_last = dist.group.WORLD, is_last
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.is_last:
+            dist.broadcast(torch.ones(NUM_ELEMENTS), 1, group=ctx.group)
+        return gradient * 2, None
+
+
+def _backward_pass() -> None:
+    """Of the survivor; nodes are queued behind the one that broadcasts."""
+    if dist.get_rank() == 1:
+        _broadcast()
+        return
+    value = torch.ones(1, requires_grad=True)
+    sum(_BroadcastBackward.apply(value, number == 3) for number in range(1, 4)).backward()  # type: ignore[union-attr]
+
+
+FORGOTTEN = ("broadcast", "receive", "async_receive", "backward_pass")
 """Operations with nothing queued beside the payload that is cut: gloo never reports the cut to them."""
 OPERATIONS: dict[str, Callable[[], None]] = {
     "all_reduce": _all_reduce,
@@ -99,6 +123,7 @@ OPERATIONS: dict[str, Callable[[], None]] = {
     "coalesced_all_gathers": _coalesced_all_gathers,
     "receive": _receive,
     "async_receive": _async_receive,
+    "backward_pass": _backward_pass,
 }
 
 
@@ -163,12 +188,16 @@ def _be(rank: int, port: int, name: str, parent: Connection) -> None:
     left = time.monotonic()
     watching.join()
     groups = list(dist.distributed_c10d._world.pg_map)
+    held_groups.drop_broken_graph()
     dist.destroy_process_group()
     held = held_groups.release(groups)
+    released = time.monotonic()
+    torch.ones(1, requires_grad=True).sum().backward()
     seen = {
         "error": error,
         "wait_seconds": left - broken[0],
-        "release_seconds": time.monotonic() - left,
+        "release_seconds": released - left,
+        "next_backward_seconds": time.monotonic() - released,
         "num_held": held,
         "num_abandoned": transports.limit.num_abandoned,
     }

@@ -4,6 +4,9 @@ The destructor of a gloo group joins the group's threads. A thread that is block
 ``waits``) ends with the timeout of the group, minutes later, and a rank that destroyed the group itself would be
 blocked for as long. So each group is destroyed in a thread of its own. Until that thread has ended, it holds the group,
 the group holds its operations, and these hold their tensors. A process that exits does not wait for such threads.
+
+Whoever drops the last reference to a group destroys it. A group that something else refers to is therefore held as
+well, until a later call of ``release`` finds that nothing does.
 """
 
 import sys
@@ -11,42 +14,61 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 _PATIENCE_SECONDS = 0.25
 """That a rank waits for groups without blocked operations, whose threads end at once."""
 
+_holders: list[list[dist.ProcessGroup]] = []
+"""Groups that something else refers to, each in a list of its own."""
 _releasing: list[threading.Thread] = []
 
 
 def num_held() -> int:
     """Groups that ``release`` was given and that are not destroyed yet."""
     _releasing[:] = [thread for thread in _releasing if thread.is_alive()]
-    return len(_releasing)
+    return len(_releasing) + len(_holders)
+
+
+def drop_broken_graph() -> None:
+    """Free the graph of a backward pass that has raised in this thread.
+
+    The engine of ``torch.autograd`` keeps the nodes that it had queued until its next backward pass in the same thread,
+    and these keep the graph: activations, and the groups of its collectives. Without this call the next iteration would
+    destroy the groups, and wait for their blocked operations.
+    """
+    torch.zeros(1, requires_grad=True).sum().backward()
 
 
 def release(groups: list[dist.ProcessGroup]) -> int:
-    """Destroy ``groups``, to which the caller holds the last references, and empty the list.
+    """Destroy ``groups`` and those that were held and that nothing refers to any more; empty the list.
 
     It returns after a short time also where operations are blocked in them.
 
     Returns:
         Groups of this process that are held, these and earlier ones.
     """
-    threads = []
     while groups:
-        holder = [groups.pop()]
-        # Only the list refers to the group from here on. Its destructor runs without the interpreter's lock.
-        threads.append(threading.Thread(target=holder.clear, name="destroy a gloo group", daemon=True))
-        del holder
+        _holders.append([groups.pop()])
+    free = [holder for holder in _holders if _is_last_reference(holder)]
+    _holders[:] = [holder for holder in _holders if all(holder is not other for other in free)]
+    # A group's destructor runs without the interpreter's lock.
+    threads = [threading.Thread(target=holder.clear, name="destroy a gloo group", daemon=True) for holder in free]
+    del free
     _releasing.extend(threads)
     for thread in threads:
         thread.start()
     _await(threads)
     held = num_held()
-    if threads and held:
-        print(f"{held} process groups are held: operations in them have not ended", file=sys.stderr, flush=True)
+    if held:
+        used = f", something refers to {len(_holders)} of them" if _holders else ""
+        print(f"{held} process groups are held: operations in them have not ended{used}", file=sys.stderr, flush=True)
     return held
+
+
+def _is_last_reference(holder: list[dist.ProcessGroup]) -> bool:
+    return sys.getrefcount(holder[0]) == 2  # the list's and that of the argument
 
 
 def _await(threads: Sequence[threading.Thread]) -> None:
