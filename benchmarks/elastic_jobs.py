@@ -241,12 +241,11 @@ def untold(changes: Sequence[Event], reported: Collection[int]) -> set[int]:
 
 
 def before(iteration: int, reported: Collection[int]) -> set[int]:
-    """The iteration, and those right before it as far back as none of them was recorded."""
-    found = {iteration}
-    while iteration > 0 and iteration not in reported:
-        found.add(iteration)
-        iteration -= 1
-    return found
+    """The iteration and those right before it, back to the newest whose loss was recorded: its digest comes later."""
+    first = iteration
+    while first > 0 and first not in reported:
+        first -= 1
+    return set(range(first, iteration + 1))
 
 
 def failpoints(faults: Sequence[Mapping[str, Any]]) -> str:
