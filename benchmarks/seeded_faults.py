@@ -157,14 +157,16 @@ def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
         if (tree / mirror).is_dir():
             yield (str(mirror),)
         mirror = mirror.parent
-    yield ("tests/contract", "tests/unit")
-    yield ("tests/distributed", "tests/functional", "tests/slurm")
+    # What needs processes is tested by jobs first, the rest by functions.
+    functions, jobs = ("tests/contract", "tests/unit"), ("tests/distributed", "tests/slurm")
+    yield from (jobs, functions) if below.parts[0] in ("control", "mcore") else (functions, jobs)
+    yield ("tests/functional",)
 
 
 def failures(tree: Path, tests: Sequence[str]) -> list[str]:
     """Tests that fail or cannot be collected, as pytest names them, at most three; several files run side by side."""
     command = [sys.executable, "-m", "pytest", "--maxfail=3", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider"]
-    workers = [] if len(tests) == 1 else ["-n", str((os.cpu_count() or 1) + 1)]
+    workers = [] if tests[0].endswith(".py") or "::" in tests[0] else ["-n", str((os.cpu_count() or 1) + 1)]
     command += [*workers, "-m", "not extended", *tests]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(

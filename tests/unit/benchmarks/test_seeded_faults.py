@@ -69,8 +69,10 @@ def test_the_tests_of_a_file_come_before_those_of_its_folder_and_all_others() ->
         ("tests/unit/planning/test_commit.py",),
         ("tests/unit/planning",),
         ("tests/contract", "tests/unit"),
-        ("tests/distributed", "tests/functional", "tests/slurm"),
+        ("tests/distributed", "tests/slurm"),
+        ("tests/functional",),
     ]
+    assert list(selections(ROOT, Path("megatron_ft/mcore/loop/undo.py")))[-3] == ("tests/distributed", "tests/slurm")
 
 
 @pytest.mark.parametrize(
