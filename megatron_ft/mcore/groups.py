@@ -108,7 +108,8 @@ def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> 
     while True:
         try:
             socket.create_connection((context.master_addr, context.master_port), timeout=try_seconds).close()
-            store = _store(context, try_seconds)
+            # torch pauses between its own tries, where no connection is open that could be broken.
+            store = waits.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nobody serves the store at {where} for {timeout_seconds} s: {error}") from error

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.worker import RankContext
 from megatron_ft.mcore.groups import open_store
+from megatron_ft.runtime.transport import waits
 from megatron_ft.runtime.transport.hang_up import Opening
 
 LONG_SECONDS = 100.0
@@ -54,6 +55,7 @@ def opened() -> Iterator[Watched]:
         yield opening
     finally:
         opening.close()
+        waits.use(waits.WaitLimit())
 
 
 def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
@@ -66,11 +68,13 @@ def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
             listener.close()
             opening.hang_up("rank 2 was killed")
 
+        waits.use(opening.limit)
         leaving = threading.Thread(target=leave)
         leaving.start()
-        with pytest.raises(RuntimeError, match="ranks were lost before anybody served the store at 127.0.0.1:"):
+        with pytest.raises(waits.WaitAbandoned, match=r"\(rank 2 was killed\)"):
             open_store(context(1, listener.getsockname()[1]), timeout_seconds=LONG_SECONDS, opening=opening)
         leaving.join()
+    assert opening.limit.num_abandoned == 1, "in the middle of torch's own try, which lasts for seconds"
 
 
 def test_a_machine_that_does_not_answer_is_not_waited_for() -> None:
