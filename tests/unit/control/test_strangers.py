@@ -53,6 +53,7 @@ def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
         assert strangers.look(100.0) == 9, "half of what the friend leaves free"
         assert not strangers._named, "a port of one that has gone may be a stranger's next"
         assert eventually(lambda: [is_closed(sock) for sock in socks] == [True] * 3 + [False] * 9)
+        assert eventually(lambda: len(strangers._connections()) == 10), "gRPC has closed what was shut down"
         assert strangers.look(109.0) == 9
         assert strangers.look(110.0) == 0, "they have had their time"
         assert eventually(lambda: all(is_closed(sock) for sock in socks))

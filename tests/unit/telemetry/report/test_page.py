@@ -5,6 +5,7 @@ import re
 import pytest
 
 from megatron_ft import events
+from megatron_ft.telemetry.report.page import render
 
 from .conftest import MadeUpRun, Parts, drawing_of, drawings, elastic, localized, stage_recovery, started, titles
 
@@ -122,6 +123,12 @@ def test_a_run_without_events(run: MadeUpRun) -> None:
     page = run.page()
     Parts(page)
     assert "trial-001" in page and "nothing reported yet" in page and "No loss has been reported yet." in page
+
+
+def test_a_page_that_is_read_again_says_so(run: MadeUpRun) -> None:
+    live, still = render(run.report(), refresh_seconds=5), run.page()
+    assert "this page is read again every 5 s" in live and 'http-equiv="refresh"' in live
+    assert "read again" not in still and "refresh" not in still
 
 
 def test_a_calm_run(run: MadeUpRun) -> None:
