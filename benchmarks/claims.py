@@ -78,6 +78,11 @@ class Claim:
         """Python module that measures the claim."""
         return shlex.split(self.command)[2]
 
+    @property
+    def script(self) -> str:
+        """That module's file, from the repository's root."""
+        return f"{self.module.replace('.', '/')}.py"
+
 
 def load_claims(path: Path = CLAIMS_FILE) -> dict[str, Claim]:
     """All claims by id, in the file's order. Raises ConfigError for a malformed file."""

@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trials: list[Row] = [{"job": number, **fault} for number, job in enumerate(jobs) for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="elastic-bitwise-") as folder, forkserver(WARM) as socket:
         campaign = Campaign(Bench(Path(folder), socket), jobs, {})
-        counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, campaign.execute)
+        counts, outcomes = run_campaign(ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick)
     good = [outcome for _, outcome in outcomes if outcome.proven and outcome.passed and outcome.num_compared]
     finished, num_untold = (sum(outcome.details[name] for outcome in good) for name in ("finished", "is_untold"))
     declined = sum(outcome.details["rung"] != "replicas" for outcome in good)

@@ -114,7 +114,7 @@ def campaign(*, quick: bool) -> tuple[Sequence[FaultJob], Counts, list[Outcome]]
     trials: list[Row] = [{"job": job.number, **fault} for job in jobs for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="localized-bitwise-") as folder, forkserver(WARM) as socket:
         found = Campaign(Bench(Path(folder), socket, BASE, JOB_TIMEOUT_SECONDS), jobs)
-        counts, outcomes = run_campaign(f"{ID}{'-quick' if quick else ''}", trials, found.execute)
+        counts, outcomes = run_campaign(ID, trials, found.execute, script=Path(__file__), quick=quick)
     return jobs, counts, [replace(o, details={**t.parameters, **o.details}) for t, o in outcomes]
 
 

@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults, trials = planned_trials(quick=arguments.quick)
     with tempfile.TemporaryDirectory(prefix="sparse-bitwise-") as folder, forkserver(WARM) as socket:
         bench = Bench(Path(folder), socket, faults, arguments.quick)
-        counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, bench.execute)
+        counts, outcomes = run_campaign(ID, trials, bench.execute, script=Path(__file__), quick=arguments.quick)
     details = [outcome.details for _, outcome in outcomes if outcome.passed and outcome.proven]
     totals = {name: sum(detail[name] for detail in details) for name in ("num_digests", "num_losses", "num_replayed")}
     sources = [trial.parameters["source"] for trial, outcome in outcomes if outcome.passed and outcome.proven]

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import RESULTS_DIR, Claim, load_claims, newest_results
-from benchmarks.source import ROOT
+from benchmarks.source import ROOT, source_digest
 from megatron_ft.errors import ConfigError
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 GIB = 1024**3
+AS_SHIPPED = "as it is now"
+OLDER = "older: files that the claim's script uses have changed since"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,13 +71,14 @@ def short_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[st
     return "\n".join(rows)
 
 
-def full_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]]) -> str:
+def full_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]], *, root: Path = ROOT) -> str:
     """A section per claim: statement, bound, every hardware class it was measured on, with counts."""
     sections: list[str] = []
     for claim in claims.values():
         sections.append(f"### `{claim.id}`\n\n{claim.statement.strip()}\n\nBound: {claim.threshold}.")
         sections.append(f"Measured by `make prove ID={claim.id}` on {' or '.join(claim.hardware)}.")
-        sections += [_measured(result) for result in _of(claim, results)] or ["Not measured yet."]
+        source = source_digest(root / claim.script, root=root)
+        sections += [_measured(result, source) for result in _of(claim, results)] or ["Not measured yet."]
     return "\n\n".join(sections)
 
 
@@ -83,7 +86,7 @@ def _of(claim: Claim, results: dict[tuple[str, str], dict[str, Any]]) -> list[di
     return [results[claim.id, name] for name in claim.hardware if (claim.id, name) in results]
 
 
-def _measured(result: dict[str, Any]) -> str:
+def _measured(result: dict[str, Any], source: str) -> str:
     verdict = "PASS" if result["passed"] else "FAIL"
     counts = ", ".join(f"{name} {value}" for name, value in result["counts"].items()) or "none"
     rows = [
@@ -95,6 +98,7 @@ def _measured(result: dict[str, Any]) -> str:
         _row("hardware", machine(result["hardware"])),
         _row("software", f"Python {result['hardware']['python']}, torch {result['hardware']['torch']}"),
         _row("took", f"{result['wall_seconds']:.0f} s"),
+        _row("source", AS_SHIPPED if result.get("source") == source else OLDER),
     ]
     return "\n\n".join(["\n".join(rows), *map(_table, result["details"].get("tables", ()))])
 
