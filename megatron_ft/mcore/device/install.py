@@ -7,7 +7,7 @@ import torch
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.mcore.device import cpu
+from megatron_ft.mcore.device import common, cpu
 from megatron_ft.mcore.device.software import check_provider, choose_transformer_impl, inspect_software
 
 
@@ -45,6 +45,6 @@ def install(config: JobConfig) -> tuple[str, str]:
         if device == "cpu":
             cpu.install()
         else:
-            import megatron.core  # noqa: F401
+            common.install()
     logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_news)
     return device, transformer_impl
