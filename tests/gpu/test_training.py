@@ -16,13 +16,16 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.mcore.device.install import install
-from types import SimpleNamespace
+from megatron_ft.mcore.device.install import install, take_device
 from megatron_ft.mcore.loop.main import _prepare_process
+from megatron_ft.planning.rank_environment import rank_environment
 
 config = from_dict(json.loads(sys.argv[1]))
+for name, value in rank_environment(config).items():
+    os.environ.setdefault(name, value)
+device = take_device(config, node=0, local_rank=0)
 device_type, transformer_impl = install(config)
-device = _prepare_process(config, SimpleNamespace(local_rank=0), device_type)
+_prepare_process(config)
 from megatron_ft.mcore.checkpoint.digest import state_digest
 from megatron_ft.mcore.groups import form_groups
 from megatron_ft.mcore.loop.engine import TrainingEngine
