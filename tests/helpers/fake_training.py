@@ -173,6 +173,24 @@ def gpu(waits: Waits) -> Iterator[None]:
         yield
 
 
+def gather_alone(gathered: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
+    """``all_gather_object`` of one rank: bytes of tensors without content say nothing."""
+    gathered[0] = value
+
+
+def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """``Module.to``, which cannot give a tensor without content another device in place."""
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                moved = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+                moved.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in moved.__dict__})
+                each._parameters[name] = moved
+        for name, buffer in each._buffers.items():
+            each._buffers[name] = None if buffer is None else buffer.to(device)
+    return module
+
+
 @contextlib.contextmanager
 def engine_on_gpu(overrides: dict[str, Any], waits: Waits) -> Iterator[Any]:
     """A built engine of one rank."""
@@ -199,7 +217,13 @@ def engine_on_gpu(overrides: dict[str, Any], waits: Waits) -> Iterator[Any]:
         samples = engines.MadeUpSamples(model.seq_length)
         num_tokens = config.training.micro_batch_size * model.seq_length * model.moe_router_topk
         share = model.moe_router_topk / (model.num_moe_experts or 1)
-        with FakeTensorMode(), CountWaits(waits, share), CountLists(waits, num_tokens):
+        with (
+            mock.patch.object(torch.nn.Module, "to", move),
+            mock.patch.object(dist, "all_gather_object", gather_alone),
+            FakeTensorMode(),
+            CountWaits(waits, share),
+            CountLists(waits, num_tokens),
+        ):
             engine = engine_module.TrainingEngine(
                 config,
                 device=GPU,

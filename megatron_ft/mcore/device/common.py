@@ -2,10 +2,14 @@
 
 import contextlib
 import importlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from megatron_ft.doctor.devices import observe_devices
+from megatron_ft.planning.devices import usable_gpus
 
 
 def install() -> None:
@@ -20,15 +24,20 @@ def install() -> None:
         moe_utils.te_general_gemm = None
 
 
+def num_visible_gpus() -> int:
+    """GPUs that PyTorch would find here, by the driver's files: CUDA's runtime is not asked."""
+    return usable_gpus(observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
 @contextlib.contextmanager
-def answering_for_devices() -> Iterator[None]:
-    """Let imports in a process that ranks on CUDA are forked from find that there is a GPU, without asking for it.
+def answering_for_devices(*, has_gpu: bool) -> Iterator[None]:
+    """Let imports find that there is a GPU, or none, without asking for it.
 
     Modules of Megatron and of PyTorch ask when they are imported. The answer would come from CUDA's runtime, which a
-    forked process cannot use once its parent has.
+    forked process cannot use once its parent has, and which may start threads, which a fork loses.
     """
     is_available = torch.cuda.is_available
-    torch.cuda.is_available = lambda: True
+    torch.cuda.is_available = lambda: has_gpu
     try:
         yield
     finally:

@@ -203,13 +203,14 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    if torch.cuda.is_available():
+    if common.num_visible_gpus():
         raise SoftwareError(
             "training.device=cpu: must not see a GPU; hide it (CUDA_VISIBLE_DEVICES=) or set training.device=cuda"
         )
     _patch_torch_cuda()
     _patch_tensor_methods()
-    _import_megatron_eagerly()
-    common.install()
+    with common.answering_for_devices(has_gpu=False):
+        _import_megatron_eagerly()
+        common.install()
     _patch_megatron()
     _installed = True

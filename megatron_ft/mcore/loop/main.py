@@ -30,10 +30,15 @@ _NEEDED_LATER = (
 
 
 def warm() -> None:
-    """Import all a rank on a CPU needs, in a process that ranks are forked from."""
-    from megatron_ft.mcore.device import cpu
+    """Import all a rank on a CPU needs, in a process that ranks are forked from.
 
-    _warm(cpu.install)
+    Where it sees a GPU, ranks will say so and end: nothing is imported for them.
+    """
+    from megatron_ft.mcore.device import common, cpu
+
+    if not common.num_visible_gpus():
+        with common.answering_for_devices(has_gpu=False):
+            _warm(cpu.install)
 
 
 def warm_cuda() -> None:
@@ -47,7 +52,7 @@ def warm_cuda() -> None:
     """
     from megatron_ft.mcore.device import common
 
-    with common.answering_for_devices():
+    with common.answering_for_devices(has_gpu=True):
         if find_spec("transformer_engine") is None:
             _warm(common.install)
         else:

@@ -79,14 +79,15 @@ assert asked == [], asked
 
 
 @pytest.mark.timeout(400)
-def test_importing_ahead_for_cuda_starts_neither_cuda_nor_a_thread() -> None:
+@pytest.mark.parametrize("function", ["warm_cuda", "warm"])
+def test_importing_ahead_starts_neither_cuda_nor_a_thread(function: str) -> None:
     """Even the question how many devices there are makes CUDA unusable in processes that are forked afterwards."""
     done = subprocess.run(
-        [sys.executable, "-c", _WARM, "megatron_ft.mcore.loop.main:warm_cuda"],
+        [sys.executable, "-c", _WARM, f"megatron_ft.mcore.loop.main:{function}"],
         capture_output=True,
         text=True,
         timeout=380,
         check=False,
-        env={**os.environ, **SINGLE_THREAD_ENVIRONMENT},
+        env={**os.environ, **SINGLE_THREAD_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
