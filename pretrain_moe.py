@@ -329,8 +329,9 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
     if usable == 0:
         raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine shows none that can be used")
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
-        constraint = f"must be at most {usable * launch.ranks_per_gpu} on this machine, all nodes together: {usable} of "
-        constraint += f"its GPUs can be used, with launch.ranks_per_gpu={launch.ranks_per_gpu}; the job starts {num_ranks}"
+        most = usable * launch.ranks_per_gpu
+        constraint = f"must be at most {most} on this machine, all nodes together: {usable} of its GPUs can be used, "
+        constraint += f"with launch.ranks_per_gpu={launch.ranks_per_gpu}, and the job starts {num_ranks} ranks"
         raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
 
 

@@ -67,8 +67,9 @@ def build(folder: Path) -> Path:
     root, source, library = Path(spec.origin).parent, folder / "fake_gpu.cpp", folder / "fake_gpu.so"
     source.write_text(_SOURCE)
     libraries = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
+    flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{root}/include"]
     subprocess.run(
-        ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{root}/include", str(source), *libraries, "-o", str(library)],
+        ["g++", *flags, str(source), *libraries, "-o", str(library)],
         check=True,
         capture_output=True,
         text=True,

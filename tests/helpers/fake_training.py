@@ -1,25 +1,21 @@
-"""One iteration on a GPU without content: which devices meet, and where the host waits. ``tests/unit/mcore/test_fake_gpu.py``."""
+"""Copies to a GPU whose tensors have no content: ``tests/unit/mcore/data/test_batches.py``."""
 
 import collections
 import contextlib
-import importlib
 import os
 import traceback
-import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import engines
 
 GPU = torch.device("cuda", 0)
-_OWN = f"{os.sep}megatron_ft{os.sep}"
+_OWN = str(engines.REPOSITORY / "megatron_ft") + os.sep
 _MEGATRON = f"{os.sep}megatron{os.sep}core{os.sep}"
 _aten = torch.ops.aten
 
@@ -36,7 +32,7 @@ class Waits:
         if not self.is_counting:
             return
         for frame in reversed(traceback.extract_stack()):
-            if (_OWN in frame.filename or _MEGATRON in frame.filename) and f"{os.sep}tests{os.sep}" not in frame.filename:
+            if _OWN in frame.filename or _MEGATRON in frame.filename:
                 self.counted[f"{what} at {os.path.basename(frame.filename)}:{frame.name}"] += 1
                 return
         self.counted[f"{what} outside"] += 1
@@ -44,6 +40,15 @@ class Waits:
 
 def _is_on_gpu(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda"
+
+
+class NoDeviceMode(FakeTensorMode):
+    """``FakeTensorMode`` that touches no device, whatever ``torch.cuda`` says."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Always."""
+        return True
 
 
 class CountWaits(TorchDispatchMode):
@@ -91,22 +96,6 @@ class CountWaits(TorchDispatchMode):
         elif (source.device.type, target) == ("cpu", "cuda"):
             is_pinned = any(source is each for each in self._pinned)
             self._waits.count("copy to device" if is_pinned and is_asynchronous else "copy to device that waits")
-
-
-class CountLists(TorchFunctionMode):
-    """Counts ``tolist`` of a device's tensor, which could be that of tokens dealt evenly."""
-
-    def __init__(self, waits: Waits, num_tokens: int) -> None:
-        super().__init__()
-        self._waits, self._num_tokens = waits, num_tokens
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See ``TorchFunctionMode``."""
-        if function is torch.Tensor.tolist:
-            if _is_on_gpu(args[0]):
-                self._waits.count("tolist")
-            return [self._num_tokens // args[0].numel()] * args[0].numel()
-        return function(*args, **(kwargs or {}))
 
 
 class Stream:
@@ -173,88 +162,6 @@ def gpu(waits: Waits) -> Iterator[None]:
         yield
 
 
-def gather_alone(gathered: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
-    """``all_gather_object`` of one rank: bytes of tensors without content say nothing."""
-    gathered[0] = value
-
-
-def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """``Module.to``, which cannot give a tensor without content another device in place."""
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None:
-                moved = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-                moved.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in moved.__dict__})
-                each._parameters[name] = moved
-        for name, buffer in each._buffers.items():
-            each._buffers[name] = None if buffer is None else buffer.to(device)
-    return module
-
-
-@contextlib.contextmanager
-def engine_on_gpu(overrides: dict[str, Any], waits: Waits) -> Iterator[Any]:
-    """A built engine of one rank."""
-    with gpu(waits), mock.patch.object(torch, "compile", lambda function=None, **kwargs: function):
-        from megatron_ft.mcore.device import common
-
-        common.install()
-        groups_module = importlib.import_module("megatron_ft.mcore.groups")
-        engine_module = importlib.import_module("megatron_ft.mcore.loop.engine")
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")
-        config = engines.micro_config({**overrides, "training.device": "cuda"})
-        model = config.model
-        init = dist.init_process_group
-        with mock.patch.object(dist, "init_process_group", lambda backend, **about: init(backend="fake", **about)):
-            groups = groups_module.form_groups(
-                config.parallel,
-                store=dist.HashStore(),
-                rank=0,
-                world_size=1,
-                generation=0,
-                device="cuda",
-                timeout_seconds=60,
-            )
-        samples = engines.MadeUpSamples(model.seq_length)
-        num_tokens = config.training.micro_batch_size * model.seq_length * model.moe_router_topk
-        share = model.moe_router_topk / (model.num_moe_experts or 1)
-        with (
-            mock.patch.object(torch.nn.Module, "to", move),
-            mock.patch.object(dist, "all_gather_object", gather_alone),
-            FakeTensorMode(),
-            CountWaits(waits, share),
-            CountLists(waits, num_tokens),
-        ):
-            engine = engine_module.TrainingEngine(
-                config,
-                device=GPU,
-                transformer_impl="local",
-                vocab_size=engines.VOCAB_SIZE,
-                samples={"train": samples, "valid": samples},
-            )
-            engine.build(groups)
-            yield engine
-
-
-def iterate(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Two iterations, of which the second is counted: forward, backward, norm, update. Where the host waits."""
-    from megatron_ft.mcore.optimizer import commit
-
-    warnings.simplefilter("ignore")
-    waits = Waits()
-    with engine_on_gpu(overrides, waits) as engine:
-        for iteration in (1, 2):
-            waits.is_counting = iteration == 2
-            engine.accumulate(iteration)
-            _, grad_norm = commit.prepare(engine.optimizer)
-            commit.update(engine.optimizer, engine.config.optimizer.clip_grad, grad_norm)
-            commit.gather(engine.optimizer, engine.model_chunks)
-        waits.is_counting = False
-        devices = collections.Counter(
-            str(parameter.device) for chunk in engine.model_chunks for parameter in chunk.parameters()
-        )
-    return {"waits": dict(waits.counted), "devices": dict(devices)}
-
-
 def batches() -> dict[str, Any]:
     """Three microbatches on their way to the GPU: copies, shapes, devices, and how far samples had been read."""
     from megatron_ft.mcore.data.batches import BatchReader
@@ -273,7 +180,7 @@ def batches() -> dict[str, Any]:
         samples=samples, plan=plan, seq_length=8, data_parallel_rank=0, needs_tokens=True, device=GPU
     )
     waits.is_counting = True
-    with gpu(waits), FakeTensorMode(), CountWaits(waits, 1.0):
+    with NoDeviceMode(), gpu(waits), CountWaits(waits, 1.0):
         for batch in reader.microbatches(1):
             read_at.append(samples.num_read)
             tensors += [batch.tokens, batch.labels, batch.position_ids]

@@ -1,4 +1,4 @@
-"""Pipelines whose messages go through host memory, as with gloo on CUDA: ``tests/unit/mcore/pipeline/test_staged.py``."""
+"""Pipelines whose messages go through host memory, as with gloo on CUDA: ``mcore/pipeline/test_staged.py``."""
 
 from typing import Any
 from unittest import mock

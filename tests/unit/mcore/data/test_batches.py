@@ -13,7 +13,9 @@ from tests.helpers.engines import MadeUpSamples
 SEQ_LENGTH = 8
 
 
-def reader(*, data_parallel_size: int = 1, context_parallel_rank: int = 0, context_parallel_size: int = 1) -> BatchReader:
+def reader(
+    *, data_parallel_size: int = 1, context_parallel_rank: int = 0, context_parallel_size: int = 1
+) -> BatchReader:
     plan = BatchPlan(
         global_batch_size=6, micro_batch_size=2, data_parallel_size=data_parallel_size, num_microbatches_multiple=1
     )

@@ -1,4 +1,4 @@
-"""A rank's first steps: its device, then everything that may touch one; and what is imported before ranks are forked."""
+"""A rank's first steps: its device, then what may touch one; and what is imported before ranks are forked."""
 
 import os
 import subprocess
