@@ -176,9 +176,7 @@ def batches() -> dict[str, Any]:
 
     waits, samples, read_at, tensors = Waits(), Samples(8), [], []
     plan = BatchPlan(global_batch_size=6, micro_batch_size=2, data_parallel_size=1, num_microbatches_multiple=1)
-    reader = BatchReader(
-        samples=samples, plan=plan, seq_length=8, data_parallel_rank=0, needs_tokens=True, device=GPU
-    )
+    reader = BatchReader(samples=samples, plan=plan, seq_length=8, data_parallel_rank=0, needs_tokens=True, device=GPU)
     waits.is_counting = True
     with NoDeviceMode(), gpu(waits), CountWaits(waits, 1.0):
         for batch in reader.microbatches(1):

@@ -33,9 +33,7 @@ def test_a_rank_takes_its_gpu_before_anything_looks_for_software(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(main, "install", install)
-    config = micro_config(
-        {"training.device": "cuda", "launch.num_nodes": 4, "launch.ranks_per_node": 2}, world_size=8
-    )
+    config = micro_config({"training.device": "cuda", "launch.num_nodes": 4, "launch.ranks_per_node": 2}, world_size=8)
     context = RankContext(
         rank=5,
         world_size=8,
