@@ -48,34 +48,32 @@ class Log:
         yield iteration, torch.ones(SHAPE)
 
 
-def config(*, batched: bool) -> Any:
+def config() -> Any:
     """Of a pipeline."""
-    return TransformerConfig(
-        num_layers=2, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, batch_p2p_comm=batched
-    )
+    return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32)
 
 
-def exchanged(*, batched: bool) -> dict[str, list[str]]:
+def exchanged(*, waits: bool) -> dict[str, list[str]]:
     """Devices of what one exchange with both neighbours gives to gloo, and of what the model receives."""
     given: list[str] = []
 
-    def begin(**tensors: Any) -> Any:
+    def begin(**tensors: Any) -> dict[str, Done]:
         found = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
         given.extend(str(each.device) for each in found.values())
-        return [Done() for _ in found] if batched else {name.removeprefix("tensor_"): Done() for name in found}
+        return {name.removeprefix("tensor_"): Done() for name in found}
 
     with (
         mock.patch.object(dist, "get_backend", lambda group=None: "gloo"),
-        mock.patch.object(p2p_communication, "_batched_p2p_ops" if batched else "_p2p_ops", begin),
+        mock.patch.object(p2p_communication, "_p2p_ops", begin),
     ):
-        stage = StagedCommunicator(Pair(), config(batched=batched))  # type: ignore[arg-type]
+        stage = StagedCommunicator(Pair(), config())  # type: ignore[arg-type]
         previous, following, requests = stage._communicate(
             tensor_send_next=torch.ones(SHAPE, device=GPU, requires_grad=True),
             tensor_send_prev=torch.ones(SHAPE, device=GPU),
             recv_prev=True,
             recv_next=True,
             tensor_shape=SHAPE,
-            wait_on_reqs=batched,
+            wait_on_reqs=waits,
         )
         for request in (requests or {}).values():
             request.wait()
@@ -103,7 +101,7 @@ def logged(backend: str) -> dict[str, Any]:
         mock.patch.object(communicator, "world_group", lambda: "all ranks"),
     ):
         pair: Any = Pair()
-        stage = ReplayCommunicator(pair, config(batched=True), None, replays_previous=False, replays_next=False)
+        stage = ReplayCommunicator(pair, config(), None, replays_previous=False, replays_next=False)
         for direction in ("forward", "backward"):
             seen.clear()
             requests, num_bytes = serve(Log(), pair, direction, 1, range(5, 7))  # type: ignore[arg-type]
@@ -123,8 +121,8 @@ def scenario() -> dict[str, Any]:
         FakeTensorMode(),
     ):
         return {
-            "batched": exchanged(batched=True),
-            "one by one": exchanged(batched=False),
+            "waited for at once": exchanged(waits=True),
+            "waited for later": exchanged(waits=False),
             "logged nccl": logged("nccl"),
             "logged gloo": logged("gloo"),
         }

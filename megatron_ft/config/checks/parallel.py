@@ -38,15 +38,19 @@ def _check_backend(config: JobConfig) -> None:
         parallel.device_backend,
         "must be auto or gloo with training.device=cpu: NCCL moves the memory of GPUs only",
     )
-    if parallel.device_backend == "gloo" or device == "cpu":
-        chosen = f"training.device={device}" if device == "cpu" else f"{key}=gloo"
-        cannot = (
-            ("expert_tensor_parallel_size", "gloo gathers no uneven sizes"),
-            ("context_parallel_size", "attention sends parts of the sequence out of GPU memory, which gloo cannot"),
-        )
-        for name, reason in cannot if device != "cpu" else cannot[:1]:
-            value = getattr(parallel, name)
-            require(value == 1, f"parallel.{name}", value, f"must be 1 with {chosen}: {reason}")
+    is_chosen = parallel.device_backend == "gloo"
+    require(
+        parallel.expert_tensor_parallel_size == 1 or not (is_chosen or device == "cpu"),
+        "parallel.expert_tensor_parallel_size",
+        parallel.expert_tensor_parallel_size,
+        f"must be 1 with training.device=cpu or {key}=gloo: gloo gathers no uneven sizes",
+    )
+    require(
+        parallel.context_parallel_size == 1 or not is_chosen,
+        "parallel.context_parallel_size",
+        parallel.context_parallel_size,
+        f"must be 1 with {key}=gloo: attention sends parts of the sequence out of GPU memory, which gloo cannot",
+    )
 
 
 def _check_pipeline(config: JobConfig) -> None:

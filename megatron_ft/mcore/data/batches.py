@@ -1,5 +1,6 @@
 """Turns samples into the microbatches a rank feeds to its model."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,15 +85,12 @@ class BatchReader:
             yield from (Microbatch(*self._packed(first), first is None) for first in samples)
 
     def _uploaded(self, samples: Iterator[int | None]) -> Iterator[Microbatch]:
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        under_way: _Upload | None = None
-        for first_sample in samples:
-            following = _Upload.begin(self._packed(first_sample), first_sample is None, self.device, stream)
-            if under_way is not None:
-                yield under_way.take()
-            under_way = following
-        if under_way is not None:
+        uploads = (_Upload.begin(self._packed(first), first is None, self.device) for first in samples)
+        under_way = next(uploads, None)
+        while under_way is not None:
+            following = next(uploads, None)
             yield under_way.take()
+            under_way = following
 
     def _packed(self, first_sample: int | None) -> torch.Tensor:
         """Tokens, labels and positions in one tensor of the host: int64 [3, micro_batch_size, own seq_length]."""
@@ -122,10 +120,9 @@ class _Upload:
     is_there: torch.cuda.Event
 
     @classmethod
-    def begin(
-        cls, packed: torch.Tensor, is_padding: bool, device: torch.device, stream: torch.cuda.Stream
-    ) -> "_Upload":
+    def begin(cls, packed: torch.Tensor, is_padding: bool, device: torch.device) -> "_Upload":
         """Queue one copy, out of pinned memory: any other would hold up the host."""
+        stream = _upload_stream(device)
         with torch.cuda.stream(stream):
             tensors = packed.pin_memory().to(device, non_blocking=True)
             return cls(tensors, is_padding, stream.record_event())
@@ -136,6 +133,12 @@ class _Upload:
         computing.wait_event(self.is_there)
         self.tensors.record_stream(computing)  # it was allocated for the other stream
         return Microbatch(*self.tensors, self.is_padding)
+
+
+@functools.cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream for uploads: PyTorch hands out few, and a new one may be that of other copies."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbatches_multiple: int) -> BatchPlan:

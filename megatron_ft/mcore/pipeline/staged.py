@@ -86,24 +86,18 @@ class StagedCommunicator(P2PCommunicator):
             if is_wanted:
                 hosts[name] = torch.empty(tensor_shape, dtype=dtype)
                 targets[name] = torch.empty(tensor_shape, dtype=dtype, device=device, requires_grad=True)
-        requests: Any = self._begin(hosts)
+        # One by one whatever config.batch_p2p_comm says: gloo makes nothing of a batch.
+        requests: Mapping[str, Any] = p2p_communication._p2p_ops(
+            tensor_send_prev=hosts.get("send_prev"),
+            tensor_recv_prev=hosts.get("recv_prev"),
+            tensor_send_next=hosts.get("send_next"),
+            tensor_recv_next=hosts.get("recv_next"),
+            group=self.pp_group,
+            prev_pipeline_rank=self.prev_rank,
+            next_pipeline_rank=self.next_rank,
+        )
         transfers = {name: _Transfer(request, hosts[name], targets.get(name)) for name, request in requests.items()}
         if wait_on_reqs:
             for transfer in transfers.values():
                 transfer.wait()
         return targets.get("recv_prev"), targets.get("recv_next"), None if wait_on_reqs else transfers
-
-    def _begin(self, hosts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Start to send and receive, in the order in which Megatron does; the requests by name."""
-        tensors: dict[str, Any] = {
-            "tensor_send_prev": hosts.get("send_prev"),
-            "tensor_recv_prev": hosts.get("recv_prev"),
-            "tensor_send_next": hosts.get("send_next"),
-            "tensor_recv_next": hosts.get("recv_next"),
-        }
-        ranks = {"prev_pipeline_rank": self.prev_rank, "next_pipeline_rank": self.next_rank}
-        if self.config.batch_p2p_comm:
-            begun = p2p_communication._batched_p2p_ops(**tensors, group=self.pp_group, **ranks)
-            names = [name.removeprefix("tensor_") for name, tensor in tensors.items() if tensor is not None]
-            return dict(zip(names, begun, strict=True))
-        return dict(p2p_communication._p2p_ops(**tensors, group=self.pp_group, **ranks))

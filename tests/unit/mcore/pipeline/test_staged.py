@@ -42,7 +42,7 @@ def test_messages_have_the_device_that_the_backend_can_send_from(tmp_path: Path)
     found: dict[str, Any] = fake_gpu.run(
         fake_gpu.build(tmp_path), "tests.helpers.message_devices:scenario", timeout_seconds=380
     )
-    for way in ("batched", "one by one"):
+    for way in ("waited for at once", "waited for later"):
         assert found[way] == {"given": ["cpu"] * 4, "received": ["cuda:0", "cuda:0"]}
     # NCCL: from the device, without tags, each direction in a group of its own. gloo: from the host, with tags.
     assert found["logged nccl"] == {"forward": ["pair", 0, "cuda"], "backward": ["all ranks", 0, "cuda"]}
