@@ -85,7 +85,16 @@ def run(library: Path, entry: str, arguments: dict[str, Any] | None = None, *, t
         AssertionError: it raised; its traceback is in the message.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.fake_gpu", str(library), entry, json.dumps(arguments or {})],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.helpers.fake_gpu",
+            str(library),
+            entry,
+            json.dumps(arguments or {}),
+        ],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -93,7 +102,9 @@ def run(library: Path, entry: str, arguments: dict[str, Any] | None = None, *, t
         timeout=timeout_seconds,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    # PyTorch lists all kernels of an operation that it lacks for a device.
+    told = "\n".join(line for line in done.stderr.splitlines() if " registered at /" not in line)
+    assert done.returncode == 0, told[-6000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     return json.loads(line.removeprefix(_MARK))
 

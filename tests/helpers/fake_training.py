@@ -1,7 +1,8 @@
-"""Copies to a GPU whose tensors have no content: ``tests/unit/mcore/data/test_batches.py``."""
+"""Iterations, and copies, on a GPU whose tensors have no content: where devices mix, and where the host waits."""
 
 import collections
 import contextlib
+import importlib
 import os
 import traceback
 from collections.abc import Iterator
@@ -9,8 +10,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.helpers import engines
 
@@ -21,7 +25,8 @@ _aten = torch.ops.aten
 
 
 class Waits:
-    """Where the host waits for the device: ``what at file:function`` -> how often."""
+    """Where the host waits for the device, or begins a copy that it need not wait for: ``what at file:function`` -> how
+    often."""
 
     def __init__(self) -> None:
         self.counted: collections.Counter[str] = collections.Counter()
@@ -40,6 +45,14 @@ class Waits:
 
 def _is_on_gpu(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda"
+
+
+def _communicate(function: Any, args: Any) -> Any:
+    """What a collective of one rank returns over NCCL, which takes tensors of a GPU only."""
+    devices = {str(each.device) for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+    assert devices <= {str(GPU)}, f"NCCL is given tensors on {sorted(devices)}: {function}"
+    work = FakeWork().boxed()
+    return work if len(function._schema.returns) == 1 else (args[0], work)
 
 
 class NoDeviceMode(FakeTensorMode):
@@ -66,6 +79,8 @@ class CountWaits(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``TorchDispatchMode``."""
         kwargs = kwargs or {}
+        if function.namespace == "c10d":
+            return _communicate(function, args)
         if function is _aten._local_scalar_dense.default:
             if _is_on_gpu(args[0]):
                 self._waits.count("item")
@@ -83,19 +98,62 @@ class CountWaits(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _look_at_copy(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Count a copy between host and device, which waits unless it may not and the host's memory is pinned."""
         if function is _aten.copy_.default:
-            target, source = args[0].device.type, args[1]
+            target, source = args[:2]
             is_asynchronous = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+            between = (source.device.type, target.device.type)
+            is_pinned = self._is_pinned(source) or self._is_pinned(target)
         else:
-            wanted = kwargs.get("device")
-            source = args[0]
-            target = source.device.type if wanted is None else torch.device(wanted).type
+            source, wanted = args[0], kwargs.get("device")
             is_asynchronous = bool(kwargs.get("non_blocking"))
-        if (source.device.type, target) == ("cuda", "cpu"):
-            self._waits.count("copy to host")
-        elif (source.device.type, target) == ("cpu", "cuda"):
-            is_pinned = any(source is each for each in self._pinned)
-            self._waits.count("copy to device" if is_pinned and is_asynchronous else "copy to device that waits")
+            between = (source.device.type, source.device.type if wanted is None else torch.device(wanted).type)
+            is_pinned = self._is_pinned(source) or between == ("cuda", "cpu")  # PyTorch pins what it makes for it
+        if set(between) == {"cpu", "cuda"}:
+            name = "copy to device" if between[1] == "cuda" else "copy to host"
+            self._waits.count(name if is_asynchronous and is_pinned else f"{name} that waits")
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return any(tensor is each for each in self._pinned)
+
+
+def made_of_numbers(waits: Waits) -> Any:
+    """``torch.tensor``, which reads tensors in a list one by one, past all modes: counted, with made-up numbers."""
+    make = torch.tensor
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if _is_on_gpu(value):
+            waits.count("item")
+        return 1.0
+
+    def tensor(data: Any, **about: Any) -> torch.Tensor:
+        return make(data if isinstance(data, torch.Tensor) else tree_map(read, data), **about)
+
+    return tensor
+
+
+def listed(waits: Waits, num_tokens: int) -> Any:
+    """``tolist``, counted: the order that ``keep_order`` has put down, or tokens dealt evenly."""
+
+    def tolist(tensor: torch.Tensor) -> list[int]:
+        if _is_on_gpu(tensor):
+            waits.count("tolist")
+        return getattr(tensor, "order", [num_tokens // tensor.numel()] * tensor.numel())
+
+    return tolist
+
+
+def keep_order(model_chunks: list[torch.nn.Module]) -> None:
+    """Put down what is in the tensors by which Megatron's dispatcher sorts parts by their experts, on one rank."""
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+                order: Any = getattr(dispatcher, name, None)
+                if order is not None:
+                    order.order = list(range(order.numel()))
 
 
 class Stream:
@@ -141,6 +199,8 @@ def gpu(waits: Waits) -> Iterator[None]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (9, 0),
+        "is_current_stream_capturing": lambda: False,
         "set_device": lambda device: None,
         "_lazy_init": lambda: None,
         "synchronize": wait,
@@ -160,6 +220,95 @@ def gpu(waits: Waits) -> Iterator[None]:
         stack.enter_context(mock.patch.object(Stream, "synchronize", wait, create=True))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
         yield
+
+
+def gather_alone(gathered: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
+    """``all_gather_object`` of one rank: bytes of tensors without content say nothing."""
+    gathered[0] = value
+
+
+def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """``Module.to``, which cannot give a tensor without content another device in place."""
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                moved = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+                moved.__dict__.update(
+                    {key: value for key, value in parameter.__dict__.items() if key not in moved.__dict__}
+                )
+                each._parameters[name] = moved
+        for name, buffer in each._buffers.items():
+            each._buffers[name] = None if buffer is None else buffer.to(device)
+    return module
+
+
+@contextlib.contextmanager
+def engine_on_gpu(overrides: dict[str, Any], waits: Waits) -> Iterator[Any]:
+    """A built engine of one rank."""
+    fake = NoDeviceMode(allow_non_fake_inputs=True)
+    with gpu(waits), mock.patch.object(torch, "compile", lambda function=None, **kwargs: function):
+        from megatron_ft.mcore.device import common
+
+        common.install()
+        groups_module = importlib.import_module("megatron_ft.mcore.groups")
+        engine_module = importlib.import_module("megatron_ft.mcore.loop.engine")
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        config = engines.micro_config({**overrides, "training.device": "cuda"})
+        model = config.model
+        init = dist.init_process_group
+        with mock.patch.object(dist, "init_process_group", lambda backend, **about: init(backend="fake", **about)):
+            groups = groups_module.form_groups(
+                config.parallel,
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+                generation=0,
+                device="cuda",
+                timeout_seconds=60,
+            )
+        samples = engines.MadeUpSamples(model.seq_length)
+        num_tokens = config.training.micro_batch_size * model.seq_length * model.moe_router_topk
+        share = model.moe_router_topk / (model.num_moe_experts or 1)
+        random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+        with (
+            mock.patch.object(random, "_get_cuda_rng_state", lambda **about: torch.zeros(16, dtype=torch.uint8)),
+            mock.patch.object(random, "_set_cuda_rng_state", lambda state, **about: None),
+            mock.patch.object(torch, "tensor", made_of_numbers(waits)),
+            mock.patch.object(torch.nn.Module, "to", move),
+            mock.patch.object(dist, "all_gather_object", gather_alone),
+            mock.patch.object(engine_module, "exchange", lambda ballot, group: [ballot]),
+            fake,
+            mock.patch.object(FakeTensor, "tolist", listed(waits, num_tokens)),
+            CountWaits(waits, share),
+        ):
+            engine = engine_module.TrainingEngine(
+                config,
+                device=GPU,
+                transformer_impl="local",
+                vocab_size=engines.VOCAB_SIZE,
+                samples={"train": samples, "valid": samples},
+            )
+            engine.build(groups)
+            keep_order(engine.model_chunks)
+            yield engine
+
+
+def iterate(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Two whole iterations, of which the second is counted: where the host waits, and what became of them.
+
+    Each has two microbatches of padding. The vote is that of this rank alone.
+    """
+    waits, actions = Waits(), []
+    with engine_on_gpu(overrides, waits) as engine:
+        engines.add_padding(engine, engine.batch.num_real_microbatches + 2)
+        for iteration in (1, 2):
+            waits.is_counting = iteration == 2
+            actions.append(engine.run_iteration(iteration).decision.action)
+        waits.is_counting = False
+        tensors = [each for chunk in engine.model_chunks for each in chunk.parameters()]
+    asynchronous = ("copy to device at", "copy to host at")
+    counted = {where: number for where, number in waits.counted.items() if not where.startswith(asynchronous)}
+    return {"waits": counted, "actions": actions, "devices": sorted({str(each.device) for each in tensors})}
 
 
 def batches() -> dict[str, Any]:
@@ -188,3 +337,10 @@ def batches() -> dict[str, Any]:
         "devices": sorted({str(each.device) for each in tensors}),
         "samples_read_at_each_yield": read_at,
     }
+
+
+def scenarios() -> dict[str, Any]:
+    """All, and those of ``message_devices``, in one process: most of its time it imports."""
+    from tests.helpers import message_devices
+
+    return {"messages": message_devices.scenario(), "batches": batches(), "iterations": iterate({})}

@@ -1,4 +1,4 @@
-"""What goes to ``torch.distributed`` from stages on a GPU: ``tests/unit/mcore/pipeline/test_staged.py``."""
+"""What goes to ``torch.distributed`` from stages on a GPU: ``tests/unit/mcore/test_fake_gpu.py``."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -172,7 +172,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     yield made
     made.close()
     waits.use(waits.WaitLimit())
-    assert not dist.is_initialized() and not parallel_state.model_parallel_is_initialized()
+    is_left = dist.is_initialized() or parallel_state.model_parallel_is_initialized()
+    if is_left:
+        monkeypatch.undo()
+        dissolve_groups()
+    assert not is_left, "the test has dissolved its groups"
 
 
 def test_sockets_of_nccl_are_not_shut_down_with_those_of_gloo(device: Device) -> None:

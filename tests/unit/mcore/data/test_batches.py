@@ -1,13 +1,9 @@
-"""Microbatches: what is in them, in which order they are read, and how they come to a GPU."""
+"""Microbatches: what is in them. How they come to a GPU: ``test_fake_gpu.py``."""
 
-from pathlib import Path
-
-import pytest
 import torch
 
 from megatron_ft.mcore.data.batches import BatchReader
 from megatron_ft.planning.batch import BatchPlan
-from tests.helpers import fake_gpu
 from tests.helpers.engines import MadeUpSamples
 
 SEQ_LENGTH = 8
@@ -56,11 +52,3 @@ def test_ranks_of_a_sequence_share_it_as_megatron_does() -> None:
         chunks = getattr(whole, name).chunk(4, dim=1)
         for rank, part in enumerate(parts):
             assert torch.equal(getattr(part, name), torch.cat([chunks[rank], chunks[3 - rank]], dim=1))
-
-
-@pytest.mark.timeout(400)
-def test_a_microbatch_comes_to_a_gpu_in_one_copy_while_the_one_before_is_computed(tmp_path: Path) -> None:
-    found = fake_gpu.run(fake_gpu.build(tmp_path), "tests.helpers.fake_training:batches", timeout_seconds=380)
-    assert found["copies"] == {"copy to device at batches.py:begin": 3}
-    assert found["shapes"] == [[2, SEQ_LENGTH]] * 9 and found["devices"] == ["cuda:0"]
-    assert found["samples_read_at_each_yield"] == [4, 6, 6]

@@ -1,11 +1,7 @@
-"""Messages between stages where the backend cannot send from the device, or knows no tags."""
-
-from pathlib import Path
-from typing import Any
+"""Messages between stages that go through host memory. Their devices: ``test_fake_gpu.py``."""
 
 import pytest
 
-from tests.helpers import fake_gpu
 from tests.helpers.engines import of_ranks, run_scenarios
 
 PP2 = {"model.num_layers": 4, "parallel.pipeline_model_parallel_size": 2}
@@ -34,16 +30,3 @@ def test_what_goes_through_host_memory_arrives_with_the_same_bits() -> None:
             assert through_host["state"] == direct["state"]
             assert through_host["num_messages"] == direct["num_messages"] > 0
             assert (through_host["num_direct"], direct["num_direct"] > 0) == (0, True)
-
-
-@pytest.mark.timeout(400)
-def test_messages_have_the_device_that_the_backend_can_send_from(tmp_path: Path) -> None:
-    """With tensors of a GPU, and PyTorch's own checks of devices."""
-    found: dict[str, Any] = fake_gpu.run(
-        fake_gpu.build(tmp_path), "tests.helpers.message_devices:scenario", timeout_seconds=380
-    )
-    for way in ("waited for at once", "waited for later"):
-        assert found[way] == {"given": ["cpu"] * 4, "received": ["cuda:0", "cuda:0"]}
-    # NCCL: from the device, without tags, each direction in a group of its own. gloo: from the host, with tags.
-    assert found["logged nccl"] == {"forward": ["pair", 0, "cuda"], "backward": ["all ranks", 0, "cuda"]}
-    assert found["logged gloo"] == {"forward": ["pair", 1001, "cpu"], "backward": ["pair", 1002, "cpu"]}
