@@ -323,13 +323,15 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
     launch = config.launch
     if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
         return
-    from megatron_ft.planning.devices import usable_gpus
+    from megatron_ft.planning.devices import gpus_needed, usable_gpus
 
-    usable = usable_gpus(facts)
+    usable, num_ranks = usable_gpus(facts), launch.most_nodes * launch.ranks_per_node
     if usable == 0:
         raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine shows none that can be used")
-    if usable < launch.ranks_per_node:
-        constraint = f"must be at most {usable}, the GPUs of this machine that can be used: each rank takes one"
+    if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
+        most = usable * launch.ranks_per_gpu
+        constraint = f"must be at most {most} on this machine, all nodes together: {usable} of its GPUs can be used, "
+        constraint += f"with launch.ranks_per_gpu={launch.ranks_per_gpu}, and the job starts {num_ranks} ranks"
         raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
 
 

@@ -10,6 +10,7 @@ the job.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
 
     if needs is None:
         return check_clocks(observe_clocks())
-    from megatron_ft.doctor.devices import check_devices
+    from megatron_ft.doctor.devices import check_devices, check_environment
     from megatron_ft.doctor.memory import check_memory, observe_memory
     from megatron_ft.doctor.network import check_network, observe_network
     from megatron_ft.doctor.storage import check_storage, observe_storage
@@ -70,6 +71,7 @@ def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
         *check_storage(observe_storage(needs), needs),
         *check_clocks(observe_clocks()),
         *check_devices(observe_here(asks_memory=needs.device == "cuda"), needs),
+        *check_environment(os.environ, needs),
     ]
 
 

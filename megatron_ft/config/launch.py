@@ -18,7 +18,10 @@ class LaunchConfig:
     num_nodes: int = 1
     """Nodes the job starts with."""
     ranks_per_node: int = 1
-    """Ranks (processes) per node; one per GPU on CUDA."""
+    """Ranks (processes) per node."""
+    ranks_per_gpu: int = 1
+    """Ranks of one machine that share a GPU, for trials on machines with few GPUs. More than 1 gives each rank a host
+    id of its own for NCCL, which then uses sockets only."""
     interface: str = "127.0.0.1"
     """Address the job's control channel binds to. Never all interfaces. With ``launch.node_launcher=srun`` and ``none``
     it may be the name of a network interface of the batch host. Mode ``local``."""

@@ -27,3 +27,12 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Gather parameters during the next forward pass. Refused: the commit protocol gathers before it
     calls an iteration done."""
+    device_backend: str = "auto"
+    """Backend of the process groups that move the model's tensors: ``nccl``, ``gloo`` or ``auto`` (NCCL on CUDA, gloo
+    on CPU). gloo on CUDA is for trials where NCCL cannot be used: it copies everything through host memory."""
+
+    def backend_on(self, device: str) -> str:
+        """``nccl`` or ``gloo``: what ``device_backend`` is on ``device``, ``cpu`` or ``cuda``."""
+        if self.device_backend != "auto":
+            return self.device_backend
+        return "nccl" if device == "cuda" else "gloo"

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.forkserver import listen
 from megatron_ft.control.outbox import Outbox
 from megatron_ft.control.ranks import Ranks
@@ -26,6 +27,7 @@ from megatron_ft.control.runtime_dir import Use, remove_stale_sockets, socket_pa
 from megatron_ft.control.services import Services
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
+from megatron_ft.planning.rank_environment import rank_environment
 
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
@@ -257,7 +259,8 @@ class Agent:
     def _spawn(self, number: int, spec: Message) -> None:
         log = Path(spec["run_dir"]) / "logs" / f"rank-{number:05d}.log"
         self._ranks.expect(number, start=spec["start"], generation=spec["generation"], log=log)
-        spec = {**spec, "agent_socket": str(self._socket_path), "environment": dict(os.environ)}
+        environment = {**rank_environment(from_dict(spec["config"]), number), **os.environ}
+        spec = {**spec, "agent_socket": str(self._socket_path), "environment": environment}
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             send(self._forkserver.sock, {"op": "spawn", "rank": number, "spec": spec}, [descriptor])

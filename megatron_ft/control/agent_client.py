@@ -111,7 +111,7 @@ class AgentClient:
             self._hang_up = hang_up
             reason = self._broken
         if reason is not None:
-            threading.Thread(target=hang_up, args=(reason,), name="hang up", daemon=True).start()
+            _call_in_thread(hang_up, reason)
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
         """See ``WorkerClient``."""
@@ -214,7 +214,7 @@ class AgentClient:
         if message["op"] == "ping":
             self._send({"op": "pong"})
         if hang_up is not None:
-            hang_up(message["reason"])
+            _call_in_thread(hang_up, message["reason"])
 
     def _concerns_us(self, message: Message) -> bool:
         return self._rank is not None and message["generation"] == self._generation
@@ -233,6 +233,12 @@ class AgentClient:
                 send(self._socket, message)
         except OSError as error:
             raise ControlError(f"the node's agent is gone: {error}") from error
+
+
+def _call_in_thread(hang_up: HangUp, reason: str) -> None:
+    """Break connections without holding up whoever listens to the agent: NCCL takes seconds to abort, and a rank that
+    answers no ping meanwhile is killed."""
+    threading.Thread(target=hang_up, args=(reason,), name="hang up", daemon=True).start()
 
 
 def _words_of(error: BaseException | str) -> Record:

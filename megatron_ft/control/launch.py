@@ -52,6 +52,7 @@ from megatron_ft.framing import Message
 
 RANK_ENTRY = "megatron_ft.mcore.loop.main:run_rank"
 PRELOAD = ("megatron_ft.mcore.loop.main:warm",)
+PRELOAD_ON_CUDA = ("megatron_ft.mcore.loop.main:warm_cuda",)
 _CLEANUP_SECONDS = 5.0
 
 
@@ -78,7 +79,7 @@ def launch(
     *,
     open_sinks: OpenSinks,
     entry: str = RANK_ENTRY,
-    preload: Sequence[str] = PRELOAD,
+    preload: Sequence[str] | None = None,
     command: Sequence[str] | None = None,
     services: Mapping[str, str] | None = None,
 ) -> int:
@@ -87,7 +88,7 @@ def launch(
     Args:
         config_yaml: the resolved configuration, kept in the run folder.
         entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``.
-        preload: modules imported (``module:function``: called) before ranks are forked.
+        preload: modules imported (``module:function``: called) before ranks are forked; default: those of the device.
         command: how the user started the job, for the advice how to resume; default: as this process was.
         services: name to module of processes that every node has beside its ranks, see ``control/services.py``.
 
@@ -95,6 +96,8 @@ def launch(
         ConfigError: the run folder, the interface or the allocation cannot be used. Nothing was started.
     """
     allocation = None
+    if preload is None:
+        preload = PRELOAD_ON_CUDA if config.training.device == "cuda" else PRELOAD
     if config.launch.node_launcher != "local":
         read = read_array if config.launch.node_launcher == "none" else read_allocation
         allocation = read(os.environ, most_nodes=config.launch.most_nodes)

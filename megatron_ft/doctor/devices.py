@@ -3,11 +3,13 @@
 import importlib.util
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ft.doctor.findings import Finding, amount, error, told, warning
 from megatron_ft.doctor.needs import JobNeeds
-from megatron_ft.planning.devices import DeviceFacts, usable_gpus
+from megatron_ft.planning.devices import DeviceFacts, gpus_needed, usable_gpus
+from megatron_ft.planning.rank_environment import set_otherwise
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _QUERY_SECONDS = 30.0
@@ -78,10 +80,28 @@ def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
     usable = usable_gpus(facts)
     if facts.visible is not None:
         seen += f", {usable} of them by CUDA_VISIBLE_DEVICES={facts.visible}"
-    if usable < needs.ranks_here:
-        what = f"{seen}; {needs.ranks_here} ranks here need one each"
+    needed = gpus_needed(needs.ranks_here, needs.ranks_per_gpu)
+    if usable < needed:
+        each = "one each" if needs.ranks_per_gpu == 1 else f"{needed}, {needs.ranks_per_gpu} ranks on one"
+        what = f"{seen}; {needs.ranks_here} ranks here need {each}"
         return [error("devices", what, f"launch.ranks_per_node={usable // needs.nodes_here or 1}, or another machine")]
     return [told("devices", f"{seen}; {needs.ranks_here} ranks here"), *_check_gpu_memory(facts, needs)]
+
+
+def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Finding]:
+    """The variables that ranks get on CUDA, and those that are set to something else here.
+
+    Args:
+        variables: the environment that the job is started in.
+    """
+    found = []
+    for name, value in set_otherwise(needs.environment, variables).items():
+        what = f"{name}={value} is set; this job would set {name}={needs.environment[name]}"
+        found.append(warning("environment", what, f"unset {name}, unless it is meant"))
+    if needs.environment:
+        names = " ".join(f"{name}={value}" for name, value in needs.environment.items())
+        found.append(told("environment", f"ranks get, where nobody sets it: {names}"))
+    return found
 
 
 def _check_other(needs: JobNeeds) -> list[Finding]:

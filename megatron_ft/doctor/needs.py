@@ -1,13 +1,16 @@
 """What a job needs of one machine: figures out of its configuration and its plan. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron_ft.config.checks.parallel import needs_transformer_engine
+from megatron_ft.config.devices import on_device
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.cost.saving import OPTIMIZER_BYTES
 from megatron_ft.planning.job import JobPlan
+from megatron_ft.planning.rank_environment import rank_environment
 from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 
@@ -24,6 +27,7 @@ class JobNeeds:
     num_nodes: int
     """Nodes there can be in the whole job, spares included."""
     ranks_per_node: int
+    ranks_per_gpu: int
     world_size: int
     """Ranks that can train together, at most."""
     device: str
@@ -53,6 +57,8 @@ class JobNeeds:
     """Whether the other device refuses the job."""
     starts_elsewhere: bool = False
     """Whether nodes are other machines than the one that starts the job."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that ranks get on CUDA where nobody has set them."""
 
     @property
     def ranks_here(self) -> int:
@@ -82,6 +88,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         nodes_here=nodes_here,
         num_nodes=launch.most_nodes,
         ranks_per_node=launch.ranks_per_node,
+        ranks_per_gpu=launch.ranks_per_gpu,
         world_size=launch.most_members * launch.ranks_per_node,
         device=plan.device,
         device_reason=plan.device_reason,
@@ -96,6 +103,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         gpu_memory_bytes=launch.gpu_memory_bytes,
         other_device=plan.other_device,
         is_refused_there=plan.is_refused_there,
+        environment=rank_environment(on_device(config, plan.device)),
         starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",
     )
 

@@ -45,6 +45,9 @@ class Groups:
         Raises:
             RuntimeError: others did not come, or the connections were broken.
         """
+        if dist.get_backend() == "nccl":
+            # NCCL connects when it is first used: what is queued must have come so far before sockets are compared.
+            torch.cuda.synchronize()
         before, timeout = open_sockets(), datetime.timedelta(seconds=timeout_seconds)
         group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
         self.transports.include(open_sockets() - before)
@@ -141,10 +144,10 @@ def form_groups(
     timeout_seconds: float,
 ) -> Groups:
     """Form all groups on ``store``, under a prefix that belongs to ``generation``."""
-    timeout = datetime.timedelta(seconds=timeout_seconds)
+    timeout, backend = datetime.timedelta(seconds=timeout_seconds), parallel.backend_on(device)
     before = open_sockets()
     dist.init_process_group(
-        backend="nccl" if device == "cuda" else "gloo",
+        backend=backend,
         store=dist.PrefixStore(f"generation-{generation}", store),
         rank=rank,
         world_size=world_size,
@@ -160,6 +163,9 @@ def form_groups(
         distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
         create_gloo_process_groups=False,
     )
+    if backend == "nccl":
+        # NCCL's sockets are not ours to shut down: it would report that as an error of a peer. It is aborted instead.
+        before = open_sockets()
     vote = dist.new_group(backend="gloo", timeout=timeout)
     store_port = store.port if isinstance(store, dist.TCPStore) else None
     transports = Transports.among(open_sockets() - before, store_port=store_port)
@@ -176,12 +182,14 @@ def dissolve_groups() -> None:
     """Drop Megatron's groups and torch's. The caller has let go of its ``Groups`` and of all that holds them.
 
     Where connections were shut down, operations may be blocked in the groups for good: those groups are held until
-    their own timeout, and this returns.
+    their own timeout, and this returns. NCCL's are aborted first: to destroy one waits for peers that may be gone.
     """
     groups = []
     if waits.in_use().is_ended:
         groups = list(dist.distributed_c10d._world.pg_map)
         drop_broken_graph()
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
     parallel_state.destroy_model_parallel()
     # The one group that Megatron forgets to drop.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.errors import ConfigError
 
 
@@ -48,6 +49,46 @@ def usable_gpus(facts: DeviceFacts) -> int:
             break
         num_named += 1
     return min(facts.num_gpus, num_named)
+
+
+def node_on_host(launch: LaunchConfig, node: int) -> int:
+    """Place of ``node`` among the nodes of its machine, from 0.
+
+    Nodes that the command starts on its own machine share it; all other launchers put one node on a machine.
+    """
+    return node if launch.mode == "local" and launch.node_launcher == "local" else 0
+
+
+def device_index(
+    *, node_on_host: int, local_rank: int, ranks_per_node: int, num_visible: int, ranks_per_gpu: int = 1
+) -> int:
+    """The GPU that a rank takes, as PyTorch counts those that its process sees.
+
+    The ranks of a machine are numbered through its nodes and take one GPU after the other. A process that sees one GPU
+    takes that one: the launcher has bound it (``srun --gpus-per-task=1``).
+
+    Args:
+        node_on_host: place of the rank's node among the nodes of its machine.
+        local_rank: place of the rank on its node.
+        num_visible: GPUs that the process sees.
+        ranks_per_gpu: ranks that share one GPU.
+
+    Raises:
+        ConfigError: the process sees no GPU, or too few for a rank of this place.
+    """
+    if num_visible == 1:
+        return 0
+    place = node_on_host * ranks_per_node + local_rank
+    index = place // ranks_per_gpu
+    if index >= num_visible:
+        constraint = f"needs GPU {index} for rank {place} of this machine, whose process sees {num_visible}"
+        raise ConfigError.of("launch.ranks_per_gpu", ranks_per_gpu, constraint)
+    return index
+
+
+def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
+    """GPUs that ``num_ranks`` ranks of one machine take."""
+    return -(-num_ranks // ranks_per_gpu)
 
 
 def choose_device(

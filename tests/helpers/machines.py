@@ -21,6 +21,7 @@ NEEDS = JobNeeds(
     nodes_here=2,
     num_nodes=2,
     ranks_per_node=4,
+    ranks_per_gpu=1,
     world_size=8,
     device="cpu",
     device_reason="training.device=cpu",

@@ -28,6 +28,7 @@ def check_launch(launch: LaunchConfig) -> None:
         require(launch.node_launcher == "local" or value == wanted, key, value, constraint)
     at_least(1, "launch.num_nodes", launch.num_nodes)
     at_least(1, "launch.ranks_per_node", launch.ranks_per_node)
+    at_least(1, "launch.ranks_per_gpu", launch.ranks_per_gpu)
     require(0 <= launch.master_port <= 65535, "launch.master_port", launch.master_port, "must be in 0..65535")
     above(0, "launch.start_timeout_seconds", launch.start_timeout_seconds)
     above(0, "launch.stop_timeout_seconds", launch.stop_timeout_seconds)

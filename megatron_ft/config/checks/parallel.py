@@ -3,7 +3,7 @@
 Nothing ties the batch to them: padding microbatches serve what ranks do not divide.
 """
 
-from megatron_ft.config.checks.primitives import at_least, divides, require
+from megatron_ft.config.checks.primitives import at_least, divides, one_of, require
 from megatron_ft.config.job import JobConfig
 from megatron_ft.topology import Topology
 
@@ -24,6 +24,33 @@ def check_parallel(config: JobConfig) -> None:
     _check_tensor(config)
     _check_experts(config)
     _check_context(config)
+    _check_backend(config)
+
+
+def _check_backend(config: JobConfig) -> None:
+    """What the backend of the model's groups cannot do on the device."""
+    parallel, device = config.parallel, config.training.device
+    key = "parallel.device_backend"
+    one_of(("auto", "nccl", "gloo"), key, parallel.device_backend)
+    require(
+        parallel.device_backend != "nccl" or device != "cpu",
+        key,
+        parallel.device_backend,
+        "must be auto or gloo with training.device=cpu: NCCL moves the memory of GPUs only",
+    )
+    is_chosen = parallel.device_backend == "gloo"
+    require(
+        parallel.expert_tensor_parallel_size == 1 or not (is_chosen or device == "cpu"),
+        "parallel.expert_tensor_parallel_size",
+        parallel.expert_tensor_parallel_size,
+        f"must be 1 with training.device=cpu or {key}=gloo: gloo gathers no uneven sizes",
+    )
+    require(
+        parallel.context_parallel_size == 1 or not is_chosen,
+        "parallel.context_parallel_size",
+        parallel.context_parallel_size,
+        f"must be 1 with {key}=gloo: attention sends parts of the sequence out of GPU memory, which gloo cannot",
+    )
 
 
 def _check_pipeline(config: JobConfig) -> None:
@@ -67,12 +94,6 @@ def _check_experts(config: JobConfig) -> None:
         "parallel.expert_model_parallel_size",
         ep,
         f"must divide model.num_moe_experts={model.num_moe_experts}",
-    )
-    require(
-        etp == 1 or config.training.device != "cpu",
-        "parallel.expert_tensor_parallel_size",
-        etp,
-        "must be 1 with training.device=cpu: gloo gathers no uneven sizes",
     )
     require(
         etp == 1 or not model.add_bias_linear,

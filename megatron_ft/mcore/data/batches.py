@@ -1,5 +1,6 @@
 """Turns samples into the microbatches a rank feeds to its model."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,13 +69,31 @@ class BatchReader:
         )
 
     def microbatches(self, iteration: int) -> Iterator[Microbatch]:
-        """The rank's microbatches of ``iteration`` (counted from 1), in order."""
-        for number in range(self.plan.num_microbatches):
-            yield self._microbatch(self.plan.first_sample(iteration, self.data_parallel_rank, number))
+        """The rank's microbatches of ``iteration`` (counted from 1), in order.
 
-    def _microbatch(self, first_sample: int | None) -> Microbatch:
+        On CUDA the next one is read and under way to the device while the present one is computed.
+        """
+        samples = (
+            self.plan.first_sample(iteration, self.data_parallel_rank, number)
+            for number in range(self.plan.num_microbatches)
+        )
         if not self.needs_tokens:
-            return Microbatch(None, None, None, first_sample is None)
+            yield from (Microbatch(None, None, None, first is None) for first in samples)
+        elif self.device.type == "cuda":
+            yield from self._uploaded(samples)
+        else:
+            yield from (Microbatch(*self._packed(first), first is None) for first in samples)
+
+    def _uploaded(self, samples: Iterator[int | None]) -> Iterator[Microbatch]:
+        uploads = (_Upload.begin(self._packed(first), first is None, self.device) for first in samples)
+        under_way = next(uploads, None)
+        while under_way is not None:
+            following = next(uploads, None)
+            yield under_way.take()
+            under_way = following
+
+    def _packed(self, first_sample: int | None) -> torch.Tensor:
+        """Tokens, labels and positions in one tensor of the host: int64 [3, micro_batch_size, own seq_length]."""
         size = self.plan.micro_batch_size
         if first_sample is None:
             rows = torch.zeros((size, self.seq_length + 1), dtype=torch.int64)
@@ -82,15 +101,44 @@ class BatchReader:
             indices = range(first_sample, first_sample + size)
             rows = torch.from_numpy(np.stack([self.samples.sample(index) for index in indices]))
         positions = torch.arange(self.seq_length).expand(size, -1)
-        tokens, labels, positions = (self._part(part) for part in (rows[:, :-1], rows[:, 1:], positions))
-        return Microbatch(tokens, labels, positions, first_sample is None)
+        return torch.stack([self._part(part) for part in (rows[:, :-1], rows[:, 1:], positions)])
 
     def _part(self, rows: torch.Tensor) -> torch.Tensor:
         if self.context_parallel_size > 1:
             chunks = rows.chunk(2 * self.context_parallel_size, dim=1)
             mine = (self.context_parallel_rank, 2 * self.context_parallel_size - 1 - self.context_parallel_rank)
             rows = torch.cat([chunks[number] for number in mine], dim=1)
-        return rows.contiguous().to(self.device, non_blocking=True)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """A microbatch under way to the device, on a stream of its own."""
+
+    tensors: torch.Tensor
+    is_padding: bool
+    is_there: torch.cuda.Event
+
+    @classmethod
+    def begin(cls, packed: torch.Tensor, is_padding: bool, device: torch.device) -> "_Upload":
+        """Queue one copy, out of pinned memory: any other would hold up the host."""
+        stream = _upload_stream(device)
+        with torch.cuda.stream(stream):
+            tensors = packed.pin_memory().to(device, non_blocking=True)
+            return cls(tensors, is_padding, stream.record_event())
+
+    def take(self) -> Microbatch:
+        """Have the computation wait for it."""
+        computing = torch.cuda.current_stream(self.tensors.device)
+        computing.wait_event(self.is_there)
+        self.tensors.record_stream(computing)  # it was allocated for the other stream
+        return Microbatch(*self.tensors, self.is_padding)
+
+
+@functools.cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream for uploads: PyTorch hands out few, and a new one may be that of other copies."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbatches_multiple: int) -> BatchPlan:

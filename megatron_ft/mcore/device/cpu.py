@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ft.errors import SoftwareError
+from megatron_ft.mcore.device import common
 
 _CPU = torch.device("cpu")
 
@@ -181,8 +182,6 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -204,12 +203,14 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    if torch.cuda.is_available():
+    if common.num_visible_gpus():
         raise SoftwareError(
             "training.device=cpu: must not see a GPU; hide it (CUDA_VISIBLE_DEVICES=) or set training.device=cuda"
         )
     _patch_torch_cuda()
     _patch_tensor_methods()
-    _import_megatron_eagerly()
+    with common.answering_for_devices(has_gpu=False):
+        _import_megatron_eagerly()
+        common.install()
     _patch_megatron()
     _installed = True

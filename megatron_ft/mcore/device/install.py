@@ -7,8 +7,9 @@ import torch
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.mcore.device import cpu
+from megatron_ft.mcore.device import common, cpu
 from megatron_ft.mcore.device.software import check_provider, choose_transformer_impl, inspect_software
+from megatron_ft.planning.devices import device_index, node_on_host
 
 
 def resolve_device(requested: str) -> str:
@@ -22,6 +23,29 @@ def resolve_device(requested: str) -> str:
     if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError.of("training.device", requested, "needs a GPU that PyTorch can see")
     return requested
+
+
+def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.device:
+    """The device of a rank, which is made this process's own. It comes before anything else that may touch CUDA.
+
+    Args:
+        node: the rank's node.
+        local_rank: the rank's place on that node.
+
+    Raises:
+        ConfigError: PyTorch sees no GPU, or too few for this rank.
+    """
+    if resolve_device(config.training.device) == "cpu":
+        return torch.device("cpu")
+    index = device_index(
+        node_on_host=node_on_host(config.launch, node),
+        local_rank=local_rank,
+        ranks_per_node=config.launch.ranks_per_node,
+        num_visible=torch.cuda.device_count(),
+        ranks_per_gpu=config.launch.ranks_per_gpu,
+    )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -45,6 +69,6 @@ def install(config: JobConfig) -> tuple[str, str]:
         if device == "cpu":
             cpu.install()
         else:
-            import megatron.core  # noqa: F401
+            common.install()
     logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_news)
     return device, transformer_impl

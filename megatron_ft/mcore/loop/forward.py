@@ -21,7 +21,8 @@ def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
     # Not a product with zero: a loss that is not finite must not get through.
     counted = torch.where(torch.zeros_like(losses, dtype=torch.bool), losses, 0.0) if is_padding else losses
     loss_sum = counted.float().sum()
-    tokens = torch.tensor(num_tokens, dtype=torch.int32, device=losses.device)
+    # Filled on the device: a copy of a number from the host would wait for all that is queued.
+    tokens = losses.new_full((), num_tokens, dtype=torch.int32)
     return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
 
 

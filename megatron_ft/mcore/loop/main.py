@@ -1,16 +1,18 @@
 """A rank's life: prepare the process, join the job, train, leave."""
 
-import os
 import warnings
+from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
+from megatron_ft.errors import SoftwareError
 from megatron_ft.events import FailpointUnfired
-from megatron_ft.mcore.device.install import install
+from megatron_ft.mcore.device.install import install, take_device
 
 _FAILPOINTS_FILE = "failpoints.jsonl"
 _NEEDED_LATER = (
@@ -28,20 +30,50 @@ _NEEDED_LATER = (
 
 
 def warm() -> None:
-    """Import all a rank needs, in a process that ranks are forked from. CUDA is left alone."""
-    if torch.version.cuda is None or not torch.cuda.device_count():
-        from megatron_ft.mcore.device import cpu
+    """Import all a rank on a CPU needs, in a process that ranks are forked from.
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            cpu.install()
-            import_module("megatron_ft.mcore.loop.elastic")
+    Where it sees a GPU, ranks will say so and end: nothing is imported for them.
+    """
+    from megatron_ft.mcore.device import common, cpu
+
+    if not common.num_visible_gpus():
+        with common.answering_for_devices(has_gpu=False):
+            _warm(cpu.install)
+
+
+def warm_cuda() -> None:
+    """Import all a rank on CUDA needs, in a process that ranks are forked from. CUDA itself is left alone.
+
+    Megatron imports Transformer Engine where that is installed, and versions of it ask the driver for its devices.
+    Megatron is then left to the ranks.
+
+    Raises:
+        SoftwareError: an import initialised CUDA, which a forked process cannot do again.
+    """
+    from megatron_ft.mcore.device import common
+
+    with common.answering_for_devices(has_gpu=True):
+        if find_spec("transformer_engine") is None:
+            _warm(common.install)
+        else:
             _import_needed_later()
+    if torch.cuda.is_initialized():
+        raise SoftwareError("importing what ranks need has initialised CUDA: ranks cannot be forked from this process")
+
+
+def _warm(install_device: Callable[[], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        install_device()
+        import_module("megatron_ft.mcore.loop.elastic")
+        _import_needed_later()
 
 
 def _import_needed_later() -> None:
     for name in _NEEDED_LATER:
-        import_module(name)
+        # Private modules of torch are not in every version: what is not there is not imported later, either.
+        if not name.startswith("torch.") or find_spec(name) is not None:
+            import_module(name)
 
 
 def run_rank(config: JobConfig, context: RankContext) -> None:
@@ -53,8 +85,10 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     _arm_failpoints(config, context)
     # Of no use to whoever reads a rank's log: said of Megatron's and torch's own calls.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
+    # First of all: what looks for Transformer Engine may touch CUDA, which then takes memory of the device in use.
+    device = take_device(config, node=context.node, local_rank=context.local_rank)
     device_type, transformer_impl = install(config)
-    device = _prepare_process(config, context, device_type)
+    _prepare_process(config)
     with warnings.catch_warnings():
         # Megatron warns at import about every optional package; device.software has checked them.
         warnings.simplefilter("ignore")
@@ -101,16 +135,10 @@ def _report_unfired(context: RankContext) -> None:
         context.worker.report(unfired.to_record())
 
 
-def _prepare_process(config: JobConfig, context: RankContext, device_type: str) -> torch.device:
+def _prepare_process(config: JobConfig) -> None:
     torch.set_num_threads(config.training.num_threads)
     if config.training.deterministic:
+        # What cuBLAS and Transformer Engine want besides is in the environment already (planning/rank_environment.py).
         torch.use_deterministic_algorithms(True, warn_only=False)
         # Filling fresh memory hides reads of it and costs time; nothing here reads what it has not written.
         torch.utils.deterministic.fill_uninitialized_memory = False
-        # Without these, cuBLAS and Transformer Engine's attention refuse deterministic mode at their first use.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    if device_type == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(context.local_rank)
-    return torch.device("cuda", context.local_rank)

@@ -19,6 +19,8 @@ def replay_config(config: JobConfig, fingerprint: str, *, device: str, transform
     """
     groups = to_dict(config)
     groups["training"] |= {"device": device, "transformer_impl": transformer_impl}
+    # Another backend sums in another order.
+    groups["parallel"]["device_backend"] = config.parallel.backend_on(device)
     placement = {f"placement.{name}": groups["placement"][name] for name in ("algorithm", "num_slots_per_rank")}
     return {"data": fingerprint, **placement} | {
         f"{group}.{name}": value

@@ -343,7 +343,7 @@ class Snapshotter:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
         if bandwidth is None:
-            bandwidth = min(self._agreement.gather(capture_bandwidth(self._engine.device)))
+            bandwidth = min(self._agreement.gather(capture_bandwidth(self._engine.device, self._copier)))
         if seconds is None:
             seconds = min(self._agreement.gather(statistics.median(self._iteration_seconds)))
         return SnapshotContext(

@@ -7,6 +7,7 @@ live in rank 0; what other ranks report is kept in ``logs/rank-00003.records.jso
 import contextlib
 import faulthandler
 import json
+import os
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from megatron_ft.control.ports import free_port
 from megatron_ft.control.rundir import RunDir, claim
 from megatron_ft.control.worker import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ControlError, MegatronFtError
+from megatron_ft.planning.rank_environment import rank_environment
 from megatron_ft.telemetry import SinkSet, open_sinks
 
 RunRank = Callable[[JobConfig, RankContext], None]
@@ -48,6 +50,8 @@ def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | No
     if run_rank is None:
         from megatron_ft.mcore.loop.main import run_rank
     faulthandler.enable()
+    for name, value in rank_environment(config, environment.rank).items():
+        os.environ.setdefault(name, value)
     stop = StopFlag()
     stop.install(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     with _open_store(config, environment, stop) as store:

@@ -32,6 +32,11 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         # unbatched, ordered calls keep them apart.
         "overlap_p2p_comm": parallel.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,
+        # Megatron waits for the whole device after each exchange of stages, for the sake of PyTorch before 2.0.
+        "batch_p2p_sync": False,
+        # An output that has been sent is needed for its graph only: its memory is given back. Interleaved stages give
+        # it back while it is still being sent, which changes what arrives: there it is kept.
+        "deallocate_pipeline_outputs": parallel.virtual_pipeline_model_parallel_size is None,
         "sequence_parallel": parallel.tensor_model_parallel_size > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

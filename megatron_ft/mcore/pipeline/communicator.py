@@ -10,19 +10,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_ft.mcore.pipeline.staged import Received, StagedCommunicator, current_device
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
-
-Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
-"""From the previous rank, from the next one, and what to wait for."""
 
 TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
 """Of messages that carry logged tensors; Megatron's own have none."""
 
 
-class LoggingCommunicator(P2PCommunicator):
+def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
+    """Group and tag of logged tensors that travel in ``direction``.
+
+    NCCL has no tags: it delivers what two ranks of a group send each other in the order in which both ask for it. Where
+    a pipeline has two stages and several chunks, both directions come from the same rank: each has a group of its own.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group, TAGS[direction]
+    return (group if direction == "forward" else world_group()), 0
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks of the job."""
+    world = dist.group.WORLD
+    assert world is not None, "groups are formed"
+    return world
+
+
+class LoggingCommunicator(StagedCommunicator):
     """Keeps a copy of every activation and gradient that it sends.
 
     Args:
@@ -94,7 +109,7 @@ class ReplayCommunicator(LoggingCommunicator):
         wait_on_reqs: bool = True,
     ) -> Received:
         self.keep(tensor_send_next, tensor_send_prev)
-        from_previous, from_next, requests = P2PCommunicator._communicate(
+        from_previous, from_next, requests = StagedCommunicator._communicate(
             self,
             tensor_send_next=tensor_send_next if self._replays_next else None,
             tensor_send_prev=tensor_send_prev if self._replays_previous else None,
@@ -118,9 +133,13 @@ class ReplayCommunicator(LoggingCommunicator):
         return from_previous, from_next, requests
 
     def _from_log(self, direction: Direction, rank: int | None, shape: Any) -> torch.Tensor:
-        device = torch.cuda.current_device()
-        tensor = torch.empty(shape, requires_grad=True, device=device, dtype=self.config.pipeline_dtype)
-        dist.recv(tensor.data, src=rank, group=self.pp_group, tag=TAGS[direction])
+        dtype = self.config.pipeline_dtype
+        tensor = torch.empty(shape, requires_grad=True, device=current_device(), dtype=dtype)
+        received = torch.empty(shape, dtype=dtype) if self.is_staged else tensor.data
+        group, tag = route(self.pp_group, direction)
+        dist.recv(received, src=rank, group=group, tag=tag)
+        if self.is_staged:
+            tensor.data.copy_(received)
         self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -130,6 +149,8 @@ def serve(
 ) -> tuple[list[Any], int]:
     """Begin to send what ``iterations`` have sent in ``direction`` to ``rank``, its neighbour, in the same order.
 
+    The log lies in host memory. NCCL sends from the device: there it has a copy until it is sent.
+
     Returns:
         What to wait for, and the bytes.
 
@@ -137,8 +158,11 @@ def serve(
         RecoveryError: an iteration is not logged.
     """
     requests, num_bytes = [], 0
+    route_group, tag = route(group, direction)
+    is_on_host = dist.get_backend(group) == "gloo"
     for iteration in iterations:
         for _, tensor in log.entries(iteration, direction):
-            requests.append(dist.isend(tensor, dst=rank, group=group, tag=TAGS[direction]))
+            sent = tensor if is_on_host else tensor.to(current_device(), non_blocking=True)
+            requests.append(dist.isend(sent, dst=rank, group=route_group, tag=tag))
             num_bytes += tensor.numel() * tensor.element_size()
     return requests, num_bytes

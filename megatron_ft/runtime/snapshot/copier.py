@@ -5,15 +5,18 @@ starting it again allocates nothing.
 """
 
 import ctypes
+import mmap
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-_PROBE_BYTES = 32 << 20
+_PROBE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+_NUM_PIECES = 4
+"""Copies of one tensor, so that the device needs only a part of that memory."""
 _NUM_PROBES = 3
 
 
@@ -130,35 +133,49 @@ class ThreadCopier:
 
 
 class StreamCopier:
-    """Copies on a CUDA stream of its own into memory that was pinned with ``pin``; adds no device memory."""
+    """Copies on a CUDA stream of its own into memory that was pinned with ``pin``; adds no device memory.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._under_way = False
+    Sources in host memory are copied by the host in ``start``: the host writes them itself, so they hold at that moment
+    what they held when the device's sources were queued. The ``step`` of PyTorch's Adam is such a source.
+
+    The batch holds its sources until ``wait``. That replaces ``Tensor.record_stream``, which would keep their memory
+    from being used again for longer, at a cost for each of them.
+
+    Args:
+        device: of the sources that are not in host memory.
+        cuda: has ``Stream``, ``Event``, ``current_stream`` and ``stream`` of ``torch.cuda``; tests pass their own.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._cuda, self._device = cuda, device
+        self._stream = cuda.Stream(device)
+        self._began = cuda.Event(enable_timing=True)
+        self._ended = cuda.Event(enable_timing=True)
+        self._batch: CopyBatch | None = None
         self._busy_seconds = 0.0
 
     def start(self, batch: CopyBatch) -> None:
         """See ``Copier``. What the computing stream has queued so far comes first."""
-        assert not self._under_way, "a batch is under way"
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        assert self._batch is None, "a batch is under way"
+        self._batch = batch
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._stream):
             self._began.record()
             for source, target in zip(batch.sources, batch.targets, strict=True):
-                target.copy_(source.detach().view(-1).view(torch.uint8), non_blocking=True)
-                source.record_stream(self._stream)
+                if source.device.type == "cpu":
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+                else:
+                    target.copy_(source.detach().view(-1).view(torch.uint8), non_blocking=True)
             self._ended.record()
-        self._under_way = True
 
     def wait(self) -> float:
         """See ``Copier``."""
-        if not self._under_way:
+        if self._batch is None:
             return 0.0
         began = time.perf_counter()
-        torch.cuda.current_stream().wait_event(self._ended)
+        self._cuda.current_stream(self._device).wait_event(self._ended)
         self._ended.synchronize()
-        self._under_way = False
+        self._batch = None
         self._busy_seconds = self._began.elapsed_time(self._ended) / 1000
         return time.perf_counter() - began
 
@@ -169,7 +186,7 @@ class StreamCopier:
 
     def close(self) -> None:
         """See ``Copier``."""
-        assert not self._under_way, "a batch is under way"
+        assert self._batch is None, "a batch is under way"
 
 
 def open_copier(device: torch.device) -> Copier:
@@ -201,13 +218,25 @@ def unpin(memory: torch.Tensor) -> None:
         raise RuntimeError(f"cannot unpin {memory.numel()} bytes of snapshot memory: CUDA error {code}")
 
 
-def capture_bandwidth(device: torch.device) -> float:
-    """Bytes per second from ``device`` into warm host memory: the best of a few."""
-    source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    target = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(_NUM_PROBES):
-        began = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - began)
-    return _PROBE_BYTES / best
+def capture_bandwidth(device: torch.device, copier: Copier) -> float:
+    """Bytes per second that ``copier`` copies from ``device`` into memory like that of windows: the best of a few.
+
+    That memory is shared, has all its pages, and is pinned where copies come from CUDA. Nothing may be under way.
+    """
+    num_bytes = _PROBE_BYTES[device.type]
+    source = torch.ones(num_bytes // _NUM_PIECES, dtype=torch.uint8, device=device)
+    target = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).fill_(1)
+    batch = CopyBatch.of([source] * _NUM_PIECES, target.chunk(_NUM_PIECES))
+    is_pinned = device.type == "cuda"
+    if is_pinned:
+        pin(target)
+    try:
+        best = float("inf")
+        for _ in range(_NUM_PROBES):
+            copier.start(batch)
+            copier.wait()
+            best = min(best, copier.busy_seconds)
+    finally:
+        if is_pinned:
+            unpin(target)
+    return num_bytes / best

@@ -36,6 +36,27 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"parallel.virtual_pipeline_model_parallel_size": 2}, "parallel.virtual_pipeline_model_parallel_size"),
     ({**ranks(2), "parallel.context_parallel_size": 2, "training.device": "cpu"}, "parallel.context_parallel_size"),
     ({"parallel.overlap_param_gather": True}, "parallel.overlap_param_gather"),
+    ({"parallel.device_backend": "mpi"}, "parallel.device_backend"),
+    ({"parallel.device_backend": "nccl", "training.device": "cpu"}, "parallel.device_backend"),
+    (
+        {
+            **ranks(2),
+            "parallel.device_backend": "gloo",
+            "parallel.context_parallel_size": 2,
+            "training.device": "cuda",
+        },
+        "parallel.context_parallel_size",
+    ),
+    (
+        {
+            **ranks(2),
+            "parallel.device_backend": "gloo",
+            "parallel.expert_tensor_parallel_size": 2,
+            "training.device": "cuda",
+        },
+        "parallel.expert_tensor_parallel_size",
+    ),
+    ({"launch.ranks_per_gpu": 0}, "launch.ranks_per_gpu"),
     (
         {**ranks(2), "parallel.tensor_model_parallel_size": 2, "model.num_query_groups": 1},
         "model.num_query_groups",

@@ -103,6 +103,25 @@ def test_a_break_is_told_once_in_each_membership_by_another_thread(start: Callab
     assert threads.empty()
 
 
+def test_a_rank_that_takes_long_to_break_connections_still_answers_pings(start: Callable[..., Rank]) -> None:
+    rank = start()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def hang_up(reason: str) -> None:
+        has_begun.set()
+        may_end.wait(SECONDS)
+
+    rank.client.on_break(hang_up)
+    rank.say_break()
+    assert has_begun.wait(SECONDS)
+    rank.agent.settimeout(SECONDS / 2)
+    try:
+        rank.say(op="ping")
+        assert rank.heard() == {"op": "pong"}
+    finally:
+        may_end.set()
+
+
 def test_a_break_that_comes_before_anybody_listens_is_kept(start: Callable[..., Rank]) -> None:
     rank = start()
     future = rank.survive()

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.devices import built_with_cuda, check_devices, observe_devices, smallest_memory
+from megatron_ft.doctor.devices import (
+    built_with_cuda,
+    check_devices,
+    check_environment,
+    observe_devices,
+    smallest_memory,
+)
 from megatron_ft.planning.devices import DeviceFacts
 from tests.helpers.machines import DEVICES, GIB, NEEDS, judged
 
@@ -29,6 +35,22 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     (finding,) = judged(check_devices(replace(DEVICES, **facts), CUDA))
     assert (finding.level, what in finding.what) == ("error", True), finding
     assert finding.mend
+
+
+def test_ranks_that_share_gpus_need_fewer() -> None:
+    few = replace(DEVICES, num_gpus=2)
+    assert judged(check_devices(few, replace(CUDA, ranks_per_gpu=4))) == []
+    (finding,) = judged(check_devices(few, replace(CUDA, ranks_per_gpu=3)))
+    assert "8 ranks here need 3, 3 ranks on one" in finding.what
+
+
+def test_the_environment_of_ranks_is_printed_and_what_is_set_otherwise_is_a_warning() -> None:
+    needs = replace(CUDA, environment={"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"})
+    assert check_environment({}, NEEDS) == []
+    (fact,) = check_environment({"NCCL_PROTO": "Simple"}, needs)
+    assert (fact.level, fact.what) == ("told", "ranks get, where nobody sets it: NCCL_ALGO=Ring NCCL_PROTO=Simple")
+    (finding,) = judged(check_environment({"NCCL_ALGO": "Tree"}, needs))
+    assert finding.level == "warning" and finding.what.startswith("NCCL_ALGO=Tree is set; this job would set")
 
 
 def test_and_goes_without() -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.worker import RankContext
-from megatron_ft.mcore.groups import open_store
+from megatron_ft.mcore.groups import Groups, dissolve_groups, form_groups, open_store
 from megatron_ft.runtime.transport import waits
 from megatron_ft.runtime.transport.hang_up import Opening
 
@@ -111,3 +114,91 @@ def test_a_server_that_never_comes_is_an_error_in_time() -> None:
 def test_who_has_nothing_to_break_off_its_wait_has_torchs_own() -> None:
     with pytest.raises(dist.DistNetworkError):
         open_store(context(1, free_port("127.0.0.1")), timeout_seconds=0.2)
+
+
+class Device:
+    """Process groups of one rank that say they are NCCL's, and what is done to them, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self._sockets: list[socket.socket] = []
+        init, destroy, abort = (
+            dist.init_process_group,
+            dist.destroy_process_group,
+            dist.distributed_c10d._abort_process_group,
+        )
+
+        def connect() -> None:
+            listener = socket.create_server(("127.0.0.1", 0))
+            self._sockets += [socket.create_connection(listener.getsockname()), listener.accept()[0], listener]
+
+        def init_process_group(backend: str, **about: Any) -> None:
+            self.calls.append(f"init {backend}")
+            init(backend="gloo", **about)
+            connect()
+
+        def synchronize() -> None:
+            self.calls.append("synchronize")
+            connect()  # what was queued has come to its first use of a peer
+
+        def noted(name: str, function: Any) -> Any:
+            return lambda *args: (self.calls.append(name), function(*args))[1]
+
+        monkeypatch.setattr(dist, "init_process_group", init_process_group)
+        monkeypatch.setattr(dist, "destroy_process_group", noted("destroy", destroy))
+        monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", noted("abort", abort))
+        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+
+    def form(self) -> Groups:
+        return form_groups(
+            ParallelConfig(),
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            generation=0,
+            device="cuda",
+            timeout_seconds=LONG_SECONDS,
+        )
+
+    def close(self) -> None:
+        for each in self._sockets:
+            each.close()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    made = Device(monkeypatch)
+    yield made
+    made.close()
+    waits.use(waits.WaitLimit())
+    is_left = dist.is_initialized() or parallel_state.model_parallel_is_initialized()
+    if is_left:
+        monkeypatch.undo()
+        dissolve_groups()
+    assert not is_left, "the test has dissolved its groups"
+
+
+def test_sockets_of_nccl_are_not_shut_down_with_those_of_gloo(device: Device) -> None:
+    """A rank alone has no peers: all connections are those that the stand-in for NCCL has made."""
+    groups = device.form()
+    assert device.calls == ["init nccl"] and len(groups.transports) == 0
+    assert groups.add([0], timeout_seconds=LONG_SECONDS) is not None
+    assert device.calls == ["init nccl", "synchronize"] and len(groups.transports) == 0
+    del groups
+    dissolve_groups()
+
+
+def test_communicators_of_nccl_are_aborted_before_groups_are_dropped(device: Device) -> None:
+    groups = device.form()
+    groups.transports.hang_up("rank 1 was killed")
+    del groups
+    dissolve_groups()
+    assert device.calls == ["init nccl", "abort"]
+    assert dist.distributed_c10d._world.group_count == 0
+
+
+def test_groups_that_nobody_has_broken_are_destroyed_together(device: Device) -> None:
+    device.form()
+    dissolve_groups()
+    assert device.calls == ["init nccl", "destroy"]

@@ -4,8 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.devices import DeviceFacts, choose_device, other_device, usable_gpus
+from megatron_ft.planning.devices import (
+    DeviceFacts,
+    choose_device,
+    device_index,
+    gpus_needed,
+    node_on_host,
+    other_device,
+    usable_gpus,
+)
 
 GPUS = DeviceFacts(has_driver=True, driver="580", num_gpus=8)
 NONE = DeviceFacts(has_driver=False, driver="", num_gpus=0)
@@ -85,3 +94,44 @@ def test_the_other_device_is_described_where_ranks_may_find_it() -> None:
         assert other_device(choice, refused).startswith(expected)
     known = choose_device("auto", NONE, gpu_memory_bytes=None, refused=CPU_ONLY, may_be_elsewhere=False)
     assert other_device(known, CPU_ONLY) == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "launcher", "expected"),
+    [("local", "local", 5), ("local", "srun", 0), ("local", "none", 0), ("torchrun", "local", 0), ("srun", "local", 0)],
+)
+def test_nodes_share_a_machine_only_where_the_command_starts_them_on_its_own(
+    mode: str, launcher: str, expected: int
+) -> None:
+    assert node_on_host(LaunchConfig(mode=mode, node_launcher=launcher, num_nodes=8), 5) == expected
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(1, 8), (8, 1), (2, 4), (4, 2)])
+def test_nodes_of_one_machine_share_out_its_gpus(num_nodes: int, ranks_per_node: int) -> None:
+    taken = [
+        device_index(node_on_host=node, local_rank=rank, ranks_per_node=ranks_per_node, num_visible=8)
+        for node in range(num_nodes)
+        for rank in range(ranks_per_node)
+    ]
+    assert taken == list(range(8))
+
+
+def test_a_rank_takes_the_one_gpu_that_its_launcher_has_bound_it_to() -> None:
+    """``srun --gpus-per-task=1``: each process sees one, which it calls 0."""
+    assert device_index(node_on_host=0, local_rank=3, ranks_per_node=4, num_visible=1) == 0
+
+
+def test_ranks_share_gpus_where_that_is_asked_for() -> None:
+    taken = [
+        device_index(node_on_host=node, local_rank=rank, ranks_per_node=2, num_visible=2, ranks_per_gpu=3)
+        for node in range(3)
+        for rank in range(2)
+    ]
+    assert taken == [0, 0, 0, 1, 1, 1]
+    assert [gpus_needed(num_ranks, 3) for num_ranks in (1, 3, 4, 6)] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("num_visible", [0, 2, 3])
+def test_a_rank_without_a_gpu_is_an_error(num_visible: int) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.ranks_per_gpu=1: needs GPU 3 for rank 3 of this machine"):
+        device_index(node_on_host=3, local_rank=0, ranks_per_node=1, num_visible=num_visible)

@@ -37,7 +37,7 @@ def test_a_second_install_changes_nothing() -> None:
 
 def test_a_visible_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_installed", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu.common, "num_visible_gpus", lambda: 1)
     with pytest.raises(SoftwareError, match=r"training\.device=cpu: must not see a GPU"):
         cpu.install()
 

@@ -1,0 +1,44 @@
+"""What Megatron-Core 0.16.1 needs on every device before it can train."""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_ft.doctor.devices import observe_devices
+from megatron_ft.planning.devices import usable_gpus
+
+
+def install() -> None:
+    """Bind names that Megatron reads although the import that binds them has failed. May be called again.
+
+    ``megatron.core.transformer.moe.moe_utils`` imports ``te_general_gemm`` after ``transformer_engine`` in one ``try``
+    block. Without Transformer Engine the name is never bound, and each call of the router's gating raises NameError.
+    Megatron reads None as "there is no such kernel".
+    """
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def num_visible_gpus() -> int:
+    """GPUs that PyTorch would find here, by the driver's files: CUDA's runtime is not asked."""
+    return usable_gpus(observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+@contextlib.contextmanager
+def answering_for_devices(*, has_gpu: bool) -> Iterator[None]:
+    """Let imports find that there is a GPU, or none, without asking for it.
+
+    Modules of Megatron and of PyTorch ask when they are imported. The answer would come from CUDA's runtime, which a
+    forked process cannot use once its parent has, and which may start threads, which a fork loses.
+    """
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: has_gpu
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = is_available

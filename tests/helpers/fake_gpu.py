@@ -1,0 +1,120 @@
+"""A process whose PyTorch takes ``cuda`` for a device, whose tensors have no content: ``FakeTensorMode`` with autograd.
+
+A build of PyTorch without CUDA has neither a device guard nor hooks for it, which autograd asks for streams. A library
+of a few lines offers both; it has to be loaded before PyTorch. So scenarios run in a process of their own:
+``python -m tests.helpers.fake_gpu LIBRARY MODULE:FUNCTION ARGUMENTS``, which prints what the function returns as JSON.
+"""
+
+import ctypes
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_MARK = "result: "
+_SOURCE = """
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+constexpr auto CUDA = c10::DeviceType::CUDA;
+
+struct Hooks : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(at::DeviceIndex) const override { return true; }
+  at::DeviceIndex deviceCount() const override { return 1; }
+  at::DeviceIndex getCurrentDevice() const override { return 0; }
+};
+
+// One device with one stream, on which everything is in order.
+struct Guard : c10::impl::NoOpDeviceGuardImpl<CUDA> {
+  c10::Device getDevice() const override { return c10::Device(CUDA, 0); }
+  c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
+  c10::Stream getStream(c10::Device device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, c10::Device(CUDA, 0));
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+}  // namespace
+
+namespace at {
+using CUDAHooks = ::Hooks;
+REGISTER_CUDA_HOOKS(CUDAHooks);
+}  // namespace at
+"""
+
+
+def build(folder: Path) -> Path:
+    """Compile the library into ``folder``; takes about two seconds."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None, "PyTorch is installed"
+    root, source, library = Path(spec.origin).parent, folder / "fake_gpu.cpp", folder / "fake_gpu.so"
+    source.write_text(_SOURCE)
+    libraries = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
+    flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{root}/include"]
+    subprocess.run(
+        ["g++", *flags, str(source), *libraries, "-o", str(library)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return library
+
+
+def run(library: Path, entry: str, arguments: dict[str, Any] | None = None, *, timeout_seconds: float = 300.0) -> Any:
+    """What ``entry`` (``module:function``), called with keyword ``arguments`` in such a process, returns as JSON.
+
+    Raises:
+        AssertionError: it raised; its traceback is in the message.
+    """
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.helpers.fake_gpu",
+            str(library),
+            entry,
+            json.dumps(arguments or {}),
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    # PyTorch lists all kernels of an operation that it lacks for a device.
+    told = "\n".join(line for line in done.stderr.splitlines() if " registered at /" not in line)
+    assert done.returncode == 0, told[-6000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    return json.loads(line.removeprefix(_MARK))
+
+
+def _main(library: str, entry: str, arguments: str) -> None:
+    ctypes.CDLL(library)
+    module, _, function = entry.partition(":")
+    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+    print(_MARK + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

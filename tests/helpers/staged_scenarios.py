@@ -1,0 +1,50 @@
+"""Pipelines whose messages go through host memory, as with gloo on CUDA: ``mcore/pipeline/test_staged.py``."""
+
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
+
+from megatron_ft.mcore.pipeline import staged
+from tests.helpers import engines
+
+
+class Witness:
+    """Counts messages, and those that go from or to the memory of a tensor with a gradient."""
+
+    def __init__(self) -> None:
+        self.num_messages = 0
+        self.num_direct = 0
+
+    def watch(self, function: Any) -> Any:
+        """``function``, with which Megatron begins to send and to receive, watched."""
+
+        def begin(**about: Any) -> Any:
+            tensors = [each for name, each in about.items() if name.startswith("tensor_") and each is not None]
+            self.num_messages += len(tensors)
+            self.num_direct += sum(each.requires_grad for each in tensors)
+            return function(**about)
+
+        return begin
+
+
+def train(
+    *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], is_staged: bool
+) -> dict[str, Any]:
+    """Three iterations; digests of the state, losses, and how many messages were not staged."""
+    config, witness = engines.micro_config(overrides, world_size=world_size), Witness()
+    with (
+        mock.patch.object(staged, "sends_host_memory_only", lambda group: is_staged),
+        mock.patch.object(p2p_communication, "_batched_p2p_ops", witness.watch(p2p_communication._batched_p2p_ops)),
+        mock.patch.object(p2p_communication, "_p2p_ops", witness.watch(p2p_communication._p2p_ops)),
+        engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine,
+    ):
+        assert engine.p2p.is_staged == is_staged
+        losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
+        return {
+            "state": {**engines.digests(engine), **engines.volatile_state(engine)},
+            "losses": losses,
+            "num_messages": witness.num_messages,
+            "num_direct": witness.num_direct,
+        }

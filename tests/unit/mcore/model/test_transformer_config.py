@@ -1,0 +1,21 @@
+"""What Megatron's configuration says of pipelines, whatever the job's says."""
+
+from typing import Any
+
+import pytest
+
+from megatron_ft.mcore.model.transformer_config import build_transformer_config
+from tests.helpers.engines import micro_config
+
+PP2: dict[str, Any] = {"model.num_layers": 4, "parallel.pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("overrides", "gives_back"), [(PP2, True), (VPP2, False)])
+def test_stages_neither_wait_for_the_device_nor_keep_what_they_have_sent(
+    overrides: dict[str, Any], gives_back: bool
+) -> None:
+    """Interleaved stages keep it: it would be given back while it is being sent."""
+    config = build_transformer_config(micro_config(overrides, world_size=2), "local")
+    assert not config.batch_p2p_sync
+    assert config.deallocate_pipeline_outputs is gives_back

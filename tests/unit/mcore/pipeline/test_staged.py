@@ -1,0 +1,32 @@
+"""Messages between stages that go through host memory. Their devices: ``test_fake_gpu.py``."""
+
+import pytest
+
+from tests.helpers.engines import of_ranks, run_scenarios
+
+PP2 = {"model.num_layers": 4, "parallel.pipeline_model_parallel_size": 2}
+PIPELINES = {"pp2": PP2, "vpp2": {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_what_goes_through_host_memory_arrives_with_the_same_bits() -> None:
+    """Both kinds of schedule: one waits for its messages at once, the other later."""
+    entry = "tests.helpers.staged_scenarios:train"
+    outcomes = run_scenarios(
+        {
+            f"{name}:{is_staged}": (entry, 2, {"overrides": overrides, "is_staged": is_staged})
+            for name, overrides in PIPELINES.items()
+            for is_staged in (True, False)
+        },
+        timeout_seconds=380,
+    )
+    for name in PIPELINES:
+        for through_host, direct in zip(
+            of_ranks(outcomes, f"{name}:True"), of_ranks(outcomes, f"{name}:False"), strict=True
+        ):
+            assert through_host["losses"] == direct["losses"]
+            assert through_host["state"] == direct["state"]
+            assert through_host["num_messages"] == direct["num_messages"] > 0
+            assert (through_host["num_direct"], direct["num_direct"] > 0) == (0, True)
