@@ -1,14 +1,10 @@
-"""Figures of a run that no single record has: how well it goes so far, what protects it, what recoveries took."""
+"""Figures of a run that no single record has: goodput so far, what protects the run, how long recoveries took."""
 
 from dataclasses import dataclass
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
-from megatron_ft.telemetry.goodput import Goodput, GoodputMeter
-from megatron_ft.telemetry.times import duration
-
-_RUNGS = {"memory": "window", "persisted": "window"}
-"""Sources of a started job that are rungs of the ladder by another name."""
+from megatron_ft.telemetry.goodput import Goodput, GoodputMeter, duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +20,7 @@ class Attempt:
 
 
 class RunFigures:
-    """Folds records, oldest first, whatever the length of the run, into metrics by the names of ``metrics.py``."""
+    """Folds records, oldest first, into the metrics of ``metrics.py``; its memory does not grow with the run."""
 
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
@@ -32,8 +28,8 @@ class RunFigures:
         self._lasting: dict[str, float] = {}
         """Figures that hold until something replaces them."""
         self._recovered: dict[str, float] = {}
-        """Seconds of recoveries that have not been handed out yet, by rung."""
-        self._rung: str | None = None
+        """Seconds of recoveries that have not been handed out yet, by strategy."""
+        self._strategy: str | None = None
         self._so_far = self._meter.so_far()
         """When the newest iteration was reported."""
 
@@ -48,7 +44,7 @@ class RunFigures:
 
     @property
     def survival(self) -> float | None:
-        """Of the next loss of one failure domain, by the placement in force."""
+        """Probability that the job survives the next loss of one failure domain, with the present placement."""
         return self._lasting.get("replicas/single_loss_survival")
 
     @property
@@ -64,16 +60,9 @@ class RunFigures:
                 self._train()
             case events.RunStarted():
                 self._start(record)
-            case events.RecoveryDecided():
-                self._rung = record.rung
-            case events.RecoveryChosen():
-                self._rung = self._rung or _RUNGS.get(record.source, record.source)
-            case events.CheckpointLoaded():
-                self._rung = self._rung or "checkpoint"
-            case events.StageRecovery():
-                self._rung = self._rung or "localized"
+            case events.RecoveryStarted():
+                self._strategy = record.strategy
             case events.MembershipChanged():
-                self._rung = self._rung or "replicas"
                 self._lasting["job/world_size"] = record.world_size
             case events.PlacementInForce():
                 self._place(record)
@@ -86,7 +75,7 @@ class RunFigures:
                 self._lasting["upstream_log/node_bytes"] = record.node_bytes
 
     def hand_out(self) -> dict[str, float]:
-        """All figures as they stand; what a recovery took is among them once."""
+        """All figures now; the time of a recovery is among them once."""
         found, recovered, self._recovered = self.goodput, self._recovered, {}
         goodput = {
             "goodput/ettr": found.ettr,
@@ -95,20 +84,20 @@ class RunFigures:
             "goodput/interruptions": found.num_interruptions,
         }
         known = {name: float(value) for name, value in goodput.items() if value is not None}
-        return self._lasting | known | {f"recovery/{rung}_seconds": took for rung, took in recovered.items()}
+        return self._lasting | known | {f"recovery/{strategy}_seconds": took for strategy, took in recovered.items()}
 
     def _train(self) -> None:
         before, self._so_far = self._so_far, self._meter.so_far()
         if self._so_far.num_interruptions > before.num_interruptions:
-            rung = self._rung or "unknown"
+            strategy = self._strategy or "unknown"
             took = max(0.0, self._so_far.recovery_seconds - before.recovery_seconds)
-            self._recovered[rung] = self._recovered.get(rung, 0.0) + took
-        self._rung = None
+            self._recovered[strategy] = self._recovered.get(strategy, 0.0) + took
+        self._strategy = None
 
     def _start(self, record: events.RunStarted) -> None:
         number = len(self.attempts) + 1
         if record.resumed_from_iteration is None:
-            self._rung = self._rung or "nothing"
+            self._strategy = self._strategy or "nothing"
         about = {name: getattr(record, name) for name in ("time_unix_seconds", "world_size", "resumed_from")}
         self.attempts.append(Attempt(number=number, resumed_from_iteration=record.resumed_from_iteration, **about))
         self._lasting = {name: value for name, value in self._lasting.items() if name in _OF_THE_RUN}

@@ -1,11 +1,11 @@
-"""Scales and ticks."""
+"""Scales, ticks, and text that cannot become anything else."""
 
 import math
 
 import pytest
 
+from megatron_ft.telemetry.report.drawing import Scale, element, figure
 from megatron_ft.telemetry.report.loss import badges, sampled, thinned
-from megatron_ft.telemetry.report.svg import Scale, figure
 
 
 def test_figures_become_pixels_inside_the_drawing() -> None:
@@ -64,3 +64,21 @@ def test_a_table_has_the_ends_of_a_curve() -> None:
     found = sampled(points, 10)
     assert (len(found), found[0], found[-1]) == (10, points[0], points[-1])
     assert sampled(points[:10], 10) == points[:10]
+
+
+def test_text_and_attributes_are_escaped() -> None:
+    found = element("p", "<b>&\"'", title="\"><script>'&").render()
+    assert found == '<p title="&quot;&gt;&lt;script&gt;&#x27;&amp;">&lt;b&gt;&amp;"\'</p>'
+
+
+@pytest.mark.parametrize("character", ["\x00", "\x1b", "\ud800", "\u202e", "\u2066", "\uffff"])
+def test_what_a_page_cannot_hold_or_what_turns_text_around_is_replaced(character: str) -> None:
+    found = element("p", f"a{character}b", title=character).render()
+    assert found == '<p title="\ufffd">a\ufffdb</p>'
+    found.encode("utf-8")
+
+
+def test_names_of_attributes_and_what_is_left_out() -> None:
+    found = element("a", None, "x", class_="wide", aria_label=None, x1=1.0, y1=2.345, href="#a")
+    assert found.render() == '<a class="wide" x1="1" y1="2.35" href="#a">x</a>'
+    assert element("meta", charset="utf-8").render() == '<meta charset="utf-8"/>'

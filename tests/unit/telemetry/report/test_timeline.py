@@ -3,14 +3,14 @@
 import pytest
 
 from megatron_ft import events
-from megatron_ft.telemetry.report.lanes import Lane
-from megatron_ft.telemetry.report.story import Timeline
+from megatron_ft.telemetry.report.timeline import Lane, Timeline
+from megatron_ft.telemetry.report.timeline import timeline_of as timeline_of_recovery
 
 from .conftest import MadeUpRun, elastic, localized, next_membership, restarted, stage_recovery, started
 
 
 def timeline_of(run: MadeUpRun, number: int = 1) -> Timeline:
-    timeline = run.report().recoveries[number - 1].timeline
+    timeline = timeline_of_recovery(run.report().recoveries[number - 1])
     assert timeline is not None
     return timeline
 
@@ -72,7 +72,7 @@ def test_those_that_join_begin_with_the_membership(run: MadeUpRun) -> None:
         ("rank 2", "was rank 1"),
     ]
     assert kinds(timeline.lanes[1]) == ["forms", "trains", "trains"]
-    assert timeline.instants[0].words == "asked for"
+    assert timeline.instants[0].words == "requested"
     assert "unfinished" not in timeline.kinds, "nothing was broken off"
 
 
@@ -124,14 +124,13 @@ def test_a_place_that_nothing_tells_the_node_of(run: MadeUpRun) -> None:
 def test_a_failure_during_a_recovery(run: MadeUpRun) -> None:
     localized(run, ends=False)
     run.say(20.0, events.RankFailed(rank=0, node=0, signal="SIGKILL", first=True, iteration=17))
-    run.say(20.5, events.RecoveryDecided(generation=2, rung="localized", iteration=14))
+    run.say(20.5, events.RecoveryStarted(generation=2, strategy="localized", iteration=14))
     run.say(21.0, events.RankFailed(rank=1, node=1, signal="SIGKILL", first=True, iteration=17))
-    run.say(21.5, events.RecoveryDecided(generation=3, rung="localized", iteration=13))
+    run.say(21.5, events.RecoveryStarted(generation=3, strategy="localized", iteration=13))
     _, second, third = run.report().recoveries
     assert (second.num_again, third.num_again) == (2, 1), "each counts what the one ahead of it does not"
-    assert second.timeline is not None and third.timeline is not None
-    assert kinds(second.timeline.lanes[0]) == ["trains", "trains", "trains", "unfinished"]
-    assert kinds(third.timeline.lanes[0]) == [], "nothing was trained in between"
+    assert kinds(timeline_of(run, 2).lanes[0]) == ["trains", "trains", "trains", "unfinished"]
+    assert kinds(timeline_of(run, 3).lanes[0]) == [], "nothing was trained in between"
 
 
 def test_a_window_that_the_whole_job_replays(run: MadeUpRun) -> None:
@@ -141,10 +140,10 @@ def test_a_window_that_the_whole_job_replays(run: MadeUpRun) -> None:
     about = {"reason": "killed", "failed_ranks": (1,), "iteration": 6, "num_restarts_left": 0}
     run.say(3.0, events.RanksRestarted(generation=1, **about))
     run.say(5.0, events.WindowReplayed(iteration=4, start_iteration=1, num_iterations=3, seconds=1.0))
-    run.say(5.1, events.RecoveryDecided(generation=1, rung="window", iteration=4))
+    run.say(5.1, events.RecoveryStarted(generation=1, strategy="window", iteration=4))
     run.say(5.2, started(2, resumed_from_iteration=4), events.RanksReady(seconds=0.1))
     (recovery,) = run.report().recoveries
-    assert (recovery.rung, recovery.num_replayed, recovery.num_again) == ("window", 3, 1)
+    assert (recovery.strategy, recovery.num_replayed, recovery.num_again) == ("window", 3, 1)
     assert [labels(lane, "replays") for lane in timeline_of(run).lanes] == [["3 iterations"], ["3 iterations"]]
 
 
@@ -152,9 +151,10 @@ def test_a_recovery_that_is_still_going_on(run: MadeUpRun) -> None:
     run.say(0.0, started())
     run.train(1, 3, 0.0)
     run.say(2.0, events.RankFailed(rank=2, node=2, signal="SIGKILL", first=True, iteration=4))
+    run.say(2.4, events.RecoveryStarted(generation=1, strategy="localized", iteration=3))
     run.say(3.0, stage_recovery(0, "serves", began=2.5, seconds=0.5, bytes_moved=10))
     (recovery,) = run.report().recoveries
-    assert (recovery.rung, recovery.pause_seconds) == ("localized", None)
+    assert (recovery.strategy, recovery.pause_seconds) == ("localized", None)
     assert [lane.rank for lane in timeline_of(run).lanes] == [1, 2, 3, 0], "stages that no record names come first"
 
 
@@ -164,17 +164,15 @@ def test_times_that_cannot_be_are_not_drawn(run: MadeUpRun, seconds: float) -> N
     about = {"world_size": 4, "nodes": (0, 1, 3, 4), "reason": "again", "iteration": 16}
     run.say(12.0, events.MembershipChanged(generation=2, seconds=seconds, **about))
     run.say(12.0, stage_recovery(0, "replays", began=seconds, seconds=seconds, generation=2))
-    second = run.report().recoveries[1]
-    assert second.timeline is not None
-    assert all(set(kinds(lane)) <= {"trains", "unfinished"} for lane in second.timeline.lanes)
+    assert all(set(kinds(lane)) <= {"trains", "unfinished"} for lane in timeline_of(run, 2).lanes)
     assert "NaN" not in run.page() and "nan" not in run.page().replace("nan s", "")
 
 
 def test_records_without_times_have_no_timeline(run: MadeUpRun) -> None:
-    for record in (started(), events.RecoveryDecided(generation=1, rung="replicas", iteration=4)):
+    for record in (started(), events.RecoveryStarted(generation=1, strategy="replicas", iteration=4)):
         run.line("events.jsonl", record.to_record())
     (recovery,) = run.report().recoveries
-    assert recovery.timeline is None and recovery.rung == "replicas"
+    assert timeline_of_recovery(recovery) is None and recovery.strategy == "replicas"
 
 
 def test_a_rank_trains_no_longer_than_it_lives(run: MadeUpRun) -> None:
@@ -203,10 +201,10 @@ def test_a_change_that_only_its_membership_tells_of_began_when_it_says(run: Made
 def test_nodes_stand_where_the_decision_before_has_put_them(run: MadeUpRun) -> None:
     run.say(0.0, started())
     run.decide(2.0, 0, "killed", next=next_membership(1, (0, 1, None, 3), (0, 1, 4, 3)), lost_nodes=[2])
-    run.say(3.0, events.RecoveryDecided(generation=1, rung="localized", iteration=16))
+    run.say(3.0, events.RecoveryStarted(generation=1, strategy="localized", iteration=16))
     run.say(12.0, events.RankFailed(rank=2, node=4, signal="SIGKILL", first=True, iteration=17))
     run.decide(12.1, 1, "killed", next=next_membership(2, (0, 1, 3), (0, 1, 3)), lost_nodes=[4])
-    run.say(13.0, events.RecoveryDecided(generation=2, rung="replicas", iteration=16))
+    run.say(13.0, events.RecoveryStarted(generation=2, strategy="replicas", iteration=16))
     lanes = timeline_of(run, 2).lanes
     assert [(lane.name, lane.node, lane.fate) for lane in lanes][2:] == [
         ("rank 2", 3, "was rank 3"),

@@ -1,29 +1,24 @@
-"""Alerts: figures of a run that are beyond their limits, told once when they get there and once when they are back."""
+"""Alerts: reported once when a figure of the run passes its limit, and once when it is back."""
 
 import shutil
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ft import events
-from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
 from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits, judge, windows_behind
-from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
-"""Windows that the share of waiting is taken over."""
+"""Windows over which the share of waiting is computed."""
 NUM_ITERATIONS = 20
-"""Iterations that their time is taken from."""
+"""Iterations whose median time it is compared with."""
 DISK_SECONDS = 30.0
-"""From one look at the disk to the next."""
-
-
-def limits_of(config: TelemetryConfig) -> AlertLimits:
-    """The limits of a configuration."""
-    return AlertLimits(**{name: getattr(config, f"alert_{name}") for name in NAMES})
+"""Between two checks of the disk."""
 
 
 def free_share(folder: Path) -> float:
@@ -36,21 +31,19 @@ def free_share(folder: Path) -> float:
     return usage.free / max(1, usage.used + usage.free)
 
 
-class AlertSink:
-    """Folds records into the figures that are watched; ``SinkSet`` reports what it finds."""
+class AlertSink(Sink):
+    """Folds records into the figures that have limits, and reports those beyond them."""
 
     name = "alerts"
-    retries = True
-    num_lost_records = 0
 
     def __init__(self, limits: AlertLimits, *, free_disk_share: Callable[[], float]) -> None:
-        """``free_disk_share``: looks at the disk; may raise OSError."""
+        """``free_disk_share``: reads the disk; may raise OSError."""
         self._limits = limits
-        self._look_at_disk = free_disk_share
+        self._free_disk_share = free_disk_share
         self._raised: set[str] = set()
         self._found: list[Record] = []
         self._iteration = 0
-        self._looked: float | None = None
+        self._disk_checked_at: float | None = None
         self._free: float | None = None
         self._survival: float | None = None
         self._newest: Mapping[str, float] = {}
@@ -60,19 +53,25 @@ class AlertSink:
         self._since = 0
         self._windows: deque[tuple[float, int]] = deque(maxlen=NUM_WINDOWS)
 
+    @classmethod
+    def open(cls, context: SinkContext) -> "AlertSink":
+        limits = AlertLimits(**{name: getattr(context.config.telemetry, f"alert_{name}") for name in NAMES})
+        return cls(limits, free_disk_share=partial(free_share, context.run_dir))
+
     def write(self, record: Record) -> None:
-        """Fold ``record`` in and judge.
+        """Fold ``record`` in and compare all figures with their limits.
 
         Raises:
-            OSError: the disk cannot be looked at.
+            OSError: the disk cannot be read.
         """
         match record:
             case Metrics():
-                self._train(record)
+                self._take_metrics(record)
             case events.RunStarted():
-                self._forget_windows()
+                self._interval = None
+                self._windows.clear()
                 self._iteration = record.resumed_from_iteration or 0
-            case events.MembershipChanged() | events.RecoveryDecided():
+            case events.MembershipChanged() | events.RecoveryStarted():
                 self._iteration = record.iteration
             case events.PlacementInForce():
                 self._survival = record.single_loss_survival
@@ -85,28 +84,19 @@ class AlertSink:
                 return
         self._judge()
 
-    def close(self, outcome: Outcome) -> None:
-        """Nothing is kept."""
-
-    def take_found(self) -> list[Record]:
-        """Alerts that were raised or cleared since the last call."""
+    def take_reports(self) -> list[Record]:
         found, self._found = self._found, []
         return found
 
-    def _forget_windows(self) -> None:
-        self._interval = None
-        self._windows.clear()
-
-    def _train(self, record: Metrics) -> None:
-        self._iteration = record.iteration
+    def _take_metrics(self, record: Metrics) -> None:
+        self._iteration, self._newest = record.iteration, record.values
         if (seconds := record.values.get("iteration_seconds")) is not None and 0.0 < float(seconds) < float("inf"):
             self._seconds.append(float(seconds))
-        self._newest = record.values
-        now = record.time_unix_seconds
-        if now is not None and (self._looked is None or abs(now - self._looked) >= DISK_SECONDS):
-            self._looked = now
+        now, checked_at = record.time_unix_seconds, self._disk_checked_at
+        if now is not None and (checked_at is None or abs(now - checked_at) >= DISK_SECONDS):
+            self._disk_checked_at = now
             if self._limits.free_disk_share is not None:
-                self._free = self._look_at_disk()
+                self._free = self._free_disk_share()
 
     def _judge(self) -> None:
         figures = AlertFigures(
@@ -119,9 +109,9 @@ class AlertSink:
         for alert in judge(self._limits, figures):
             if alert.is_beyond != (alert.name in self._raised):
                 self._raised ^= {alert.name}
-                self._found.append(self._told(alert))
+                self._found.append(self._record(alert))
 
-    def _told(self, alert: Alert) -> AlertRaised | AlertCleared:
+    def _record(self, alert: Alert) -> AlertRaised | AlertCleared:
         about: dict[str, Any] = {"alert": alert.name, "value": alert.value, "limit": alert.limit}
         if not alert.is_beyond:
             return AlertCleared(iteration=self._iteration, **about)
@@ -130,7 +120,7 @@ class AlertSink:
         return AlertRaised(iteration=self._iteration, **about)
 
     def _stall_share(self) -> float | None:
-        """Over the newest windows, once there are enough of them: the first one may wait for memory."""
+        # The first window may wait for memory: a share is known once there are NUM_WINDOWS of them.
         num_iterations = sum(count for _, count in self._windows)
         if len(self._windows) < NUM_WINDOWS or not self._seconds or num_iterations <= 0:
             return None

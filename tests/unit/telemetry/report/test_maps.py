@@ -5,8 +5,7 @@ import re
 import pytest
 
 from megatron_ft.events import ExpertLoad
-from megatron_ft.telemetry.report.load_maps import level
-from megatron_ft.telemetry.report.loads import MAX_CELLS, MAX_COLUMNS, MAX_ROWS, expert_loads
+from megatron_ft.telemetry.report.maps import MAX_CELLS, MAX_COLUMNS, MAX_ROWS, expert_loads, level
 
 from .conftest import MadeUpRun, Parts, drawing_of, drawings, started
 

@@ -1,13 +1,97 @@
-"""Parts of drawings: scales, axes, marks, and the frame that says in words what is drawn."""
+"""Elements of a page: HTML and SVG as a tree, tables, scales, axes and marks.
 
+Text and attributes are escaped in one place, whatever a run's files hold.
+"""
+
+import html
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
-from megatron_ft.telemetry.report.markup import Element, element
-
+_UNSHOWN = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufffe\uffff]"
+)
+"""Characters that no page may hold, that are no UTF-8, or that turn the direction of the text after them."""
+_VOID = frozenset({"meta"})
 CHARACTER_WIDTH = 6.4
 """Pixels of a character of the drawings' text, a little more than most need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One element with its attributes and what is inside it."""
+
+    name: str
+    attributes: tuple[tuple[str, str], ...]
+    children: tuple["Element | str", ...]
+
+    def render(self) -> str:
+        """The element as text that both an HTML and an XML parser read."""
+        attributes = "".join(f' {name}="{html.escape(clean(value))}"' for name, value in self.attributes)
+        if self.name in _VOID:
+            return f"<{self.name}{attributes}/>"
+        inside = "".join(_render(child) for child in self.children)
+        return f"<{self.name}{attributes}>{inside}</{self.name}>"
+
+
+def element(tag: str, /, *children: "Element | str | None", **attributes: "str | float | None") -> Element:
+    """An element. ``None`` leaves a child or an attribute out.
+
+    Names of attributes: an underscore at the end falls away, others are hyphens; figures are written in short.
+    """
+    pairs = tuple(
+        (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else short(value))
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Element(tag, pairs, tuple(child for child in children if child is not None))
+
+
+def clean(text: str) -> str:
+    """``text`` with a mark in place of each character that a page cannot or must not show."""
+    return _UNSHOWN.sub("\ufffd", text)
+
+
+def short(value: float) -> str:
+    """A figure of a drawing, to a hundredth."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def _render(child: Element | str) -> str:
+    return child.render() if isinstance(child, Element) else html.escape(clean(child), quote=False)
+
+
+def table(
+    caption: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[Element | str]],
+    *,
+    numbers: Set[int] = frozenset(),
+    words: int | None = None,
+) -> Element:
+    """A table.
+
+    Args:
+        numbers: the columns, from 0, that stand at the right.
+        words: the column that takes long text.
+    """
+
+    def cell(name: str, column: int, content: Element | str) -> Element:
+        scope = "col" if name == "th" else None
+        class_ = "number" if column in numbers else "words" if column == words else None
+        return element(name, content, class_=class_, scope=scope)
+
+    head = element("tr", *(cell("th", column, title) for column, title in enumerate(header)))
+    body = [element("tr", *(cell("td", column, content) for column, content in enumerate(row))) for row in rows]
+    inside = element(
+        "table",
+        element("caption", caption),
+        element("thead", head),
+        element("tbody", *body),
+        class_="few" if len(header) == 2 and words is None else None,
+    )
+    return element("div", inside, class_="table")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +141,7 @@ def drawing(
 
     Args:
         name: unique on the page.
-        description: says in words what is to be seen.
+        description: the drawing in words.
         role: ``group`` where something in it can be followed, ``img`` else.
     """
     return element(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.telemetry.report.live import POLL_SECONDS, follow, sizes
+from megatron_ft.telemetry.report.files import POLL_SECONDS, follow, sizes
 from megatron_ft.telemetry.report.page import render
 
 from .conftest import MadeUpRun, localized

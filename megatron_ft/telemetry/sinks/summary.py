@@ -6,26 +6,27 @@ from pathlib import Path
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Record
 from megatron_ft.strict_json import encode
-from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 from megatron_ft.telemetry.state import RunState
 
 SUMMARY_FILE = "summary.json"
 
 
-class SummarySink:
-    """Keeps the figures of the run and writes them at its end; the file is whole or not there."""
+class SummarySink(Sink):
+    """Keeps the figures of the run and writes them at its end, in one atomic step."""
 
     name = SUMMARY_FILE
-    retries = True
-    num_lost_records = 0
 
     def __init__(self, run_dir: Path, *, world_size: int, state: RunState) -> None:
         self._path = run_dir / SUMMARY_FILE
         self._world_size = world_size
         self._state = state
 
+    @classmethod
+    def open(cls, context: SinkContext) -> "SummarySink":
+        return cls(context.run_dir, world_size=context.world_size, state=context.state())
+
     def write(self, record: Record) -> None:
-        """Fold the record into the figures."""
         self._state.take(record)
 
     def close(self, outcome: Outcome) -> None:
@@ -34,11 +35,11 @@ class SummarySink:
         Raises:
             OSError: the disk refused.
         """
-        text = json.dumps(encode(self.figures(outcome)), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(encode(self._figures(outcome)), indent=2, allow_nan=False) + "\n"
         replace_file(self._path, text.encode())
 
-    def figures(self, outcome: Outcome) -> dict[str, object]:
-        """What the file says; the page ``docs/telemetry.md`` explains each key."""
+    def _figures(self, outcome: Outcome) -> dict[str, object]:
+        """The content of the file; ``docs/telemetry.md`` explains each key."""
         state = self._state
         return {
             "iterations": state.iteration,
@@ -50,7 +51,7 @@ class SummarySink:
             "world_size": self._world_size,
             "exit_code": outcome.exit_code,
             "reason": outcome.reason,
-            "goodput": self._state.run.whole_goodput().summary(),
+            "goodput": state.run.whole_goodput().summary(),
             "skipped": state.num_skipped,
             "resumed_from": state.started.resumed_from if state.started else None,
             "resumed_from_iteration": state.started.resumed_from_iteration if state.started else None,

@@ -5,8 +5,9 @@ import os
 from collections import deque
 from pathlib import Path
 
-from megatron_ft.events import LogHealed, Metrics, Record
-from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.events import LogTruncated, Metrics, Record
+from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
+from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
 """Lines kept in memory while the disk refuses them; beyond that the oldest are lost, and counted."""
@@ -14,15 +15,13 @@ MAX_PENDING_LINES = 20_000
 _CHUNK_BYTES = 1 << 16
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """One line per record, in the operating system's hands when ``write`` returns.
 
     Durable records (see ``events.Record.durable``) are forced to disk, with all lines before them. When
     the disk refuses, lines wait in memory and every later ``write`` tries again; a line is never half
-    written. Appends to a file of an older attempt; a half line a crash left at its end is cut off.
+    written. Appends to a file of an older attempt; a half line that a crash left at its end is cut off.
     """
-
-    retries = True
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
         """``metrics``: take metrics records only; otherwise everything else.
@@ -33,30 +32,35 @@ class JsonlSink:
         self.name = path.name
         self._metrics = metrics
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self.healed = self._heal()
+        self._reports: list[Record] = self._cut_half_line()
         self._pending: deque[bytes] = deque()
         self._unsynced = False
-        self._num_lost = 0
 
-    @property
-    def num_lost_records(self) -> int:
-        """Lines given up since the sink was opened."""
-        return self._num_lost
+    @classmethod
+    def open(cls, context: SinkContext, *, metrics: bool) -> "JsonlSink":
+        return cls(context.run_dir / (METRICS_FILE if metrics else EVENTS_FILE), metrics=metrics)
 
     def write(self, record: Record) -> None:
-        """Append one line; try again what waits, whatever ``record`` is.
+        """Append one line, after the lines that wait; retry these whatever ``record`` is.
 
         Raises:
             OSError: the disk refused; all lines wait for the next call.
         """
         if isinstance(record, Metrics) is self._metrics:
             line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
-            self._enqueue(line.encode() + b"\n")
+            self._pending.append(line.encode() + b"\n")
+            if len(self._pending) > MAX_PENDING_LINES:
+                self._pending.popleft()
+                self.num_lost_records += 1
             self._unsynced |= record.durable
         self._flush()
 
+    def take_reports(self) -> list[Record]:
+        reports, self._reports = self._reports, []
+        return reports
+
     def close(self, outcome: Outcome) -> None:
-        """Write what waits, force it to disk.
+        """Write what waits and force it to disk.
 
         Raises:
             OSError: some lines could not be written.
@@ -67,12 +71,6 @@ class JsonlSink:
         finally:
             os.close(self._file)
 
-    def _enqueue(self, line: bytes) -> None:
-        self._pending.append(line)
-        while len(self._pending) > MAX_PENDING_LINES:
-            self._pending.popleft()
-            self._num_lost += 1
-
     def _flush(self) -> None:
         while self._pending:
             self._append(self._pending[0])
@@ -82,7 +80,7 @@ class JsonlSink:
             self._unsynced = False
 
     def _append(self, line: bytes) -> None:
-        """All of ``line`` or nothing of it."""
+        # A reader must never see a line whose second half came later, after other lines: all of it or nothing.
         start = os.fstat(self._file).st_size
         written = 0
         try:
@@ -92,8 +90,7 @@ class JsonlSink:
             os.ftruncate(self._file, start)
             raise
 
-    def _heal(self) -> LogHealed | None:
-        """Cut off what follows the last newline."""
+    def _cut_half_line(self) -> list[Record]:
         size = end = os.fstat(self._file).st_size
         while end > 0:
             start = max(0, end - _CHUNK_BYTES)
@@ -102,6 +99,6 @@ class JsonlSink:
             if newline >= 0:
                 break
         if end == size:
-            return None
+            return []
         os.ftruncate(self._file, end)
-        return LogHealed(file=self.name, num_dropped_bytes=size - end)
+        return [LogTruncated(file=self.name, num_dropped_bytes=size - end)]

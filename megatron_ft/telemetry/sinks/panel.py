@@ -1,5 +1,6 @@
-"""The live display: a run's state as one calm panel of fixed shape."""
+"""The live display: the state of a run as one panel of fixed shape."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatron_ft.events import ExpertLoad
+from megatron_ft.events import ExpertLoad, Note
+from megatron_ft.formatting import clock
 from megatron_ft.telemetry.expert_load import bin_loads, relative_load
-from megatron_ft.telemetry.glyphs import ASCII, Glyphs
 from megatron_ft.telemetry.state import RunState
-from megatron_ft.telemetry.wording import Note, clock
 
 BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
 """From the palette of Okabe and Ito, which people with any colour vision tell apart; never the only sign."""
@@ -30,6 +30,61 @@ FULL_BAR = 2.0
 _LABEL_WIDTH = 11
 _FIXED_ROWS = 11
 """Borders, blank rows, headings, progress and figures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symbols:
+    """Characters that a terminal can show."""
+
+    heights: str
+    """Bars of rising height; the last fills its cell."""
+    done: str
+    """The done part of a progress bar."""
+    left: str
+    """The part that is left."""
+    separator: str
+    """Between two facts of a line."""
+    arrow: str
+    """From one figure to another."""
+
+    def bar(self, value: float, top: float) -> str:
+        """One character for ``value``, full at ``top`` and above; a blank for what is no number."""
+        if not math.isfinite(value) or top <= 0:
+            return " "
+        return self.heights[min(len(self.heights) - 1, max(0, int(value / top * len(self.heights))))]
+
+    def chart(self, values: Sequence[float | None], *, num_rows: int) -> list[str]:
+        """A column per value, ``num_rows`` lines from the top down; ``None`` leaves its column blank."""
+        finite = [value for value in values if value is not None]
+        low, span = min(finite, default=0.0), (max(finite) - min(finite)) if finite else 0.0
+        levels = [None if value is None else self._level(value - low, span, num_rows) for value in values]
+        return ["".join(self._cell(level, row) for level in levels) for row in reversed(range(num_rows))]
+
+    def progress(self, share: float, width: int) -> tuple[str, str]:
+        """Done and left part of a bar of ``width`` characters."""
+        num_done = min(width, max(0, int(share * width)))
+        return self.done * num_done, self.left * (width - num_done)
+
+    def _level(self, above: float, span: float, num_rows: int) -> int:
+        return 1 + (round(above / span * (num_rows * len(self.heights) - 1)) if span > 0 else 0)
+
+    def _cell(self, level: int | None, row: int) -> str:
+        parts = min(len(self.heights), (level or 0) - row * len(self.heights))
+        return self.heights[parts - 1] if parts > 0 else " "
+
+
+BLOCKS = Symbols(heights="▁▂▃▄▅▆▇█", done="━", left="─", separator="·", arrow="→")
+ASCII = Symbols(heights="_.-~=+*#", done="#", left=".", separator="-", arrow="->")
+"""For streams without Unicode."""
+
+
+def symbols_for(encoding: str | None) -> Symbols:
+    """``BLOCKS`` where ``encoding`` has these characters, else ``ASCII``."""
+    try:
+        (BLOCKS.heights + BLOCKS.done + BLOCKS.left + BLOCKS.arrow).encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return BLOCKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +106,7 @@ class PanelStyle:
     title: str
     width: int
     height: int
-    glyphs: Glyphs
+    symbols: Symbols
 
     @property
     def inner_width(self) -> int:
@@ -100,7 +155,7 @@ def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now
         title=Text(style.title, style="bold"),
         title_align="left",
         border_style="dim" if not state.failed_sinks else VERMILION,
-        box=ASCII_BOX if style.glyphs is ASCII else ROUNDED,
+        box=ASCII_BOX if style.symbols is ASCII else ROUNDED,
         width=style.width,
         padding=(0, 2),
     )
@@ -111,9 +166,9 @@ def _progress(state: RunState, style: PanelStyle, now_seconds: float) -> Text:
     label = f"{state.iteration:>{len(total)}} / {total}"
     remaining = state.remaining_seconds()
     times = f"{clock(now_seconds - state.time_opened_seconds)} elapsed"
-    times += f" {style.glyphs.separator} {clock(remaining) if remaining is not None else '-:--'} left"
+    times += f" {style.symbols.separator} {clock(remaining) if remaining is not None else '-:--'} left"
     width = style.inner_width - _LABEL_WIDTH - len(label) - 2 - 2 - 28
-    done, left = style.glyphs.progress(state.iteration / max(1, state.train_iterations), width)
+    done, left = style.symbols.progress(state.iteration / max(1, state.train_iterations), width)
     return Text.assemble(
         ("iteration".ljust(_LABEL_WIDTH), "dim"),
         (label, "bold"),
@@ -135,7 +190,7 @@ def _curve(state: RunState, style: PanelStyle) -> list[Text]:
     if finite:
         labels = ["loss".ljust(5) + f"{max(finite):.2f}".rjust(5)] + [""] * (num_rows - 2)
         labels += [f"{min(finite):.2f}".rjust(10)]
-    rows = style.glyphs.chart(values, num_rows=num_rows)
+    rows = style.symbols.chart(values, num_rows=num_rows)
     return [
         Text.assemble((label.ljust(_LABEL_WIDTH), "dim"), (row, BLUE), no_wrap=True)
         for label, row in zip(labels, rows, strict=True)
@@ -143,7 +198,6 @@ def _curve(state: RunState, style: PanelStyle) -> list[Text]:
 
 
 def _figures(state: RunState) -> Table:
-    """The newest figures, each in a column that keeps its width."""
     values = state.latest.values if state.latest else {}
     evaluation = f"{state.evaluation.loss:.4f} @ {state.evaluation.iteration}" if state.evaluation else "-"
     cells = {
@@ -162,7 +216,7 @@ def _figures(state: RunState) -> Table:
 
 
 def _standing(state: RunState, style: PanelStyle) -> Text:
-    """How well the run goes so far and what protects it, as far as it is known; always one row."""
+    """ETTR so far, interruptions and what protects the run; always one row."""
     goodput, run = state.run.goodput, state.run
     parts = []
     if goodput.ettr is not None and goodput.num_iterations:
@@ -173,13 +227,13 @@ def _standing(state: RunState, style: PanelStyle) -> Text:
         parts.append(f"window of {run.window_iterations:.0f}")
     if run.survival is not None:
         parts.append(f"survives the next loss: {100 * run.survival:.0f} %")
-    words = f" {style.glyphs.separator} ".join(parts)
+    text = f" {style.symbols.separator} ".join(parts)
     label = ("so far".ljust(_LABEL_WIDTH) if parts else "", "dim")
-    return Text.assemble(label, words, no_wrap=True, overflow="ellipsis")
+    return Text.assemble(label, text, no_wrap=True, overflow="ellipsis")
 
 
 def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) -> list[Text]:
-    """A row of bars per mixture layer; of many layers evenly spaced ones, always the same."""
+    """A row of bars per mixture layer; where there are many, always the same evenly spaced ones."""
     if load is None or not load.layers:
         return [Text("expert load: none reported yet", style="dim")]
     numbers = load.layer_numbers or tuple(range(1, len(load.layers) + 1))
@@ -197,14 +251,13 @@ def _layer(number: int, tokens: Sequence[int], style: PanelStyle) -> Text:
     cell = max(1, min(4, width // max(1, len(shown))))
     row = Text(f"layer {number:>3}".ljust(_LABEL_WIDTH), style="dim", no_wrap=True)
     for load in shown:
-        bar = style.glyphs.bar(load, FULL_BAR) * max(1, cell - 1) + " " * (cell > 1)
+        bar = style.symbols.bar(load, FULL_BAR) * max(1, cell - 1) + " " * (cell > 1)
         row.append(bar, style=f"not dim {ORANGE if load >= FULL_BAR else BLUE}")
     row.append(f"  busiest {max(loads, default=0.0):4.2f} x", style="dim")
     return row
 
 
 def _events(notes: Sequence[TimedNote], num_rows: int) -> list[Text]:
-    """The last events; blank lines below keep the panel's height."""
     lines = [
         Text.assemble(
             (f"{timed.clock()} ".ljust(_LABEL_WIDTH - 2), "dim"),
@@ -218,7 +271,6 @@ def _events(notes: Sequence[TimedNote], num_rows: int) -> list[Text]:
 
 
 def _degraded(state: RunState) -> list[Text]:
-    """A lasting line while some sink takes no records."""
     return [
         Text(
             f"DEGRADED: {sink} takes no records ({error})", style=f"bold {VERMILION}", no_wrap=True, overflow="ellipsis"

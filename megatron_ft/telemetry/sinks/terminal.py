@@ -4,37 +4,34 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from megatron_ft.events import Metrics, Record, RunFinished, RunStopped
-from megatron_ft.telemetry.glyphs import glyphs_for
-from megatron_ft.telemetry.panel import LEVEL_MARKS, NUM_EVENTS, PanelStyle, TimedNote, panel
-from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.formatting import clock as duration
+from megatron_ft.formatting import seconds
+from megatron_ft.telemetry.sinks.base import Clock, Outcome, Sink, SinkContext
+from megatron_ft.telemetry.sinks.panel import LEVEL_MARKS, NUM_EVENTS, PanelStyle, TimedNote, panel, symbols_for
 from megatron_ft.telemetry.state import RunState
-from megatron_ft.telemetry.wording import clock as duration
-from megatron_ft.telemetry.wording import note, seconds
 
 REFRESHES_PER_SECOND = 2.0
 MAX_LINE_GAP_SECONDS = 60.0
-"""Longest silence between two plain lines while iterations go on."""
+"""Longest time between two plain lines during training."""
 LINE_GAP_SHARE = 1 / 60
-"""A plain line comes no sooner after the last than this share of the time the run has taken."""
+"""Least time between two plain lines, as a share of the time of the run so far."""
 
 
-class TerminalSink:
+class TerminalSink(Sink):
     """Shows progress and events on a stream: live, or as plain lines.
 
     Plain lines thin out as a run gets longer: each iteration of a short one, one a minute of a long one.
-    Events, and the last iteration, are always told.
+    Events and the last iteration are always shown.
     """
 
     name = "terminal"
     retries = False
-    num_lost_records = 0
 
     def __init__(
         self,
@@ -42,7 +39,7 @@ class TerminalSink:
         *,
         title: str,
         state: RunState,
-        clock: Callable[[], float] = time.time,
+        clock: Clock = time.time,
         stream: TextIO | None = None,
     ) -> None:
         """``progress``: ``live``, ``plain`` or ``auto`` (live when ``stream`` is a terminal)."""
@@ -54,25 +51,38 @@ class TerminalSink:
         self._notes: deque[TimedNote] = deque(maxlen=NUM_EVENTS)
         self._last_line_seconds: float | None = None
         self._skipped_line: Metrics | None = None
-        self._glyphs = glyphs_for(getattr(self._stream, "encoding", None))
+        self._symbols = symbols_for(getattr(self._stream, "encoding", None))
         self._console = Console(file=self._stream, force_terminal=True, highlight=False)
         live = progress == "live" or (progress == "auto" and self._stream.isatty())
         self._live = self._start_live() if live else None
+
+    @classmethod
+    def open(cls, context: SinkContext) -> "TerminalSink":
+        progress = context.config.telemetry.progress
+        return cls(
+            progress,
+            title=context.run_dir.name,
+            state=context.state(),
+            clock=context.clock,
+            stream=context.stream,
+        )
 
     def write(self, record: Record) -> None:
         """Show ``record``.
 
         Raises:
-            OSError: nobody reads the stream any more.
+            OSError: the stream is closed.
         """
         with self._lock:
             self._state.take(record)
-            if isinstance(record, (RunFinished, RunStopped)) or self._is_about_skipped(record):
+            note = record.describe()
+            is_about_skipped = note is not None and self._skipped_iteration == getattr(record, "iteration", 0)
+            if isinstance(record, (RunFinished, RunStopped)) or is_about_skipped:
                 self._catch_up()
-            if (told := note(record)) is not None:
-                self._tell(TimedNote(time_unix_seconds=record.time_unix_seconds or self._clock(), note=told))
+            if note is not None:
+                self._show(TimedNote(time_unix_seconds=record.time_unix_seconds or self._clock(), note=note))
             elif isinstance(record, Metrics) and self._live is None:
-                self._tell_iteration(record)
+                self._show_iteration(record)
 
     def close(self, outcome: Outcome) -> None:
         """Leave the last state on the screen, and one line about the whole run."""
@@ -96,16 +106,16 @@ class TerminalSink:
 
     def _render(self) -> RenderableType:
         width, height = self._console.size
-        style = PanelStyle(title=self._title, width=width, height=height, glyphs=self._glyphs)
+        style = PanelStyle(title=self._title, width=width, height=height, symbols=self._symbols)
         with self._lock:
             return panel(self._state, list(self._notes), style, now_seconds=self._clock())
 
-    def _tell(self, timed: TimedNote) -> None:
+    def _show(self, timed: TimedNote) -> None:
         self._notes.append(timed)
         if self._live is None:
             self._print(f"{timed.clock()} {LEVEL_MARKS[timed.note.level]} {timed.note.text}")
 
-    def _tell_iteration(self, record: Metrics) -> None:
+    def _show_iteration(self, record: Metrics) -> None:
         now = record.time_unix_seconds or self._clock()
         gap = min(MAX_LINE_GAP_SECONDS, (now - self._state.time_opened_seconds) * LINE_GAP_SHARE)
         last = record.iteration == self._state.train_iterations
@@ -115,10 +125,9 @@ class TerminalSink:
         self._last_line_seconds, self._skipped_line = now, None
         self._print(self._iteration_line(record))
 
-    def _is_about_skipped(self, record: Record) -> bool:
-        """Whether ``record`` tells what came of the iteration whose line was left out."""
-        skipped = self._skipped_line
-        return skipped is not None and note(record) is not None and skipped.iteration == getattr(record, "iteration", 0)
+    @property
+    def _skipped_iteration(self) -> int | None:
+        return None if self._skipped_line is None else self._skipped_line.iteration
 
     def _catch_up(self) -> None:
         """Print the newest iteration if its line was left out."""
@@ -141,10 +150,10 @@ class TerminalSink:
         state = self._state
         parts = [f"{state.iteration} iterations", seconds(outcome.time_unix_seconds - state.time_opened_seconds)]
         if state.first_loss is not None and state.final_loss is not None:
-            parts.append(f"loss {state.first_loss:.4f} {self._glyphs.arrow} {state.final_loss:.4f}")
+            parts.append(f"loss {state.first_loss:.4f} {self._symbols.arrow} {state.final_loss:.4f}")
         if state.tokens_per_second is not None:
             parts.append(f"{state.tokens_per_second:,.0f} tokens/s")
-        return f" {self._glyphs.separator} ".join(parts)
+        return f" {self._symbols.separator} ".join(parts)
 
     def _print(self, line: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
