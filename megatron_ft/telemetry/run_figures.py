@@ -1,29 +1,16 @@
 """Figures of a run that no single record has: goodput so far, what protects the run, how long recoveries took."""
 
-from dataclasses import dataclass
-
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
 from megatron_ft.telemetry.goodput import Goodput, GoodputMeter, duration
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One start of a run's ranks."""
-
-    number: int
-    """Counted from 1 over the whole run."""
-    time_unix_seconds: float | None
-    world_size: int
-    resumed_from: str | None
-    resumed_from_iteration: int | None
 
 
 class RunFigures:
     """Folds records, oldest first, into the metrics of ``metrics.py``; its memory does not grow with the run."""
 
     def __init__(self) -> None:
-        self.attempts: list[Attempt] = []
+        self.attempts: list[events.RunStarted] = []
+        """Each start of the run's ranks."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
         """Figures that hold until something replaces them."""
@@ -95,13 +82,11 @@ class RunFigures:
         self._strategy = None
 
     def _start(self, record: events.RunStarted) -> None:
-        number = len(self.attempts) + 1
+        self.attempts.append(record)
         if record.resumed_from_iteration is None:
             self._strategy = self._strategy or "nothing"
-        about = {name: getattr(record, name) for name in ("time_unix_seconds", "world_size", "resumed_from")}
-        self.attempts.append(Attempt(number=number, resumed_from_iteration=record.resumed_from_iteration, **about))
         self._lasting = {name: value for name, value in self._lasting.items() if name in _OF_THE_RUN}
-        self._lasting |= {"job/attempt": number, "job/world_size": record.world_size}
+        self._lasting |= {"job/attempt": len(self.attempts), "job/world_size": record.world_size}
 
     def _place(self, record: events.PlacementInForce) -> None:
         figures = {

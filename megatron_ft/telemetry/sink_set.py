@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.policy import find_class
+from megatron_ft.config.policy import find_target
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import Metrics, Record, RecordRefused, RunFinished, RunStopped, SinkFailed, SinkRecovered
@@ -147,8 +147,8 @@ def open_sinks(
 
 def open_sink(name: str, spec: Mapping[str, Any], context: SinkContext) -> Sink | None:
     key = f"telemetry.sinks.{name}"
-    found = find_class(key, spec)
-    if not issubclass(found, Sink):
+    found = find_target(key, spec)
+    if not (isinstance(found, type) and issubclass(found, Sink)):
         raise ConfigError.of(f"{key}._target_", spec["_target_"], f"must name a subclass of {Sink.__qualname__}")
     options = {option: value for option, value in spec.items() if option != "_target_"}
     try:

@@ -76,7 +76,8 @@ class TerminalSink(Sink):
         with self._lock:
             self._state.take(record)
             note = record.describe()
-            is_about_skipped = note is not None and self._skipped_iteration == getattr(record, "iteration", 0)
+            skipped = None if note is None or self._skipped_line is None else self._skipped_line.iteration
+            is_about_skipped = skipped is not None and skipped == getattr(record, "iteration", 0)
             if isinstance(record, (RunFinished, RunStopped)) or is_about_skipped:
                 self._catch_up()
             if note is not None:
@@ -124,10 +125,6 @@ class TerminalSink(Sink):
             return
         self._last_line_seconds, self._skipped_line = now, None
         self._print(self._iteration_line(record))
-
-    @property
-    def _skipped_iteration(self) -> int | None:
-        return None if self._skipped_line is None else self._skipped_line.iteration
 
     def _catch_up(self) -> None:
         """Print the newest iteration if its line was left out."""

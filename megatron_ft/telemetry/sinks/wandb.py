@@ -145,7 +145,9 @@ class _Sender:
             for iteration in sorted(missed):
                 if iteration <= (record.resumed_from_iteration or 0):
                     self._send(missed[iteration])
-            attempts = [asdict(attempt) for attempt in self._steps.run.attempts]
+            names = ("time_unix_seconds", "world_size", "resumed_from", "resumed_from_iteration")
+            starts = enumerate(self._steps.run.attempts, start=1)
+            attempts = [{"number": number} | {name: getattr(start, name) for name in names} for number, start in starts]
             self._run.config.update({"attempts": attempts}, allow_val_change=True)
         if step is not None:
             self._send(step)

@@ -146,7 +146,7 @@ def test_alerts_reach_the_files_and_the_terminal(config: JobConfig, tmp_path: Pa
     ]
     assert "x alert: the job survives the loss of one failure domain with probability 0.750" in stream.getvalue()
     assert "(telemetry.alert_single_loss_survival=1)" in stream.getvalue()
-    assert "+ no longer an alert" in stream.getvalue()
+    assert "+ alert cleared" in stream.getvalue()
 
 
 def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
