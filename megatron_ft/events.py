@@ -132,7 +132,7 @@ class Evaluation(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad(Record):
-    """How many tokens the router gave each expert, over all ranks and microbatches of an iteration."""
+    """Tokens that the router gave each expert, over all ranks and microbatches of an iteration."""
 
     durable: ClassVar[bool] = False
 
@@ -245,7 +245,7 @@ class LossSpike(Record):
     iteration: int
     """Iteration of the loss."""
     loss: float
-    """That loss, in nats per token."""
+    """The loss, in nats per token."""
     median: float
     """Median of the recent committed losses, in nats per token."""
     policy: str | None = None

@@ -8,7 +8,7 @@ from megatron_ft.records import Note, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted(Record):
-    """What ranks continue from: once for each recovery, and for each job that continues the run."""
+    """The state that ranks continue from: once for each recovery and for each job that continues the run."""
 
     generation: int
     """Number of the membership that begins; 0 for a job that continues the run."""
@@ -18,9 +18,9 @@ class RecoveryStarted(Record):
     iteration: int
     """Newest iteration of the state that ranks continue from, once it is dense."""
     source: str | None = None
-    """Where a window comes from: ``memory`` or ``persisted``."""
+    """Place of a window: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
-    """What was not used, each with its reason."""
+    """Newer or nearer state that was not used, each with its reason."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""
@@ -46,7 +46,7 @@ class MembershipChanged(Record):
     seconds: float
     """Seconds from the decision until its first rank was ready."""
     joining: tuple[int, ...] = ()
-    """Those of its nodes whose ranks had no state of the run, or another state than the others, and received it. A node
+    """Its nodes whose ranks had no state of the run, or another state than the others, and received it. A node
     that was lost and started again within one iteration is among them."""
     schedule: tuple[str, ...] = ()
     """Entries of ``launch.membership_schedule`` that lead to it from the membership that committed ``iteration``, one
@@ -84,7 +84,7 @@ class StageRecovery(Record):
     bytes_moved: int
     """Bytes of the upstream log that this rank sent or received."""
     began_unix_seconds: float
-    """When it began, in seconds since 1970 by the wall clock of its node."""
+    """Time at which it began, in seconds since 1970 by the wall clock of its node."""
     seconds: float
     """Seconds it took."""
 
@@ -120,7 +120,7 @@ class RankFailed(Record):
 
     @property
     def ending(self) -> str:
-        """How it ended: ``SIGKILL``, ``exit code 1`` or ``lost``."""
+        """Its end: ``SIGKILL``, ``exit code 1`` or ``lost``."""
         return self.signal or ("lost" if self.exit_code is None else f"exit code {self.exit_code}")
 
     def describe(self) -> Note:
@@ -138,7 +138,7 @@ class NodeLost(Record):
     node: int
     """The node, by the number it has had since it first came."""
     reason: str
-    """How that was detected."""
+    """The sign by which it was detected."""
 
     def describe(self) -> Note:
         return Note("bad", f"node {self.node} was lost: {self.reason}")
@@ -167,7 +167,7 @@ class RanksRestarted(Record):
     generation: int
     """The one that begins: how often ranks have been started again or have continued without lost nodes."""
     reason: str
-    """What ended the generation before."""
+    """The reason that ended the generation before."""
     failed_ranks: tuple[int, ...]
     """Ranks that failed, the first one first; without those that were ended because of them."""
     iteration: int
@@ -223,7 +223,7 @@ class ControllerReplaced(Record):
     """The job's controller ended or became unresponsive; another one takes over from its journal."""
 
     reason: str
-    """How it ended."""
+    """The end of the earlier controller."""
 
     def describe(self) -> Note:
         return Note("warning", f"another controller takes over: {self.reason}")

@@ -1,9 +1,9 @@
-"""What a record of a run is: typed, strict, flat JSON. The kinds themselves are in ``events.py``.
+"""The base of all records of a run: typed, strict, flat JSON. The kinds are in ``events.py``.
 
 A record is a frozen dataclass. ``to_record()`` makes a flat JSON object of it, ``from_record()`` reads
 one back and refuses what does not fit. Numbers that JSON lacks travel as the strings ``"NaN"``,
-``"Infinity"`` and ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: whoever
-reports, or the sink that receives, stamps ``time_unix_seconds``.
+``"Infinity"`` and ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: the process
+that reports, or the sink that receives, stamps ``time_unix_seconds``.
 """
 
 import re
@@ -39,7 +39,7 @@ class Record:
     """Whether the line is forced to disk at once; not so for records of every iteration."""
 
     time_unix_seconds: float | None = None
-    """When it happened, in seconds since 1970 by the wall clock of whoever stamped it."""
+    """Time of the event, in seconds since 1970, by the wall clock of the process that stamped it."""
 
     def __init_subclass__(cls) -> None:
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()

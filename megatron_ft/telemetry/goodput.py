@@ -287,7 +287,7 @@ class GoodputMeter:
 
 
 def measure(records: Iterable[Record]) -> Goodput:
-    """Where the time of a run went, from all of its events and metrics, in any order."""
+    """Measure the goodput of a run from all of its events and metrics, in any order."""
     meter = GoodputMeter()
     timed = [(at, record) for record in records if (at := instant(record.time_unix_seconds)) is not None]
     for _, record in sorted(timed, key=lambda pair: (pair[0], not isinstance(pair[1], Metrics))):

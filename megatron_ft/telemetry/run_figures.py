@@ -18,11 +18,11 @@ class RunFigures:
         """Seconds of recoveries that have not been handed out yet, by strategy."""
         self._strategy: str | None = None
         self._so_far = self._meter.so_far()
-        """When the newest iteration was reported."""
+        """Goodput when the newest iteration was reported."""
 
     @property
     def goodput(self) -> Goodput:
-        """Where the time has gone up to the newest record, without a median of iterations."""
+        """Goodput up to the newest record, without the median of iterations."""
         return self._meter.so_far()
 
     def whole_goodput(self) -> Goodput:

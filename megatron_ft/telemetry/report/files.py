@@ -28,21 +28,21 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """How the control plane answered a loss or a request to join or leave: a line of ``decisions.jsonl``."""
+    """The control plane's answer to a loss or a request to join or leave: a line of ``decisions.jsonl``."""
 
     generation: int
     """The membership that ended."""
     time_unix_seconds: float
-    """When it was decided, by the wall clock of the controller."""
+    """Time of the decision, by the wall clock of the controller."""
     reason: str
-    """Why it ended."""
+    """Reason of its end."""
     lost_nodes: tuple[int, ...] = ()
     """Nodes that were lost."""
     left_nodes: tuple[int, ...] = ()
     """Nodes that left on request."""
     joined_nodes: tuple[int, ...] = ()
     declined: str | None = None
-    """Why the ranks could not continue in their processes; None where they could."""
+    """Reason why the ranks could not continue in their processes; None where they could."""
     previous_ranks: tuple[int | None, ...] = ()
     """For each rank of the next membership its rank before; None for a new process. Empty where declined."""
     nodes: tuple[int, ...] = ()

@@ -106,7 +106,7 @@ MAX_COLUMNS = 60
 MAX_ROWS = 64
 """Experts, or groups of neighbours, that a map shows; the busiest stands for its group."""
 MAX_CELLS = 60_000
-"""Of all layers together; a map has fewer columns where there would be more."""
+"""Limit of the cells of all layers together; maps have fewer columns where there would be more."""
 _MIN_COLUMNS = 10
 
 
@@ -140,7 +140,7 @@ class ExpertLoads:
 
 
 def expert_loads(records: Iterable[Record]) -> ExpertLoads | None:
-    """What the records say; None where there are none. Of an iteration that was run again the newest counts."""
+    """The loads of a run; None without records. The newest record of an iteration counts."""
     loads = [record for record in records if isinstance(record, ExpertLoad) and record.layers and record.layers[0]]
     if not loads:
         return None
@@ -207,7 +207,7 @@ _LEVELS = (
 
 
 def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
-    """How tokens spread over the experts of each layer, from the first iterations to the newest."""
+    """The spread of tokens over the experts of each layer, from the first iterations to the newest."""
     if loads is None:
         return
     yield element("h2", "Expert load", id="expert-load")
@@ -271,7 +271,7 @@ _PLACEMENT_LEGEND = (("held-1", "a replica"), ("held-2", "two slots or more: one
 
 
 def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[PlacementPlan]) -> Iterator[Element]:
-    """Which rank holds which expert now, and each placement that took over."""
+    """The rank of each expert replica now, and each placement that came into force."""
     if not placements:
         return
     newest = placements[-1]

@@ -20,7 +20,7 @@ _HIGHEST = 1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended, as far as its records say so."""
+    """The end of a run, as far as its records say so."""
 
     level: str
     """``good``, ``bad`` or ``open``."""
@@ -68,11 +68,11 @@ class RunReport:
     plans: tuple[PlacementPlan, ...]
     """The newest placement of each pipeline stage; empty where the folder does not hold it."""
     num_jobs: int
-    """How often the command was started."""
+    """Number of starts of the command."""
     num_events: int
     num_metrics: int
     newest_unix_seconds: float | None
-    """When the newest record was made."""
+    """Time of the newest record."""
 
 
 def build(files: RunFiles) -> RunReport:

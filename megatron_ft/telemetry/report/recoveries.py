@@ -32,7 +32,7 @@ class Course:
     begin: float
     """The first failure, or when the change was requested."""
     decided: float
-    """When ranks began to continue."""
+    """Time at which ranks began to continue."""
     ready: float
     """The end of the last record of it."""
     before: tuple[Metrics, ...] = ()
@@ -62,7 +62,7 @@ class Recovery:
     number: int = 0
     """Counted from 1 over the whole run."""
     records: list[Record] = field(default_factory=list)
-    """In the order they were written."""
+    """Its records in the order of writing."""
     decision: Decision | None = None
     """The controller's decision."""
     course: Course | None = None
@@ -124,7 +124,7 @@ class Recovery:
 
     @property
     def strategy(self) -> str:
-        """How the state was recovered, see ``RecoveryStarted``."""
+        """The strategy that recovered the state, see ``RecoveryStarted``."""
         started = self.newest(events.RecoveryStarted)
         if started is None and self.every(events.CheckpointLoaded):
             return "checkpoint"  # earlier versions reported nothing else of a new job that loads a checkpoint
@@ -168,7 +168,7 @@ class Recovery:
 
     @property
     def declined(self) -> tuple[str, ...]:
-        """What was not used, each with its reason."""
+        """Everything that was not used, each with its reason."""
         started, decision = self.newest(events.RecoveryStarted), self.decision
         in_processes = None if decision is None else decision.declined
         head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
@@ -314,7 +314,7 @@ class _Folding:
     has_ended: bool = True
     """Whether the next start of ranks is that of another job."""
     starts: list[float | None] = field(default_factory=list)
-    """When each job began."""
+    """Beginning of each job."""
     nodes: tuple[int | None, ...] = ()
     """The node of each rank now."""
     by_generation: dict[int, Recovery] = field(default_factory=dict)

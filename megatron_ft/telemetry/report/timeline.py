@@ -34,7 +34,7 @@ KINDS = {
     "waits": "waits with its state",
     "other": "other",
 }
-"""What a rank can be seen to do, and its words in the legend."""
+"""The activities of a rank, and their words in the legend."""
 FAILURE = "failure"
 """The moment from which the time of a recovery counts."""
 NUM_OPEN = 12
@@ -82,10 +82,10 @@ class Lane:
     stage: int | None
     """Its pipeline stage, where a record names it."""
     fate: str
-    """What happened to it; empty where nothing did."""
+    """``new process``, ``lost`` or the like; empty for a rank that stays in place."""
     spans: tuple[Span, ...] = ()
     died_seconds: float | None = None
-    """When its process, or the one before it at its place, ended: seconds after the failure."""
+    """Seconds after the failure at which its process, or the one before it at its place, ended."""
     work: events.StageRecovery | None = None
     """Its own report of the recovery."""
 
@@ -96,7 +96,7 @@ class Lane:
 
     @property
     def doing(self) -> str:
-        """What it did between its last iteration before and its first one after."""
+        """Its activities between its last iteration before and its first one after."""
         words = [span.words for span in self.spans if span.kind not in ("trains", "unfinished")]
         return "; ".join([*([self.fate] if self.fate else []), *words]) or "no record"
 
@@ -111,7 +111,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What is drawn of a recovery. All times are in seconds after its first failure, or after it was requested."""
+    """A recovery to be drawn. All times are in seconds after its first failure, or after it was requested."""
 
     begin: float
     end: float
@@ -475,7 +475,6 @@ def _bar(span: Span, x: Scale, y: float) -> Iterator[Element]:
 
 
 def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
-    """How much of the log a rank sent or received, as a bar and in figures."""
     if lane.work is None or lane.work.bytes_moved <= 0 or most <= 0:
         return
     arrow = {"serves": "↑", "replays": "↓"}.get(lane.work.role, "")

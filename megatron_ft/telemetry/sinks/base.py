@@ -15,7 +15,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run."""
 
     exit_code: int
     """See ``errors.EXIT_CODES``."""
@@ -35,7 +35,7 @@ class SinkContext:
     world_size: int
     clock: Clock
     stream: TextIO | None
-    """Where the terminal's output goes; None for standard output."""
+    """Stream of the terminal; None for standard output."""
     first_loss: float | None
     """Loss of the run's first iteration, where an earlier attempt has reported it."""
 

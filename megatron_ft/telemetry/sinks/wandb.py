@@ -265,11 +265,11 @@ def last_offline_step(run_dir: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What older attempts of a run have reported: its files up to the length they have now."""
+    """The reports of older attempts of a run: its files up to their present length."""
 
     run_dir: Path
     num_bytes: Mapping[str, int]
-    """Of each file."""
+    """Length of each file."""
 
     @classmethod
     def so_far(cls, run_dir: Path) -> "Reported":

@@ -105,6 +105,13 @@ def test_generations_begin_anew_in_each_job(run: MadeUpRun) -> None:
     )
 
 
+def test_a_job_after_one_that_was_killed_has_its_own_recovery(run: MadeUpRun) -> None:
+    elastic(run)
+    run.say(100.0, events.RecoveryStarted(generation=0, strategy="checkpoint", iteration=9))
+    run.say(100.5, started(3, resumed_from_iteration=9), events.RanksReady(seconds=0.4, world_size=3))
+    assert [recovery.strategy for recovery in run.report().recoveries] == ["replicas", "replicas", "checkpoint"]
+
+
 def test_a_failure_that_nothing_follows_is_marked(run: MadeUpRun) -> None:
     run.say(0.0, started())
     run.train(1, 3, 0.0)
