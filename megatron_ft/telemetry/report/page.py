@@ -211,7 +211,7 @@ def _summary(recoveries: Sequence[Recovery]) -> Iterator[Element]:
         yield element("p", "Nothing was lost, and no nodes joined or left.", class_="soft")
         return
     yield table(
-        "Each recovery and change; more of them below",
+        "Each recovery and change of membership; details are below",
         _HEADER,
         [_recovery_row(recovery) for recovery in recoveries],
         numbers={0, 1, 4, 5, 6, 7, 8},
