@@ -104,7 +104,7 @@ def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
     assert digests(outcomes, name) == digests(outcomes, reference)
     assert figures(outcomes, name) == figures(outcomes, reference)
     assert len(records(outcomes, name, "failpoint_hit")) == len(faults)
-    assert {record["rung"] for record in records(outcomes, name, "recovery_decided")} == {"localized"}
+    assert {record["strategy"] for record in records(outcomes, name, "recovery_started")} == {"localized"}
 
 
 @pytest.mark.parametrize("name", chosen(FAULTS, OTHER_LAYOUTS))

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ft import failpoints
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import StageRecovery
+from megatron_ft.events import RecoveryStarted, StageRecovery
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.carrying import Beginning, Carried
 from megatron_ft.mcore.loop.extras import capture_extras, restore_extras
@@ -28,6 +28,7 @@ from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.optimizer.state_view import put_state, take_state
 from megatron_ft.mcore.pipeline.communicator import serve
 from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -84,6 +85,8 @@ def go_on_in_place(trainer: "Trainer", carried: Carried | None, groups: Groups, 
     """
     trainer.use(groups)
     plan, standings = _decide(trainer, carried, groups)
+    generation = trainer.context.generation
+    trainer.report(RecoveryStarted(generation=generation, strategy=LOCALIZED, iteration=plan.target))
     told = _tell(trainer, carried, plan, standings)
     failpoints.hit("reform_build", target)
     engine = trainer.engine

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ft.config.identity import JobIdentity, differences
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
-from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
+from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.held_window import CONFIG, SETTINGS, HeldWindow
@@ -17,7 +17,7 @@ from megatron_ft.mcore.loop.replaying import open_replay
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.runtime.keeper.client import KeeperClient
-from megatron_ft.runtime.storage.checkpoints import iteration_of
+from megatron_ft.runtime.storage.checkpoints import is_named, iteration_of
 from megatron_ft.runtime.storage.refusals import Refusal, add_refusal, read_refusals, window_digest
 from megatron_ft.runtime.storage.window_folder import FolderEntry, WindowFolder
 from megatron_ft.runtime.storage.window_manifest import WindowManifest
@@ -73,8 +73,8 @@ class Recovery:
         self._committed_buffer: int | None = None
         self._refused: list[str] = []
         self._chosen_digest = ""
-        self.declined: tuple[str, ...] = ()
-        """What ``find`` has not used, each with its reason."""
+        self.chosen = RecoverySource(kind="nothing", iteration=0)
+        """What ``find`` has found, with what it has not used."""
         self.unusable: tuple[str, ...] = ()
         """Windows with committed iterations of which ``find`` could use none, each with its reason; the same on every
         rank, and empty where ``find`` has found something."""
@@ -108,7 +108,7 @@ class Recovery:
             if newer and only is None:
                 raise CheckpointError(newer[-1])
             if not source.places:
-                self._say(source)
+                self._choose(source)
                 if source.kind == "nothing":
                     self._note_unusable(reasons)
                 return None
@@ -126,7 +126,7 @@ class Recovery:
             self._chosen_digest = window_digest(self._agreement.gather(window.digest))
             refusal = refusals.get(self._chosen_digest)
             if refusal is None:
-                self._say(source)
+                self._choose(source)
                 return window
             for windows, place in zip(by_rank, source.places, strict=True):
                 windows.remove(place)
@@ -135,9 +135,27 @@ class Recovery:
                 self._refused.append(text)
                 reasons.append(text)
 
-    def say_nothing(self, reason: str) -> None:
-        """Report that the job starts at iteration 0, and why nothing is continued."""
-        self._say(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
+    def choose_nothing(self, reason: str) -> None:
+        """Note that the job starts at iteration 0, and why it continues nothing."""
+        self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
+
+    def report_start(self, checkpoint: Path | None, generation: int) -> None:
+        """Report what ranks continue from, the chosen window or ``checkpoint``; nothing is reported of a new run."""
+        chosen, strategy, iteration = self.chosen, "nothing", 0
+        if chosen.places:
+            strategy, iteration = "window", chosen.iteration
+        elif checkpoint is not None:
+            strategy, iteration = "checkpoint", iteration_of(checkpoint) if is_named(checkpoint) else 0
+        if strategy != "nothing" or chosen.declined or generation > 0:
+            self._report(
+                RecoveryStarted(
+                    generation=generation,
+                    strategy=strategy,
+                    iteration=iteration,
+                    source=chosen.kind if chosen.places else None,
+                    declined=chosen.declined,
+                )
+            )
 
     def replay(self, engine: TrainingEngine, window: HeldWindow) -> None:
         """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
@@ -228,10 +246,9 @@ class Recovery:
         if error is not None:
             raise CheckpointError(f"{reason}; that cannot be kept: {error}")
 
-    def _say(self, source: RecoverySource) -> None:
+    def _choose(self, source: RecoverySource) -> None:
         source.validate()
-        self.declined = source.declined
-        self._report(RecoveryChosen(source=source.kind, iteration=source.iteration, declined=source.declined))
+        self.chosen = source
 
     def _problem(self, what: str, error: str) -> None:
         self._report(SnapshotProblem(iteration=0, node=self._node, what=what, error=error))

@@ -143,7 +143,7 @@ class Region:
         )
         window = recovery.find(None, only=kept.identity)
         if window is None:
-            reasons = "; ".join(recovery.declined) or "nobody holds it"
+            reasons = "; ".join(recovery.chosen.declined) or "nobody holds it"
             raise RecoveryError(f"window of iteration {kept.start_iteration}: {reasons}")
         return window
 

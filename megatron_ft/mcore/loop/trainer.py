@@ -42,7 +42,7 @@ from megatron_ft.mcore.loop.reporting import (
 )
 from megatron_ft.mcore.loop.saving import extra_state, load, open_checkpoints
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
-from megatron_ft.mcore.loop.starting import decided, find_source, recorded_placement
+from megatron_ft.mcore.loop.starting import find_source, recorded_placement
 from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.loop.upstream import keep_log, replay_window
 from megatron_ft.mcore.loop.windows import open_recovery, take_snapshots
@@ -139,8 +139,6 @@ class Trainer:
         self.rounded_off = self.engine.iteration
         self.keep_copies()
         origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
-        if self.context.generation > 0:
-            self.report(decided(self, source, window, recovery.declined))
         resumed = None if origin is None else (str(origin), self.engine.iteration)
         self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
