@@ -26,8 +26,8 @@ from benchmarks.hostile_files import MARKER, Hostile, hostile_checkpoints, hosti
 from benchmarks.report import finish, parse_arguments
 from benchmarks.stored_samples import KINDS, NEW, OLD, Kind, Loaded, sample_window
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime.storage import files
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
+from megatron_ft.snapshot.storage import files
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 ID = "damaged-checkpoints"
 THRESHOLD = (

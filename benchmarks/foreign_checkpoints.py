@@ -137,7 +137,7 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
     from megatron_ft.mcore.loop.saving import load
     from megatron_ft.mcore.loop.starting import find_source
     from megatron_ft.mcore.loop.windows import open_recovery
-    from megatron_ft.runtime.storage.checkpoints import iteration_of
+    from megatron_ft.snapshot.storage.checkpoints import iteration_of
 
     shutil.rmtree(trainer.context.run_dir / "windows", ignore_errors=True)
     fill(trainer, "nothing that was saved")

@@ -21,7 +21,7 @@ from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.runtime.storage.windows import write_window
+from megatron_ft.snapshot.storage.window_file import write_window
 
 OWN = "own"
 ITERATIONS = (5, 14)

@@ -16,10 +16,10 @@ from typing import Any
 import xxhash
 
 from benchmarks.stored_samples import NEW, WORLD_SIZE, sample_window
-from megatron_ft.runtime.storage.checkpoints import directory_name
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
-from megatron_ft.runtime.storage.window_manifest import align
-from megatron_ft.runtime.storage.windows import MAGIC, rank_name, window_name
+from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
+from megatron_ft.snapshot.storage.window_file import MAGIC, rank_name, window_name
+from megatron_ft.snapshot.window import align
 
 MARKER = "executed"
 """File that code hidden in a hostile file would create in the working directory."""

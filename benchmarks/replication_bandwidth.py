@@ -22,8 +22,8 @@ from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
-from megatron_ft.runtime.keeper.client import REPLICATED_START, KeeperClient
-from tests.unit.runtime.keeper.nodes import Cluster, cluster
+from megatron_ft.snapshot.server.client import REPLICATED_START, KeeperClient
+from tests.unit.snapshot.server.nodes import Cluster, cluster
 
 ID = "replication-bandwidth"
 MIN_RATIO, QUICK_MIN_RATIO = 0.8, 0.4

@@ -24,7 +24,7 @@ from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.planning.snapshot.peers import assign_peers
-from megatron_ft.runtime.keeper.client import KeeperClient
+from megatron_ft.snapshot.server.client import KeeperClient
 
 WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import xxhash
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime.storage import checkpoints
-from megatron_ft.runtime.storage.files import fsync_directory, write_file
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
-from megatron_ft.runtime.storage.window_folder import WindowFolder
-from megatron_ft.runtime.storage.window_manifest import ITEM_BYTES, PieceRecord, SliceRecord, WindowManifest, align
-from megatron_ft.runtime.storage.windows import rank_name, window_name, write_window
+from megatron_ft.snapshot.storage import checkpoints
+from megatron_ft.snapshot.storage.files import fsync_directory, write_file
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
+from megatron_ft.snapshot.storage.window_file import rank_name, window_name, write_window
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.window import ITEM_BYTES, PieceRecord, SliceRecord, WindowManifest, align
 
 WORLD_SIZE = 2
 OLD, NEW = 20, 30

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.mcore.loop.held_window import VOTE
-from megatron_ft.runtime.storage.refusals import read_refusals
-from megatron_ft.runtime.storage.window_folder import WindowFolder
-from megatron_ft.runtime.storage.windows import open_window, rank_name, write_window
+from megatron_ft.snapshot.storage.rejected_windows import read_rejected
+from megatron_ft.snapshot.storage.window_file import open_window, rank_name, write_window
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from tests.helpers.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     assert f"iteration {newest.start_iteration}:" in declined and "was replayed to something else: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
-    assert [refusal.start_iteration for refusal in read_refusals(resumed.run_dir)] == [newest.start_iteration]
+    assert [window.start_iteration for window in read_rejected(resumed.run_dir)] == [newest.start_iteration]
     assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_ft.runtime.storage.window_manifest import ITEM_BYTES, WINDOW_FORMAT_VERSION, align
-from megatron_ft.runtime.storage.windows import PieceRecord, SliceRecord, WindowManifest, write_window
+from megatron_ft.snapshot.storage.window_file import PieceRecord, SliceRecord, WindowManifest, write_window
+from megatron_ft.snapshot.window import ITEM_BYTES, WINDOW_FORMAT_VERSION, align
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "windows"
 PIECES = (

@@ -11,8 +11,8 @@ from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import KeptWindow
 from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
 from megatron_ft.planning.snapshot.plan import WindowPlan
-from megatron_ft.runtime.storage.refusals import window_digest
-from megatron_ft.runtime.storage.window_manifest import WindowManifest
+from megatron_ft.snapshot.storage.rejected_windows import window_digest
+from megatron_ft.snapshot.window import WindowManifest
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
 SETTINGS = "settings"

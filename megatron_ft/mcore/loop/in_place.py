@@ -31,7 +31,7 @@ from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.snapshot.plan import WindowPlan
-from megatron_ft.runtime.keeper.client import KeeperClient
+from megatron_ft.snapshot.server.client import KeeperClient
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer

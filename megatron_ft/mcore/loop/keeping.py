@@ -8,8 +8,8 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
-from megatron_ft.runtime.keeper.client import KeeperClient
-from megatron_ft.runtime.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.server.client import KeeperClient
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer

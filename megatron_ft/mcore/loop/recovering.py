@@ -16,12 +16,12 @@ from megatron_ft.mcore.loop.held_window import CONFIG, SETTINGS, HeldWindow
 from megatron_ft.mcore.loop.replaying import open_replay
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
-from megatron_ft.runtime.keeper.client import KeeperClient
-from megatron_ft.runtime.storage.checkpoints import iteration_of
-from megatron_ft.runtime.storage.refusals import Refusal, add_refusal, read_refusals, window_digest
-from megatron_ft.runtime.storage.window_folder import FolderEntry, WindowFolder
-from megatron_ft.runtime.storage.window_manifest import WindowManifest
-from megatron_ft.runtime.storage.windows import check_pieces
+from megatron_ft.snapshot.server.client import KeeperClient
+from megatron_ft.snapshot.storage.checkpoints import iteration_of
+from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, add_rejected, read_rejected, window_digest
+from megatron_ft.snapshot.storage.window_file import check_pieces
+from megatron_ft.snapshot.storage.window_folder import FolderEntry, WindowFolder
+from megatron_ft.snapshot.window import WindowManifest
 from megatron_ft.strict_json import parse_json
 
 _INVENTORY = ("start_iteration", "num_slices", "generation", "where", "node", "complete", "buffer")
@@ -101,7 +101,7 @@ class Recovery:
         by_rank = [[window for window in windows if only in (None, window.identity)] for windows in told]
         at = None if checkpoint is None else iteration_of(checkpoint)
         reasons = [reason for last, reason in self._foreign if at is None or last > at]
-        refusals = self._refusals()
+        rejected = self._rejected_windows()
         while True:
             source = choose_source(by_rank, at, reasons=reasons)
             newer = [text for last, text in other_settings if last > source.iteration]
@@ -124,13 +124,13 @@ class Recovery:
                 continue
             assert window is not None, "without an error it was opened"
             self._chosen_digest = window_digest(self._agreement.gather(window.digest))
-            refusal = refusals.get(self._chosen_digest)
-            if refusal is None:
+            rejection = rejected.get(self._chosen_digest)
+            if rejection is None:
                 self._say(source)
                 return window
             for windows, place in zip(by_rank, source.places, strict=True):
                 windows.remove(place)
-            text = f"{source.kind} window of iteration {refusal.start_iteration}: refused before: {refusal.reason}"
+            text = f"{source.kind} window of iteration {rejection.start_iteration}: refused before: {rejection.reason}"
             if text not in self._refused:  # each copy in memory is the same window
                 self._refused.append(text)
                 reasons.append(text)
@@ -193,27 +193,27 @@ class Recovery:
     def _carry_out(self, engine: TrainingEngine, window: HeldWindow) -> ReplayResult:
         return carry_out(window.replay_plan(), open_replay(engine, window, self._agreement))
 
-    def _refusals(self) -> dict[str, Refusal]:
+    def _rejected_windows(self) -> dict[str, RejectedWindow]:
         """Windows of this run that were refused, by digest."""
-        refusals: list[Refusal] = []
+        rejected: list[RejectedWindow] = []
         error = None
         if self._agreement.rank == 0:
             try:
-                refusals = read_refusals(self._run_dir)
+                rejected = read_rejected(self._run_dir)
             except CheckpointError as failure:
                 error = str(failure)
         error = self._agreement.errors(error)
         if error is not None:
             raise CheckpointError(error)
-        known = self._agreement.from_first([asdict(refusal) for refusal in refusals])
-        return {refusal.digest: refusal for refusal in map(Refusal.from_json, known)}
+        known = self._agreement.from_first([asdict(window) for window in rejected])
+        return {window.digest: window for window in map(RejectedWindow.from_json, known)}
 
     def _refuse(self, window: HeldWindow, reason: str) -> None:
         """Name the chosen window, and keep with the run that it was refused; no rank ends before that is on disk."""
         error = None
         if self._agreement.rank == 0:
             manifest = window.manifest
-            refusal = Refusal(
+            rejection = RejectedWindow(
                 start_iteration=manifest.start_iteration,
                 generation=manifest.generation,
                 digest=self._chosen_digest,
@@ -221,7 +221,7 @@ class Recovery:
             )
             self._problem("replay", f"window of iteration {manifest.start_iteration}: {reason}")
             try:
-                add_refusal(self._run_dir, refusal)
+                add_rejected(self._run_dir, rejection)
             except CheckpointError as failure:
                 error = str(failure)
         error = self._agreement.errors(error)

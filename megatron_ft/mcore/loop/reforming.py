@@ -37,8 +37,8 @@ from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
-from megatron_ft.runtime.storage.checkpoints import directory_name
 from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.snapshot.storage.checkpoints import directory_name
 
 
 def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:

@@ -21,8 +21,8 @@ from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
-from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.snapshot.server.client import KeeperClient
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer

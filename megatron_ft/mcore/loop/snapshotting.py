@@ -33,10 +33,10 @@ from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
-from megatron_ft.runtime.keeper.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
-from megatron_ft.runtime.snapshot.capture import CaptureFigures, WindowCapture
-from megatron_ft.runtime.snapshot.copier import capture_bandwidth, open_copier
-from megatron_ft.runtime.snapshot.window_memory import WindowMemory
+from megatron_ft.snapshot.capture.capture import CaptureFigures, WindowCapture
+from megatron_ft.snapshot.capture.copier import capture_bandwidth, open_copier
+from megatron_ft.snapshot.capture.window_memory import WindowMemory
+from megatron_ft.snapshot.server.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
 
 Rows = tuple[tuple[int, ...], ...]
 """Tokens [layer][expert]."""

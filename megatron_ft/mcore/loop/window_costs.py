@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from megatron_ft.events import WindowCommitted
-from megatron_ft.runtime.keeper.client import PERSISTED_BYTES, REPLICATED_BYTES, Arena
-from megatron_ft.runtime.snapshot.capture import CaptureFigures
+from megatron_ft.snapshot.capture.capture import CaptureFigures
+from megatron_ft.snapshot.server.client import PERSISTED_BYTES, REPLICATED_BYTES, Arena
 
 
 @dataclass(slots=True)

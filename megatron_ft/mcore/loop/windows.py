@@ -9,7 +9,7 @@ from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, shar
 from megatron_ft.mcore.loop.recovering import Recovery
 from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.planning.snapshot.plan import WindowPlan
-from megatron_ft.runtime.keeper.client import KeeperClient
+from megatron_ft.snapshot.server.client import KeeperClient
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer

@@ -19,9 +19,9 @@ from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.runtime.storage.refusals import read_refusals
-from megatron_ft.runtime.storage.window_folder import WindowFolder
-from megatron_ft.runtime.storage.windows import write_window
+from megatron_ft.snapshot.storage.rejected_windows import read_rejected
+from megatron_ft.snapshot.storage.window_file import write_window
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 
 SETTINGS = {"data": "fingerprint"}
 TOPOLOGY = {"data_parallel": 1}
@@ -121,7 +121,7 @@ def test_a_refused_window_is_not_chosen_by_later_starts(tmp_path: Path, monkeypa
     reason = "persisted window of iteration 30: refused before: iteration 31 was replayed to something else"
     assert chosen.declined == (reason,)
     assert refuse(tmp_path, monkeypatch) == 20
-    assert [refusal.start_iteration for refusal in read_refusals(tmp_path)] == [30, 20]
+    assert [window.start_iteration for window in read_rejected(tmp_path)] == [30, 20]
     window, chosen, _ = choose(tmp_path, tmp_path / "iter_0000010")
     assert window is None and (chosen.source, chosen.iteration, len(chosen.declined)) == ("checkpoint", 10, 2)
 
@@ -196,7 +196,7 @@ def test_a_plan_or_header_that_cannot_be_read_costs_no_restart(tmp_path: Path, d
     assert window is not None and window.manifest.start_iteration == 20
     assert "window of iteration 30" in chosen.declined[0]
     assert [record.what for record in records if isinstance(record, SnapshotProblem)] == ["load persisted"]
-    assert not read_refusals(tmp_path)
+    assert not read_rejected(tmp_path)
 
 
 def test_what_auto_came_to_is_compared() -> None:

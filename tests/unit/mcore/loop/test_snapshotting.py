@@ -10,8 +10,8 @@ import pytest
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.planning.commit import WindowReport
 from tests.helpers import engines
-from tests.unit.runtime.keeper.nodes import wait_until
-from tests.unit.runtime.keeper.served import Served
+from tests.unit.snapshot.server.nodes import wait_until
+from tests.unit.snapshot.server.served import Served
 
 pytestmark = pytest.mark.slow  # trains
 

@@ -17,7 +17,7 @@ from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
 from megatron_ft.mcore.loop.held_window import CONFIG
 from megatron_ft.mcore.loop.starting import check_start_over, find_source, newest_iteration
 from tests.unit.mcore.loop.test_recovering import OWN, OneRank, recovery, save
-from tests.unit.runtime.storage.conftest import make_checkpoint
+from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 AUTO = RunConfig(name="run", resume="auto")
 

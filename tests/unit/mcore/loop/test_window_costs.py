@@ -3,8 +3,8 @@
 from typing import Any
 
 from megatron_ft.mcore.loop.window_costs import WindowCosts
-from megatron_ft.runtime.keeper.client import PERSISTED_BYTES, REPLICATED_BYTES
-from megatron_ft.runtime.snapshot.capture import CaptureFigures
+from megatron_ft.snapshot.capture.capture import CaptureFigures
+from megatron_ft.snapshot.server.client import PERSISTED_BYTES, REPLICATED_BYTES
 
 
 class FakeArena:

@@ -1,0 +1,289 @@
+"""Serves one connection of another node's keeper: takes its slices, answers what is here, in a thread of its own."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import Message
+from megatron_ft.snapshot.server import fields
+from megatron_ft.snapshot.server.copies import NUM_COPY_BUFFERS
+from megatron_ft.snapshot.server.hashing import receive_hashed
+from megatron_ft.snapshot.server.own_windows import PAGE_BYTES, Origin, Slice, Window
+from megatron_ft.snapshot.server.store import Copy, Store
+from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token
+
+MAX_STRANGERS = 64
+"""Connections that may be open without having shown the token: one more, and the oldest of them is closed."""
+GREETING_SECONDS = 10.0
+"""A connection that has not shown the token by then is closed, however slowly it speaks."""
+REPLACE_SECONDS = 10.0
+SIGN_OF_LIFE_SECONDS = 5.0
+
+
+class PeerSessions:
+    """The connections through which other nodes replicate: at most one for each."""
+
+    def __init__(self) -> None:
+        self._of_node: dict[int, PeerSession] = {}
+        self._lock = threading.Lock()
+        self._strangers: dict[PeerSession, float] = {}
+        """Since when they are connected, the oldest first."""
+
+    def accept(self, sock: socket.socket, store: Store) -> None:
+        """Serve a new connection; the oldest stranger goes where there are too many."""
+        session = PeerSession(sock, store, self)
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= MAX_STRANGERS else None
+            if oldest is not None:
+                del self._strangers[oldest]
+            self._strangers[session] = time.monotonic()
+        if oldest is not None:
+            oldest.hang_up()
+        session.start()
+
+    def greeted(self, session: "PeerSession") -> None:
+        """A stranger has shown the token, or has gone."""
+        with self._lock:
+            self._strangers.pop(session, None)
+
+    def expire(self) -> float | None:
+        """Close connections of strangers that have had their time; seconds until the next one has, None without any."""
+        now = time.monotonic()
+        with self._lock:
+            late = [session for session, since in self._strangers.items() if now - since >= GREETING_SECONDS]
+            for session in late:
+                del self._strangers[session]
+            since = next(iter(self._strangers.values()), None)
+        for session in late:
+            session.hang_up()
+        return None if since is None else since + GREETING_SECONDS - now
+
+    def replace(self, node: int, session: "PeerSession") -> None:
+        """End the earlier connection of a node before the new one is served: two must not write to one buffer.
+
+        Raises:
+            ControlError: the earlier one does not end.
+        """
+        with self._lock:
+            earlier, self._of_node[node] = self._of_node.get(node), session
+        if earlier is not None:
+            earlier.hang_up()
+            earlier.join(REPLACE_SECONDS)
+            if earlier.is_alive():
+                raise ControlError(f"node={node}: its earlier connection is still in use")
+
+
+class PeerSession(threading.Thread):
+    """One TCP connection that somebody opened."""
+
+    def __init__(self, sock: socket.socket, store: Store, sessions: PeerSessions) -> None:
+        super().__init__(name="peer", daemon=True)
+        self._wire = Wire(sock)
+        self._store = store
+        self._sessions = sessions
+        self._generation = -1
+
+    def hang_up(self) -> None:
+        """End the connection, from another thread."""
+        self._wire.shut_down()
+
+    def run(self) -> None:
+        """Answer until the other side has gone."""
+        try:
+            if self._answer(self._greet):
+                while self._answer(self._serve_one):
+                    pass
+        except OSError:
+            return
+        finally:
+            self._wire.close()
+
+    def _answer(self, serve: Callable[[], None]) -> bool:
+        """Whether the connection can go on."""
+        try:
+            serve()
+        except ControlError as error:
+            refused = error if isinstance(error, Refused) else Refused(str(error))
+            self._wire.send(refused.to_json())
+            return False
+        return True
+
+    def _greet(self) -> None:
+        try:
+            hello = self._wire.receive(most_bytes=GREETING_BYTES)
+            if not is_token(hello.get("token"), self._store.token):
+                raise Refused("wrong or missing token")
+        finally:
+            self._sessions.greeted(self)
+        if hello.get("op") != "hello":
+            raise ControlError("the first message must be hello")
+        node = fields.integer(hello, "node", most=fields.MAX_RANK)
+        generation = fields.integer(hello, "generation")
+        with self._store.lock:
+            self._store.enter(fields.text(hello, "run_id", most=255), generation)
+        self._generation = generation
+        if hello.get("replicates") is True:
+            self._sessions.replace(node, self)
+        with self._store.lock:
+            held = [entry for rank, copy in self._store.copies.items() for entry in copy.windows.held(rank)]
+        self._wire.send({"op": "welcome", "held": held})
+
+    def _serve_one(self) -> None:
+        message = self._wire.receive(patient=True)
+        with self._store.lock:
+            self._store.check_generation(self._generation)
+        answers = {
+            "slice": self._slice,
+            "committed": self._committed,
+            "inventory": self._inventory,
+            "fetch": self._fetch,
+        }
+        operation = message.get("op")
+        if not isinstance(operation, str) or operation not in answers:
+            raise ControlError(f"op={operation!r:.100}: must be one of {', '.join(answers)}")
+        answers[operation](message)
+
+    def _slice(self, message: Message) -> None:
+        """Announced, received, verified, acknowledged: what fails leaves the copy as far as it was.
+
+        One that ``waits`` may take memory, and is sent after ``go``; the bytes of others follow their announcement.
+        The hashes come last: bytes travel while they are computed.
+        """
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        index = fields.integer(message, "slice", most=fields.MAX_SLICES)
+        window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
+        if window_bytes % PAGE_BYTES:
+            raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
+        incoming, part = read_window(message, rank, self._generation), read_slice(fields.mapping(message, "record"))
+        if index == 0:
+            incoming.check_slice(index, part, window_bytes)
+        waits = message.get("waits") is True
+        copy = self._copy_of(rank, window_bytes, may_take=waits)
+        window = self._reserve(rank, copy, incoming, index, part)
+        try:
+            if waits:
+                self._wire.send({"op": "go"})
+            start = copy.offset(window) + part.offset
+            payload = copy.segment.view[start : start + part.num_bytes]
+            hashes = receive_hashed(part, payload, self._wire.receive_into)
+            if fields.items(self._wire.receive(), "hashes") != hashes:
+                raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
+            part.hashes = hashes
+            with self._store.lock:
+                self._store.check_generation(self._generation)
+                window.slices.append(part)
+        finally:
+            with self._store.lock:
+                copy.receiving.discard(window.buffer)
+        self._wire.send({"op": "ack"})
+
+    def _copy_of(self, rank: int, window_bytes: int, *, may_take: bool) -> Copy:
+        """Where its slices go. Much memory takes longer to get than a silent connection lasts."""
+        with self._store.lock:
+            copy = self._store.copies.get(rank)
+            if copy is not None and copy.windows.window_bytes == window_bytes:
+                return copy
+        if not may_take:
+            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes was asked for")
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(self._store.take_copy, rank, window_bytes)
+            while not taken.done():
+                if not futures.wait([taken], SIGN_OF_LIFE_SECONDS).done:
+                    self._wire.send({"op": "wait"})
+            return taken.result()
+
+    def _reserve(self, rank: int, copy: Copy, incoming: Window, index: int, part: Slice) -> Window:
+        with self._store.lock:
+            if self._store.copies.get(rank) is not copy:
+                raise ControlError(f"rank={rank}: its memory was given back meanwhile")
+            if incoming.buffer in copy.receiving:
+                raise ControlError(f"buffer={incoming.buffer}: is being filled through another connection")
+            window = copy.windows.expect(incoming, index, part)
+            copy.receiving.add(window.buffer)
+        return window
+
+    def _committed(self, message: Message) -> None:
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        key = fields.integer(message, "generation"), fields.integer(message, "start_iteration")
+        with self._store.lock:
+            if rank not in self._store.copies:
+                raise ControlError(f"rank={rank}: nothing is kept for it")
+            self._store.copies[rank].windows.commit(key)
+        self._wire.send({"op": "ack"})
+
+    def _inventory(self, message: Message) -> None:
+        with self._store.lock:
+            windows = self._store.inventory(fields.integer(message, "rank", most=fields.MAX_RANK))
+        self._wire.send({"op": "inventory", "windows": [{**window, "buffer": None} for window in windows]})
+
+    def _fetch(self, message: Message) -> None:
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        start = fields.integer(message, "start_iteration")
+        generation = None if message.get("generation") is None else fields.integer(message, "generation")
+        with self._store.lock:
+            segment, offset, window = self._store.find(rank, start, generation)
+            manifest, num_bytes = window.manifest(), window.num_bytes
+        self._wire.send({"op": "window", "manifest": manifest, "num_bytes": num_bytes})
+        if self._wire.receive(patient=True).get("op") != "go":
+            raise ControlError("a window is sent on go")
+        self._wire.send_bytes(segment.view[offset : offset + num_bytes])
+
+
+def read_window(message: Message, rank: int, newest_generation: int) -> Window:
+    """The window that an announced slice belongs to, without slices.
+
+    Raises:
+        ControlError: a field is missing or cannot be.
+    """
+    world_size = fields.integer(message, "world_size", least=1, most=fields.MAX_RANK)
+    origin = Origin(
+        run_id=fields.text(message, "run_id", most=255),
+        generation=fields.integer(message, "generation", most=newest_generation),
+        rank=rank,
+        world_size=world_size,
+        topology=fields.mapping(message, "topology"),
+    )
+    return Window(
+        origin=origin,
+        start_iteration=fields.integer(message, "start_iteration"),
+        num_slices=fields.integer(message, "num_slices", least=1, most=fields.MAX_SLICES),
+        plan=fields.mapping(message, "plan"),
+        buffer=fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1),
+    )
+
+
+def read_slice(record: Message) -> Slice:
+    """A slice from its announcement.
+
+    Raises:
+        ControlError: a field is missing or cannot be.
+    """
+    for name in ("iteration", "offset", "num_bytes"):
+        fields.integer(record, name)
+    fields.mapping(record, "header")
+    fields.pieces(record, record["num_bytes"])
+    return Slice.announced(record)
+
+
+def announce(window: Window, index: int, buffer: int, window_bytes: int) -> Message:
+    """The message before the bytes of a slice. Topology and plan go with the first one only."""
+    origin = window.origin
+    return {
+        "op": "slice",
+        "rank": origin.rank,
+        "run_id": origin.run_id,
+        "generation": origin.generation,
+        "world_size": origin.world_size,
+        "topology": origin.topology if index == 0 else {},
+        "start_iteration": window.start_iteration,
+        "num_slices": window.num_slices,
+        "plan": window.plan if index == 0 else {},
+        "buffer": buffer,
+        "window_bytes": window_bytes,
+        "slice": index,
+        "record": window.slices[index].announcement(),
+    }

@@ -1,0 +1,280 @@
+"""Serves one process of this node that speaks for a rank: one request, one answer, in a thread of its own."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import FrameReader, Message, send
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
+from megatron_ft.snapshot.server import fields
+from megatron_ft.snapshot.server.asking import ask_inventories, fetch_window
+from megatron_ft.snapshot.server.client import FLUSH_SECONDS
+from megatron_ft.snapshot.server.own_windows import PAGE_BYTES, Origin, OwnWindows, Slice, Window, align
+from megatron_ft.snapshot.server.persisting import Persister
+from megatron_ft.snapshot.server.store import OwnRank, Settings, Store
+from megatron_ft.snapshot.server.wire import Refused, hang_up, is_token
+
+
+class RankSession(threading.Thread):
+    """One connection of the node's socket."""
+
+    def __init__(self, sock: socket.socket, store: Store, persister: Persister) -> None:
+        super().__init__(name="rank", daemon=True)
+        self._sock = sock
+        self._reader = FrameReader(sock)
+        self._store = store
+        self._persister = persister
+        self._own: OwnRank | None = None
+        self._settings: Settings | None = None
+        self._is_alone = False
+
+    def run(self) -> None:
+        """Answer until the rank has gone or is replaced."""
+        try:
+            closed = False
+            while not closed:
+                messages, closed = self._reader.pump()
+                if self._reader.descriptors:
+                    raise ControlError("a rank sent a file descriptor: none is taken")
+                for message in messages:
+                    self._serve(message)
+        except (ControlError, OSError) as error:
+            self._store.report(f"a rank's connection ends: {error}")
+        finally:
+            self._leave()
+
+    def hang_up(self) -> None:
+        """End the connection, from another thread."""
+        hang_up(self._sock)
+
+    def _leave(self) -> None:
+        with self._store.lock:
+            if self._own is not None and self._own.hang_up == self.hang_up:
+                self._own.hang_up = None
+            self._reader.close()
+
+    def _serve(self, message: Message) -> None:
+        descriptors: list[int] = []
+        try:
+            answer = self._answer(message, descriptors)
+        except Refused as error:
+            answer = error.to_json()
+        except ControlError as error:
+            answer = {"op": "error", "kind": "refused", "reason": str(error)}
+        try:
+            self._say(answer, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if self._own is None:
+            raise ControlError(f"greeting refused: {answer.get('reason')}")
+
+    def _say(self, answer: Message, descriptors: list[int]) -> None:
+        """Answer, as long as the rank listens. What it said before it died is served all the same."""
+        if self._is_alone:
+            return
+        try:
+            send(self._sock, answer, descriptors)
+        except OSError as error:
+            self._store.report(f"a rank does not hear its answers: {error}")
+            self._is_alone = True
+
+    def _answer(self, message: Message, descriptors: list[int]) -> Message:
+        operation = message.get("op")
+        if self._own is None or self._settings is None:
+            return self._hello(message)
+        with self._store.lock:
+            self._store.check_generation(self._settings.origin.generation)
+            if self._own.settings is not self._settings:
+                raise Refused("another process speaks for this rank now", "stale")
+        answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
+            "allocate": self._allocate,
+            "begin": self._begin,
+            "captured": self._captured,
+            "committed": self._committed,
+            "abandon": self._abandon,
+            "persist": self._persist,
+            "flush": self._flush,
+            "problems": self._problems,
+            "inventory": self._inventory,
+            "fetch": self._fetch,
+        }
+        if not isinstance(operation, str) or operation not in answers:
+            raise ControlError(f"op={operation!r:.100}: must be one of {', '.join(map(str, answers))}")
+        return answers[operation](self._own, message, descriptors)
+
+    def _hello(self, message: Message) -> Message:
+        if not is_token(message.get("token"), self._store.token):
+            raise Refused("wrong or missing token")
+        if message.get("op") != "hello":
+            raise ControlError("the first message must be hello")
+        settings = read_settings(message)
+        if fields.integer(message, "node", most=fields.MAX_RANK) != self._store.node:
+            raise ControlError(f"node={message['node']}: this keeper is of node {self._store.node}")
+        with self._store.lock:
+            self._own, self._settings = self._store.welcome(settings, self.hang_up), settings
+        return {"op": "welcome"}
+
+    def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
+        window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
+        anew = bool(fields.integer(message, "anew", most=1)) if "anew" in message else False
+        segment, taken_bytes = self._store.take_arena(own, window_bytes, anew=anew)
+        descriptors.append(os.dup(segment.descriptor))
+        sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
+        return {"op": "memory", **sizes}
+
+    def _begin(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
+        window = Window(
+            origin=own.settings.origin,
+            start_iteration=fields.integer(message, "start_iteration"),
+            num_slices=fields.integer(message, "num_slices", least=1, most=fields.MAX_SLICES),
+            plan=fields.mapping(message, "plan"),
+            buffer=buffer,
+        )
+        with self._store.lock:
+            _windows(own).begin(buffer, window)
+            own.publish()
+            self._store.changed()
+        return {"op": "ok"}
+
+    def _captured(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        num_bytes = fields.integer(message, "num_bytes", most=fields.MAX_BYTES)
+        part = Slice(
+            iteration=fields.integer(message, "iteration"),
+            offset=fields.integer(message, "offset", most=fields.MAX_BYTES),
+            num_bytes=num_bytes,
+            header=fields.mapping(message, "header"),
+            pieces=fields.pieces(message, num_bytes),
+        )
+        buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
+        with self._store.lock:
+            _windows(own).capture(buffer, fields.integer(message, "slice", most=fields.MAX_SLICES), part)
+            own.publish()
+            self._store.changed()
+        return {"op": "ok"}
+
+    def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        with self._store.lock:
+            windows = _windows(own)
+            generation = own.settings.origin.generation
+            captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
+            window = windows.commit(fields.integer(message, "start_iteration"), generation, captured_in)
+            if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
+                self._persister.request(own, window)
+            self._store.let_go(window.origin.generation)
+            own.publish()
+            self._store.changed()
+        return {"op": "ok"}
+
+    def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        with self._store.lock:
+            _windows(own).abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
+            own.publish()
+            self._store.changed()
+        return {"op": "ok"}
+
+    def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        with self._store.lock:
+            if own.settings.persist_url is None:
+                raise ControlError("persist_url=null: must name a place to write windows to")
+            self._persister.request(own, _windows(own).find(fields.integer(message, "start_iteration")))
+            self._store.changed()
+        return {"op": "ok"}
+
+    def _flush(self, own: OwnRank, _: Message, __: list[int]) -> Message:
+        with self._store.lock:
+            done = self._store.lock.wait_for(lambda: not self._persister.is_due(own), FLUSH_SECONDS)
+        return {"op": "flushed", "done": done}
+
+    def _problems(self, own: OwnRank, _: Message, __: list[int]) -> Message:
+        with self._store.lock:
+            found = list(own.problems)
+            own.problems.clear()
+        return {"op": "problems", "problems": found}
+
+    def _inventory(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        with self._store.lock:
+            windows = self._store.inventory(rank)
+        if message.get("ask_peers") is not True:
+            return {"op": "inventory", "windows": windows, "away": []}
+        others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
+        found, away = ask_inventories(others, self._greeting(own), rank)
+        return {"op": "inventory", "windows": windows + found, "away": away}
+
+    def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        start = fields.integer(message, "start_iteration")
+        generation = None if message.get("generation") is None else fields.integer(message, "generation")
+        node = fields.integer(message, "node", most=fields.MAX_RANK)
+        manifest: dict[str, Any]
+        if node == self._store.node:
+            with self._store.lock:
+                segment, offset, window = self._store.find(rank, start, generation)
+            manifest, num_bytes = window.manifest(), window.num_bytes
+        else:
+            segment, manifest = self._fetch_from(own, node, rank, start, generation)
+            offset, num_bytes = 0, segment.num_bytes
+        descriptors.append(segment.read_only_descriptor())
+        return {"op": "window", "manifest": manifest, "offset": offset, "num_bytes": num_bytes}
+
+    def _fetch_from(self, own: OwnRank, node: int, rank: int, start: int, generation: int | None) -> tuple[Any, Any]:
+        if node not in own.settings.peers:
+            raise ControlError(f"node={node}: must be one of {sorted(own.settings.peers)}")
+        request = {"rank": rank, "start_iteration": start, "generation": generation}
+        try:
+            return fetch_window(own.settings.peers[node], self._greeting(own), request, self._store.memory)
+        except OSError as error:
+            raise ControlError(f"node={node}: window {start} of rank {rank} did not arrive: {error}") from error
+
+    def _greeting(self, own: OwnRank) -> Message:
+        origin = own.settings.origin
+        about = {"run_id": origin.run_id, "generation": origin.generation, "replicates": False}
+        return {"token": self._store.token, "node": self._store.node, **about}
+
+
+def _windows(own: OwnRank) -> OwnWindows:
+    if own.windows is None:
+        raise ControlError("no memory was allocated for this rank")
+    return own.windows
+
+
+def read_settings(message: Message) -> Settings:
+    """What a rank's greeting says.
+
+    Raises:
+        ControlError: a field is missing or cannot be.
+    """
+    world_size = fields.integer(message, "world_size", least=1, most=fields.MAX_RANK)
+    origin = Origin(
+        run_id=fields.text(message, "run_id", most=255),
+        generation=fields.integer(message, "generation"),
+        rank=fields.integer(message, "rank", most=world_size - 1),
+        world_size=world_size,
+        topology=fields.mapping(message, "topology"),
+    )
+    peers = {_node(name): str(address) for name, address in fields.mapping(message, "peers").items()}
+    for address in peers.values():
+        fields.host_and_port(address)
+    peer_nodes = tuple(dict.fromkeys(_node(node) for node in fields.items(message, "peer_nodes")))
+    own_node = fields.integer(message, "node", most=fields.MAX_RANK)
+    if unknown := [node for node in peer_nodes if node not in peers or node == own_node]:
+        raise ControlError(f"peer_nodes={list(peer_nodes)}: node {unknown[0]} must be another one of {sorted(peers)}")
+    url = message.get("persist_url")
+    return Settings(
+        origin=origin,
+        peers=peers,
+        peer_nodes=peer_nodes,
+        persist_every=fields.integer(message, "persist_every"),
+        persist_url=None if url is None else fields.text(message, "persist_url"),
+        num_persisted=fields.integer(message, "num_persisted"),
+    )
+
+
+def _node(name: object) -> int:
+    number = int(name) if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 10 else name
+    return fields.integer({"node": number}, "node", most=fields.MAX_RANK)
