@@ -60,7 +60,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "training iteration": ("mcore/loop/engine.py", "mcore/loop/trainer.py", "mcore/loop/undo.py"),
     "reconfiguration": ("mcore/loop/reforming.py", "mcore/loop/carrying.py", "mcore/loop/settling.py"),
     "localized recovery": ("mcore/loop/in_place.py", "mcore/loop/region.py", "mcore/loop/upstream.py"),
-    "replay": ("mcore/loop/re*ing.py", "mcore/loop/frozen.py", "mcore/loop/snapshotting.py"),
+    "replay": ("mcore/loop/replaying.py", "mcore/loop/frozen.py", "mcore/snapshot/*.py"),
     "mixture layers and the optimizer": ("mcore/moe/*.py", "mcore/optimizer/*.py"),
     "sinks and figures": ("telemetry/*.py",),
     "page of a run": ("telemetry/report/*.py",),

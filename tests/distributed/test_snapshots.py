@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import CheckpointError, RecoveryError
-from megatron_ft.mcore.loop.held_window import VOTE
+from megatron_ft.mcore.snapshot.local_window import VOTE
 from megatron_ft.snapshot.storage.rejected_windows import read_rejected
 from megatron_ft.snapshot.storage.window_file import open_window, rank_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder

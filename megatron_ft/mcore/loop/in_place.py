@@ -19,14 +19,14 @@ from megatron_ft.events import StageRecovery
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.carrying import Beginning, Carried
 from megatron_ft.mcore.loop.extras import capture_extras, restore_extras
-from megatron_ft.mcore.loop.held_window import KeptPart
-from megatron_ft.mcore.loop.keeping import connect_keeper, share_addresses
 from megatron_ft.mcore.loop.region import Region, form_circles
-from megatron_ft.mcore.loop.windows import take_snapshots
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.optimizer.state_view import put_state, take_state
 from megatron_ft.mcore.pipeline.communicator import serve
+from megatron_ft.mcore.snapshot.client import open_snapshot_client, share_addresses
+from megatron_ft.mcore.snapshot.local_window import KeptPart
+from megatron_ft.mcore.snapshot.setup import take_snapshots
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
 from megatron_ft.planning.recovery.replicas import Declined
@@ -90,7 +90,7 @@ def go_on_in_place(trainer: "Trainer", carried: Carried | None, groups: Groups, 
     engine.iteration, engine.newest_vote, engine.underway = plan.target, told.newest_vote, None
     engine.build(groups)
     trainer.context = share_addresses(trainer.context, trainer.agreement)
-    client = connect_keeper(trainer)
+    client = open_snapshot_client(trainer)
     assert client is not None, "launch.keep_layout needs a snapshot.policy"
     failpoints.hit("reform_move", target)
     kept = _recover(trainer, carried, plan, standings, client, told)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import Record, SnapshotProblem
 from megatron_ft.mcore.checkpoint.agreement import Agreement
-from megatron_ft.mcore.loop.held_window import HeldWindow, KeptPart
-from megatron_ft.mcore.loop.recovering import Recovery
 from megatron_ft.mcore.loop.replaying import open_replay
 from megatron_ft.mcore.loop.upstream import keep_room
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator
+from megatron_ft.mcore.snapshot.local_window import KeptPart, LocalWindow
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -125,10 +125,10 @@ class Region:
             carry_out(replay, replayer)
         return Replayed(kept=window.kept, num_bytes=communicator.num_bytes)
 
-    def _find(self) -> HeldWindow:
+    def _find(self) -> LocalWindow:
         trainer, kept = self._trainer, self._plan.window
         assert kept is not None, "a region has a window to go back to"
-        recovery = Recovery(
+        recovery = SnapshotRestorer(
             trainer.config,
             rank=trainer.context.rank,
             node=trainer.context.node,

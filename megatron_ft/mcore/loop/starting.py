@@ -11,8 +11,8 @@ from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import RecoveryDecided
 from megatron_ft.mcore.checkpoint import CheckpointManager
-from megatron_ft.mcore.loop.held_window import PLACEMENT, HeldWindow
-from megatron_ft.mcore.loop.recovering import Recovery
+from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer
@@ -22,8 +22,8 @@ SHOWN_REASONS = 8
 
 
 def find_source(
-    config: JobConfig, context: RankContext, checkpoints: CheckpointManager, recovery: Recovery
-) -> tuple[Path | None, HeldWindow | None]:
+    config: JobConfig, context: RankContext, checkpoints: CheckpointManager, recovery: SnapshotRestorer
+) -> tuple[Path | None, LocalWindow | None]:
     """The checkpoint or the window that the run continues from; neither for a fresh start. Collective.
 
     Raises:
@@ -97,7 +97,7 @@ def newest_iteration(run_dir: Path) -> int:
     return 0
 
 
-def recorded_placement(checkpoints: CheckpointManager, source: Path | None, window: HeldWindow | None) -> Any:
+def recorded_placement(checkpoints: CheckpointManager, source: Path | None, window: LocalWindow | None) -> Any:
     """The placement that was in force in what is continued."""
     if window is not None:
         return window.header(0, PLACEMENT)
@@ -106,7 +106,7 @@ def recorded_placement(checkpoints: CheckpointManager, source: Path | None, wind
 
 
 def decided(
-    trainer: "Trainer", source: Path | None, window: HeldWindow | None, declined: tuple[str, ...]
+    trainer: "Trainer", source: Path | None, window: LocalWindow | None, declined: tuple[str, ...]
 ) -> RecoveryDecided:
     """What ranks that were started again continue from, for the log."""
     rung = "window" if window is not None else "nothing" if source is None else "checkpoint"

@@ -30,10 +30,8 @@ from megatron_ft.mcore.loop.carrying import Beginning
 from megatron_ft.mcore.loop.data_checks import check_same_data, job_identity, open_splits
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.extras import capture_extras
-from megatron_ft.mcore.loop.keeping import connect_keeper
 from megatron_ft.mcore.loop.migration import Former, migrate
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
-from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.mcore.loop.reporting import (
     expert_load_record,
     metrics_record,
@@ -41,12 +39,14 @@ from megatron_ft.mcore.loop.reporting import (
     run_started,
 )
 from megatron_ft.mcore.loop.saving import extra_state, load, open_checkpoints
-from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.mcore.loop.starting import decided, find_source, recorded_placement
 from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.loop.upstream import keep_log, replay_window
-from megatron_ft.mcore.loop.windows import open_recovery, take_snapshots
 from megatron_ft.mcore.optimizer.state_view import NamedState
+from megatron_ft.mcore.snapshot.client import open_snapshot_client
+from megatron_ft.mcore.snapshot.replay_settings import replay_config
+from megatron_ft.mcore.snapshot.setup import open_restorer, take_snapshots
+from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.topology import Topology
@@ -124,8 +124,8 @@ class Trainer:
         self.placement = self._placement_keeper()
         self.use(groups)
         check_same_data(self.config, self.samples["train"], self.agreement)
-        client = connect_keeper(self)
-        recovery = open_recovery(self, client)
+        client = open_snapshot_client(self)
+        recovery = open_restorer(self, client)
         source, window = find_source(self.config, self.context, self.checkpoints, recovery)
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))

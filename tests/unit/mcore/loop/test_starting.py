@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
 
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
@@ -14,9 +15,8 @@ from megatron_ft.control.worker import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import Record, RecoveryChosen
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
-from megatron_ft.mcore.loop.held_window import CONFIG
 from megatron_ft.mcore.loop.starting import check_start_over, find_source, newest_iteration
-from tests.unit.mcore.loop.test_recovering import OWN, OneRank, recovery, save
+from megatron_ft.mcore.snapshot.local_window import CONFIG
 from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 AUTO = RunConfig(name="run", resume="auto")

@@ -8,7 +8,7 @@ from megatron_ft.snapshot.server.client import PERSISTED_BYTES, REPLICATED_BYTES
 
 
 @dataclass(slots=True)
-class _Risen:
+class _Counter:
     """A sum that somebody else keeps, and how much of it has not been told yet."""
 
     seen: float = 0
@@ -25,13 +25,13 @@ class _Risen:
 
 
 @dataclass(slots=True)
-class WindowCosts:
+class SnapshotStats:
     """Tells sums that only rise apart, window by window, wherever they begin anew."""
 
-    _stalled_seconds: _Risen = field(default_factory=_Risen)
-    _captured_bytes: _Risen = field(default_factory=_Risen)
-    _replicated_bytes: _Risen = field(default_factory=_Risen)
-    _persisted_bytes: _Risen = field(default_factory=_Risen)
+    _stalled_seconds: _Counter = field(default_factory=_Counter)
+    _captured_bytes: _Counter = field(default_factory=_Counter)
+    _replicated_bytes: _Counter = field(default_factory=_Counter)
+    _persisted_bytes: _Counter = field(default_factory=_Counter)
     _arena: Arena | None = None
 
     def end_captures(self, figures: CaptureFigures) -> None:

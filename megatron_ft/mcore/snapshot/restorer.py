@@ -12,8 +12,8 @@ from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.held_window import CONFIG, SETTINGS, HeldWindow
 from megatron_ft.mcore.loop.replaying import open_replay
+from megatron_ft.mcore.snapshot.local_window import CONFIG, SETTINGS, LocalWindow
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.snapshot.server.client import KeeperClient
@@ -27,7 +27,7 @@ from megatron_ft.strict_json import parse_json
 _INVENTORY = ("start_iteration", "num_slices", "generation", "where", "node", "complete", "buffer")
 
 
-class Recovery:
+class SnapshotRestorer:
     """Finds what ranks continue from. All methods are collective over the ranks of ``agreement``: all, or a few stages.
 
     Args:
@@ -79,7 +79,7 @@ class Recovery:
         """Windows with committed iterations of which ``find`` could use none, each with its reason; the same on every
         rank, and empty where ``find`` has found something."""
 
-    def find(self, checkpoint: Path | None, *, only: tuple[int, int] | None = None) -> HeldWindow | None:
+    def find(self, checkpoint: Path | None, *, only: tuple[int, int] | None = None) -> LocalWindow | None:
         """The newest window that every rank can have, verified on all of them; None where the checkpoint is as new.
 
         Damage is named and passed over, and so is a window that was refused before.
@@ -139,7 +139,7 @@ class Recovery:
         """Report that the job starts at iteration 0, and why nothing is continued."""
         self._say(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
-    def replay(self, engine: TrainingEngine, window: HeldWindow) -> None:
+    def replay(self, engine: TrainingEngine, window: LocalWindow) -> None:
         """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
 
         Raises:
@@ -190,7 +190,7 @@ class Recovery:
         everywhere = self._agreement.gather([*reasons, *self._damaged])
         self.unusable = tuple(dict.fromkeys(reason for told in everywhere for reason in told))
 
-    def _carry_out(self, engine: TrainingEngine, window: HeldWindow) -> ReplayResult:
+    def _carry_out(self, engine: TrainingEngine, window: LocalWindow) -> ReplayResult:
         return carry_out(window.replay_plan(), open_replay(engine, window, self._agreement))
 
     def _rejected_windows(self) -> dict[str, RejectedWindow]:
@@ -208,7 +208,7 @@ class Recovery:
         known = self._agreement.from_first([asdict(window) for window in rejected])
         return {window.digest: window for window in map(RejectedWindow.from_json, known)}
 
-    def _refuse(self, window: HeldWindow, reason: str) -> None:
+    def _refuse(self, window: LocalWindow, reason: str) -> None:
         """Name the chosen window, and keep with the run that it was refused; no rank ends before that is on disk."""
         error = None
         if self._agreement.rank == 0:
@@ -286,7 +286,7 @@ class Recovery:
             )
         return found
 
-    def _open(self, source: RecoverySource) -> tuple[HeldWindow | None, str | None]:
+    def _open(self, source: RecoverySource) -> tuple[LocalWindow | None, str | None]:
         """This rank's part, verified; or what is wrong with it."""
         place = source.places[self._agreement.rank]
         try:
@@ -296,7 +296,7 @@ class Recovery:
         except (CheckpointError, ControlError, OSError, RecoveryError) as error:
             return None, str(error)
 
-    def _read(self, place: StoredWindow) -> HeldWindow:
+    def _read(self, place: StoredWindow) -> LocalWindow:
         assert self._folder is not None, "the window was found there"
         same = [found for found in self._folder.list_windows() if _identity(found) == place.identity]
         if not same:
@@ -306,9 +306,11 @@ class Recovery:
             self._check(opened.manifest, opened.path)
             opened.verify()
             slices = tuple(opened.read_slice(index) for index in range(opened.manifest.num_slices))
-            return HeldWindow(manifest=opened.manifest, slices=slices, is_in_arena=False, buffer=self._committed_buffer)
+            return LocalWindow(
+                manifest=opened.manifest, slices=slices, is_in_arena=False, buffer=self._committed_buffer
+            )
 
-    def _fetch(self, place: StoredWindow) -> HeldWindow:
+    def _fetch(self, place: StoredWindow) -> LocalWindow:
         assert self._client is not None, "a keeper holds the window"
         fetched = self._client.fetch(
             self._rank, start_iteration=place.start_iteration, node=place.node, generation=place.generation
@@ -321,7 +323,7 @@ class Recovery:
             check_pieces(part, content, where)
         is_in_arena = place.where == "own" and place.node == self._node  # not of the node that this one stands for
         buffer = place.buffer if is_in_arena else self._committed_buffer
-        return HeldWindow(manifest=manifest, slices=slices, is_in_arena=is_in_arena, buffer=buffer)
+        return LocalWindow(manifest=manifest, slices=slices, is_in_arena=is_in_arena, buffer=buffer)
 
     def _check(self, manifest: WindowManifest, where: str) -> None:
         """Refuse a window that this job cannot replay exactly.

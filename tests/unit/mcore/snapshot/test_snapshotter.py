@@ -26,7 +26,7 @@ class Run:
     """An engine that trains and captures."""
 
     def __init__(self, engine: Any, served: Served, **overrides: object) -> None:
-        from megatron_ft.mcore.loop.snapshotting import Snapshotter
+        from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
         from megatron_ft.planning.snapshot.peers import assign_peers
 
         self.engine = engine

@@ -12,10 +12,10 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem
-from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, VOTE, HeldWindow
-from megatron_ft.mcore.loop.held_window import SETTINGS as WRITTEN_WITH
-from megatron_ft.mcore.loop.recovering import Recovery
-from megatron_ft.mcore.loop.replay_settings import replay_config
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow
+from megatron_ft.mcore.snapshot.local_window import SETTINGS as WRITTEN_WITH
+from megatron_ft.mcore.snapshot.replay_settings import replay_config
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
@@ -70,10 +70,10 @@ def save(
     write_window(run_dir / "windows", manifest, [memoryview(content) for content in payload])
 
 
-def recovery(run_dir: Path) -> tuple[Recovery, list[Record]]:
+def recovery(run_dir: Path) -> tuple[SnapshotRestorer, list[Record]]:
     """That of a start, and what it reports."""
     records: list[Record] = []
-    found = Recovery(
+    found = SnapshotRestorer(
         JobConfig(),
         rank=0,
         node=0,
@@ -89,7 +89,7 @@ def recovery(run_dir: Path) -> tuple[Recovery, list[Record]]:
     return found, records
 
 
-def choose(run_dir: Path, checkpoint: Path | None = None) -> tuple[HeldWindow | None, RecoveryChosen, list[Record]]:
+def choose(run_dir: Path, checkpoint: Path | None = None) -> tuple[LocalWindow | None, RecoveryChosen, list[Record]]:
     found, records = recovery(run_dir)
     window = found.find(checkpoint)
     (chosen,) = [record for record in records if isinstance(record, RecoveryChosen)]

@@ -18,10 +18,10 @@ from megatron_ft.config.policy import build_policy
 from megatron_ft.events import Record, SnapshotProblem, WindowDelayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.held_window import PLAN, KeptPart
 from megatron_ft.mcore.loop.reporting import planned_record
-from megatron_ft.mcore.loop.window_costs import WindowCosts
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.mcore.snapshot.local_window import PLAN, KeptPart
+from megatron_ft.mcore.snapshot.stats import SnapshotStats
 from megatron_ft.planning.commit import Vote, WindowReport
 from megatron_ft.planning.recovery.localized import KeptWindow
 from megatron_ft.planning.snapshot.activations import Activations
@@ -100,7 +100,7 @@ class Snapshotter:
         self._lengths: dict[int, int] = {}
         self._kept_generation = -1
         self._num_windows = 0
-        self._costs = WindowCosts()
+        self._costs = SnapshotStats()
         self._num_problems = 0
         self._is_delayed = False
         self._iteration_seconds: deque[float] = deque(maxlen=10)

@@ -1,4 +1,4 @@
-"""``HeldWindow``: one rank's part of a window that its state is to come from, and how it becomes that state."""
+"""``LocalWindow``: one rank's part of a window that its state is to come from, and how it becomes that state."""
 
 import json
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class KeptPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldWindow:
+class LocalWindow:
     """This rank's part of the window the job continues from: every byte verified."""
 
     manifest: WindowManifest
@@ -100,7 +100,7 @@ class HeldWindow:
         return replay
 
 
-def other_pieces(view: OperatorView, window: HeldWindow) -> str | None:
+def other_pieces(view: OperatorView, window: LocalWindow) -> str | None:
     """What is wrong where the window's pieces are not those of this model and optimizer."""
     for index, record in enumerate(window.manifest.slices):
         captured = [piece.to_json()[:-1] for piece in record.pieces]

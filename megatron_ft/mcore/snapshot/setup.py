@@ -4,10 +4,10 @@ import json
 from typing import TYPE_CHECKING
 
 from megatron_ft.mcore.loop.extras import capture_extras
-from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS, KeptPart
-from megatron_ft.mcore.loop.keeping import connect_keeper, peer_assignment, share_addresses, window_folder
-from megatron_ft.mcore.loop.recovering import Recovery
-from megatron_ft.mcore.loop.snapshotting import Snapshotter
+from megatron_ft.mcore.snapshot.client import open_snapshot_client, peer_assignment, share_addresses, window_folder
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS, KeptPart
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
+from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.server.client import KeeperClient
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer
 
 
-def open_recovery(trainer: "Trainer", client: KeeperClient | None) -> Recovery:
+def open_restorer(trainer: "Trainer", client: KeeperClient | None) -> SnapshotRestorer:
     """What finds the newest window for a job that starts."""
-    return Recovery(
+    return SnapshotRestorer(
         trainer.config,
         rank=trainer.context.rank,
         node=trainer.context.node,
@@ -51,12 +51,12 @@ def take_snapshots(
     return snapshots
 
 
-def take_snapshots_anew(trainer: "Trainer") -> None:
+def restart_snapshots(trainer: "Trainer") -> None:
     """In a membership that has formed: windows begin anew, with copies on the nodes that are there; collective."""
     if trainer.config.snapshot.policy is None:
         return
     trainer.context = share_addresses(trainer.context, trainer.agreement)
-    client = connect_keeper(trainer)
+    client = open_snapshot_client(trainer)
     assert client is not None, "there is a policy"
     trainer.snapshots = take_snapshots(trainer, client, None)
 

@@ -27,7 +27,7 @@ def peer_assignment(config: JobConfig) -> PeerAssignment:
     return assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies)
 
 
-def connect_keeper(trainer: "Trainer") -> KeeperClient | None:
+def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
     """A connection to the keeper of this rank's node; None where the job takes no snapshots.
 
     Raises:
