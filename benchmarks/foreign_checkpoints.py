@@ -136,7 +136,7 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
     from benchmarks.foreign_samples import OWN, digest_of, fill
     from megatron_ft.mcore.loop.saving import load
     from megatron_ft.mcore.loop.starting import find_source
-    from megatron_ft.mcore.snapshot.setup import open_restorer
+    from megatron_ft.mcore.snapshot.client import open_restorer
     from megatron_ft.snapshot.storage.checkpoints import iteration_of
 
     shutil.rmtree(trainer.context.run_dir / "windows", ignore_errors=True)
@@ -157,7 +157,7 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
 def _start_window(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, bool, str]:
     """As ``_start_dense``, of windows: the bytes of all tensors that a replay would begin with."""
     from benchmarks.foreign_samples import ITERATIONS, OWN, window_payload
-    from megatron_ft.mcore.snapshot.setup import open_restorer
+    from megatron_ft.mcore.snapshot.client import open_restorer
 
     try:
         window = open_restorer(trainer, None).find(None)

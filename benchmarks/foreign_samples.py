@@ -111,10 +111,10 @@ def _seed(job: str, iteration: int) -> int:
 
 
 def _write_window(folder: Path, job: str, iteration: int, trainer: Trainer) -> None:
-    manifest, payload = sample_window(_seed(job, iteration), 0)
+    window, payload = sample_window(_seed(job, iteration), 0)
     slices = [
         replace(part, iteration=iteration + index, header={VOTE: json.dumps(_vote(iteration + index))})
-        for index, part in enumerate(manifest.slices)
+        for index, part in enumerate(window.slices)
     ]
     about = {
         EXTRAS: "{}",
@@ -123,16 +123,16 @@ def _write_window(folder: Path, job: str, iteration: int, trainer: Trainer) -> N
         SETTINGS: json.dumps(trainer.identity.settings),
     }
     slices[0] = replace(slices[0], header={**slices[0].header, **about})
-    manifest = replace(
-        manifest,
+    window = replace(
+        window,
         run_id=trainer.identity.run_id,
         world_size=1,
         topology=trainer.topology_record,
         start_iteration=iteration,
         plan=json.loads(json.dumps(_PLAN.to_json())),
-        slices=tuple(slices),
+        slices=slices,
     )
-    write_window(folder, manifest, [memoryview(content) for content in payload])
+    write_window(folder, window, [memoryview(content) for content in payload])
 
 
 def _vote(iteration: int) -> dict[str, object]:

@@ -20,8 +20,7 @@ from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowD
 from megatron_ft.mcore.loop.extras import capture_extras
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.mcore.loop.underway import IterationResult
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT
-from megatron_ft.mcore.snapshot.replay_settings import replay_config
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.planning.snapshot.peers import assign_peers
 from megatron_ft.snapshot.server.client import KeeperClient

@@ -32,7 +32,7 @@ from megatron_ft.mcore.loop.presence import Presence, Previous, choose_holding
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.optimizer.state_view import NamedState, put_state
-from megatron_ft.mcore.snapshot.setup import restart_snapshots
+from megatron_ft.mcore.snapshot.client import restart_snapshots
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.membership import NextMembership

@@ -14,7 +14,7 @@ from megatron_ft.mcore.loop.undo import UndoRecord
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.mcore.optimizer.restoring import Payload
-from megatron_ft.mcore.snapshot.local_window import EXTRAS, LocalWindow, other_pieces
+from megatron_ft.mcore.snapshot.local_window import EXTRAS, LocalWindow
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import WINDOW_FIELDS, Ballot, Vote
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -158,7 +158,7 @@ def open_replay(engine: TrainingEngine, window: LocalWindow, agreement: Agreemen
         groups=replace(engine.groups, vote=agreement.group),
         num_layers=config.model.num_layers,
     )
-    error = agreement.errors(other_pieces(view, window))
+    error = agreement.errors(window.problem_in(view))
     if error is not None:
         raise RecoveryError(error)
     slices = [

@@ -22,7 +22,7 @@ SHOWN_REASONS = 8
 
 
 def find_source(
-    config: JobConfig, context: RankContext, checkpoints: CheckpointManager, recovery: SnapshotRestorer
+    config: JobConfig, context: RankContext, checkpoints: CheckpointManager, restorer: SnapshotRestorer
 ) -> tuple[Path | None, LocalWindow | None]:
     """The checkpoint or the window that the run continues from; neither for a fresh start. Collective.
 
@@ -36,7 +36,7 @@ def find_source(
     if context.resume_from is not None or has_remote_windows:
         folder = context.resume_from or checkpoints.folder
         found = checkpoints.newest(folder)
-        window = recovery.find(found)
+        window = restorer.find(found)
         if window is None and found is None and checkpoints.foreign and not run.start_over:
             raise CheckpointError(
                 f"{folder}: must hold a checkpoint of this run: {'; '.join(checkpoints.foreign)}. "
@@ -46,14 +46,14 @@ def find_source(
         checkpoints.set_foreign_aside()
         if window is not None:
             return None, window
-        unusable = () if found is not None else (*checkpoints.unusable(folder), *recovery.unusable)
+        unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable)
         if found is None and run.resume == "must" and context.generation == 0:
             raise CheckpointError(
                 f"run.resume=must: {folder} must hold a checkpoint that verifies; it holds none{_listed(unusable)}"
             )
         check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
     elif run.resume == "auto" and (iteration := newest_iteration(context.run_dir)):
-        recovery.say_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
+        restorer.say_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
     load = config.checkpoint.load
     return (found if found is not None or load is None else Path(load)), None
 

@@ -43,9 +43,8 @@ from megatron_ft.mcore.loop.starting import decided, find_source, recorded_place
 from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.loop.upstream import keep_log, replay_window
 from megatron_ft.mcore.optimizer.state_view import NamedState
-from megatron_ft.mcore.snapshot.client import open_snapshot_client
-from megatron_ft.mcore.snapshot.replay_settings import replay_config
-from megatron_ft.mcore.snapshot.setup import open_restorer, take_snapshots
+from megatron_ft.mcore.snapshot.client import open_restorer, open_snapshot_client, take_snapshots
+from megatron_ft.mcore.snapshot.local_window import replay_config
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.placement.migration import MigrationPlan
@@ -125,28 +124,30 @@ class Trainer:
         self.use(groups)
         check_same_data(self.config, self.samples["train"], self.agreement)
         client = open_snapshot_client(self)
-        recovery = open_restorer(self, client)
-        source, window = find_source(self.config, self.context, self.checkpoints, recovery)
+        restorer = open_restorer(self, client)
+        source, window = find_source(self.config, self.context, self.checkpoints, restorer)
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
         if source is not None:
             load(self, source)
         if window is not None:
-            replay_window(self, recovery, window)
-        recovery.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
+            replay_window(self, restorer, window)
+        restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
         self.engine.newest_vote = None  # what a replayed iteration was asked for, no one asks of this run
         self.rounded_off = self.engine.iteration
         self.keep_copies()
-        origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
+        origin = source if window is None else f"window of iteration {window.window.start_iteration}"
         if self.context.generation > 0:
-            self.report(decided(self, source, window, recovery.declined))
+            self.report(decided(self, source, window, restorer.declined))
         resumed = None if origin is None else (str(origin), self.engine.iteration)
         self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
             self.report_placement("resumed" if source is not None or window is not None else "first")
         if client is not None:
-            self.snapshots = take_snapshots(self, client, None if window is None else window.resumed)
+            self.snapshots = take_snapshots(
+                self, client, None if window is None else (window.stored, window.plan_in_force)
+            )
         self.report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
 
     def use(self, groups: Groups) -> None:

@@ -42,7 +42,7 @@ def keep_log(trainer: "Trainer") -> None:
         trainer.report(UpstreamLogFull(iteration=gap, iterations_kept=log.num_iterations))
 
 
-def replay_window(trainer: "Trainer", recovery: SnapshotRestorer, window: LocalWindow) -> None:
+def replay_window(trainer: "Trainer", restorer: SnapshotRestorer, window: LocalWindow) -> None:
     """At a start: replay ``window``, and log what is sent, as the iterations did that it runs again.
 
     Raises:
@@ -50,7 +50,7 @@ def replay_window(trainer: "Trainer", recovery: SnapshotRestorer, window: LocalW
     """
     if trainer.config.launch.keep_layout:
         keep_room(trainer, window.plan_in_force)
-    recovery.replay(trainer.engine, window)
+    restorer.replay(trainer.engine, window)
 
 
 def keep_room(trainer: "Trainer", plan: WindowPlan) -> None:

@@ -5,54 +5,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.localized import KeptWindow
 from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
+from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.storage.rejected_windows import window_digest
-from megatron_ft.snapshot.window import WindowManifest
+from megatron_ft.snapshot.window import Window
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
 SETTINGS = "settings"
-"""What the header of a slice holds, as JSON text: NaN and the like are no JSON of the manifest's kind."""
+"""What the header of a slice holds, as JSON text: a manifest is strict JSON, which has no NaN."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptPart:
-    """What a rank knows of its part of the newest committed window."""
-
-    window: KeptWindow
-    num_slices: int
-    buffer: int | None
-    """Buffer of this rank's arena that must not be overwritten yet; None without."""
-    is_in_arena: bool
-    """Whether that buffer holds the window."""
+_REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
+_OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
+"""Keys of ``training`` that change no iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWindow:
     """This rank's part of the window the job continues from: every byte verified."""
 
-    manifest: WindowManifest
+    window: Window
     slices: tuple[memoryview, ...]
-    is_in_arena: bool
-    """Whether this rank's own memory holds it."""
-    buffer: int | None
-    """Buffer of this rank's arena that must not be overwritten yet: its newest committed window's; None without."""
+    """The bytes of each slice."""
+    stored: StoredWindow
+    """Where it came from. ``where`` is ``own`` only if the buffer is in this rank's present memory; otherwise
+    ``buffer`` is the one of that memory that must not be overwritten yet, its newest committed window's."""
 
     @property
     def plan(self) -> WindowPlan:
         """The plan it was captured by."""
-        return WindowPlan.from_json(self.manifest.plan)
-
-    @property
-    def kept(self) -> "KeptPart":
-        """It, as long as no newer one is committed."""
-        window = KeptWindow(start_iteration=self.manifest.start_iteration, generation=self.manifest.generation)
-        slices = self.manifest.num_slices
-        return KeptPart(window=window, num_slices=slices, buffer=self.buffer, is_in_arena=self.is_in_arena)
+        return WindowPlan.from_json(self.window.plan)
 
     @property
     def plan_in_force(self) -> WindowPlan:
@@ -61,18 +48,13 @@ class LocalWindow:
         return self.plan if content is None else WindowPlan.from_json(content)
 
     @property
-    def resumed(self) -> tuple[KeptPart, WindowPlan]:
-        """What capturing goes on with."""
-        return self.kept, self.plan_in_force
-
-    @property
     def digest(self) -> str:
-        """What this rank's part contains."""
-        return window_digest([self.manifest.to_bytes().decode()])
+        """Checksum of what this rank's part contains."""
+        return window_digest([self.window.to_bytes().decode()])
 
     def header(self, index: int, name: str) -> Any:
-        """What the header of slice ``index`` says under ``name``; None if nothing."""
-        text = self.manifest.slices[index].header.get(name)
+        """The value under ``name`` in the header of slice ``index``; None without one."""
+        text = self.window.slices[index].header.get(name)
         return None if text is None else json.loads(text)
 
     def replay_plan(self, *, until: int | None = None, votes: Mapping[int, Vote] | None = None) -> ReplayPlan:
@@ -85,9 +67,9 @@ class LocalWindow:
         Raises:
             RecoveryError: plan, votes or extras are missing or cannot be read.
         """
-        start, where = self.manifest.start_iteration, f"window of iteration {self.manifest.start_iteration}"
+        start, where = self.window.start_iteration, f"window of iteration {self.window.start_iteration}"
         try:
-            logged = [Vote.from_record(self.header(index, VOTE)) for index in range(self.manifest.num_slices)]
+            logged = [Vote.from_record(self.header(index, VOTE)) for index in range(self.window.num_slices)]
             known = {**(votes or {}), **{vote.iteration: vote for vote in logged}}
             replay = plan_replay(self.plan, start, known, until=until)
             extras = self.header(0, EXTRAS)
@@ -95,17 +77,36 @@ class LocalWindow:
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise RecoveryError(f"{where}: plan or headers cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
-        if num_slices != self.manifest.num_slices or not isinstance(extras, dict):
+        if num_slices != self.window.num_slices or not isinstance(extras, dict):
             raise RecoveryError(f"{where}: its plan has {num_slices} slices, or slice 0 has no extras")
         return replay
 
+    def problem_in(self, view: OperatorView) -> str | None:
+        """Why the window cannot be loaded into the model and optimizer of ``view``; None if it can."""
+        for index, part in enumerate(self.window.slices):
+            if part.pieces != view.pieces(self.plan, index):
+                start = self.window.start_iteration
+                return f"slice {index} of window {start} was captured from other ranges of the state"
+        return None
 
-def other_pieces(view: OperatorView, window: LocalWindow) -> str | None:
-    """What is wrong where the window's pieces are not those of this model and optimizer."""
-    for index, record in enumerate(window.manifest.slices):
-        captured = [piece.to_json()[:-1] for piece in record.pieces]
-        if captured != [piece.to_row() for piece in view.pieces(window.plan, index)]:
-            return (
-                f"slice {index} of window {window.manifest.start_iteration} was captured from other ranges of the state"
-            )
-    return None
+
+def replay_config(config: JobConfig, fingerprint: str, *, device: str, transformer_impl: str) -> dict[str, Any]:
+    """The keys that decide what an iteration computes, dotted, with their values; of the data its fingerprint.
+
+    A window is replayed with the values that it was trained with.
+
+    Args:
+        device: ``cpu`` or ``cuda``: the resolved ``training.device``.
+        transformer_impl: ``local`` or ``transformer_engine``: the resolved ``training.transformer_impl``.
+    """
+    groups = to_dict(config)
+    groups["training"] |= {"device": device, "transformer_impl": transformer_impl}
+    # Another backend sums in another order.
+    groups["parallel"]["device_backend"] = config.parallel.backend_on(device)
+    placement = {f"placement.{name}": groups["placement"][name] for name in ("algorithm", "num_slots_per_rank")}
+    return {"data": fingerprint, **placement} | {
+        f"{group}.{name}": value
+        for group in _REPLAYED_GROUPS
+        for name, value in groups[group].items()
+        if not (group == "training" and name in _OF_THE_RUN)
+    }

@@ -1,13 +1,12 @@
-"""What a started rank continues from: found together with all others, verified, and turned into a dense state."""
+"""``SnapshotRestorer``: finds with all other ranks what the job continues from, verifies it, replays it."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.identity import JobIdentity, differences
-from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.checkpoint.agreement import Agreement
@@ -15,16 +14,14 @@ from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.replaying import open_replay
 from megatron_ft.mcore.snapshot.local_window import CONFIG, SETTINGS, LocalWindow
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import iteration_of
 from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, add_rejected, read_rejected, window_digest
-from megatron_ft.snapshot.storage.window_file import check_pieces
-from megatron_ft.snapshot.storage.window_folder import FolderEntry, WindowFolder
-from megatron_ft.snapshot.window import WindowManifest
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
-
-_INVENTORY = ("start_iteration", "num_slices", "generation", "where", "node", "complete", "buffer")
 
 
 class SnapshotRestorer:
@@ -36,13 +33,12 @@ class SnapshotRestorer:
         topology: parallel sizes, as manifests record them.
         run_dir: the run's folder; rank 0 keeps there which windows were refused.
         identity: of this job; windows of other runs are not used, and newer ones with other settings end the start.
-        settings: what ``replay_settings.replay_config`` says of this job.
+        settings: ``local_window.replay_config`` of this job.
         report: takes records; called on every rank.
     """
 
     def __init__(
         self,
-        config: JobConfig,
         *,
         rank: int,
         node: int,
@@ -55,7 +51,6 @@ class SnapshotRestorer:
         folder: WindowFolder | None,
         report: Callable[[Record], None],
     ) -> None:
-        self._config = config
         self._rank = rank
         self._node = node
         self._run_dir = run_dir
@@ -67,7 +62,7 @@ class SnapshotRestorer:
         self._folder = folder
         self._report = report
         self._foreign: list[tuple[int, str]] = []
-        self._other_runs: list[FolderEntry] = []
+        self._other_runs: list[WindowKey] = []
         self._other_settings: list[tuple[int, str]] = []
         self._damaged: list[str] = []
         self._committed_buffer: int | None = None
@@ -79,14 +74,14 @@ class SnapshotRestorer:
         """Windows with committed iterations of which ``find`` could use none, each with its reason; the same on every
         rank, and empty where ``find`` has found something."""
 
-    def find(self, checkpoint: Path | None, *, only: tuple[int, int] | None = None) -> LocalWindow | None:
+    def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
         """The newest window that every rank can have, verified on all of them; None where the checkpoint is as new.
 
         Damage is named and passed over, and so is a window that was refused before.
 
         Args:
             checkpoint: the newest dense checkpoint that verifies.
-            only: start iteration and generation of the only window that will do.
+            only: the only window that will do.
 
         Raises:
             CheckpointError: it cannot be read which windows were refused; or a window newer than what is left was
@@ -94,11 +89,11 @@ class SnapshotRestorer:
         """
         if self._client is None and self._folder is None:
             return None
-        mine = self._held_windows()
+        mine = [asdict(window) for window in self._held_windows()]
         everyone = self._agreement.gather([mine, self._other_settings])
-        told = [[StoredWindow(**window) for window in windows] for windows, _ in everyone]
+        stored = [[StoredWindow.from_json(window) for window in windows] for windows, _ in everyone]
         other_settings: list[tuple[int, str]] = everyone[0][1]
-        by_rank = [[window for window in windows if only in (None, window.identity)] for windows in told]
+        by_rank = [[window for window in windows if only in (None, window.key)] for windows in stored]
         at = None if checkpoint is None else iteration_of(checkpoint)
         reasons = [reason for last, reason in self._foreign if at is None or last > at]
         rejected = self._rejected_windows()
@@ -156,7 +151,7 @@ class SnapshotRestorer:
         self._report(
             WindowReplayed(
                 iteration=result.final_iteration,
-                start_iteration=window.manifest.start_iteration,
+                start_iteration=window.window.start_iteration,
                 num_iterations=result.num_iterations,
                 seconds=time.monotonic() - began,
             )
@@ -212,14 +207,9 @@ class SnapshotRestorer:
         """Name the chosen window, and keep with the run that it was refused; no rank ends before that is on disk."""
         error = None
         if self._agreement.rank == 0:
-            manifest = window.manifest
-            rejection = RejectedWindow(
-                start_iteration=manifest.start_iteration,
-                generation=manifest.generation,
-                digest=self._chosen_digest,
-                reason=reason,
-            )
-            self._problem("replay", f"window of iteration {manifest.start_iteration}: {reason}")
+            key = window.window.key
+            rejection = RejectedWindow(**asdict(key), digest=self._chosen_digest, reason=reason)
+            self._problem("replay", f"window of iteration {key.start_iteration}: {reason}")
             try:
                 add_rejected(self._run_dir, rejection)
             except CheckpointError as failure:
@@ -236,20 +226,22 @@ class SnapshotRestorer:
     def _problem(self, what: str, error: str) -> None:
         self._report(SnapshotProblem(iteration=0, node=self._node, what=what, error=error))
 
-    def _held_windows(self) -> list[dict[str, Any]]:
-        """What is held for this rank: on this node, on its peers, on storage."""
+    def _held_windows(self) -> list[StoredWindow]:
+        """This rank's windows on this node, on its peers and on storage."""
         found = [] if self._client is None else self._client.inventory(self._rank, ask_peers=True)
         self._damaged = [
-            f"window of iteration {window['start_iteration']} in memory of node {window['node']}: committed, and not "
+            f"window of iteration {window.start_iteration} in memory of node {window.node}: committed, and not "
             "all ranks have it any more"
             for window in found
-            if window["committed"]
+            if window.committed
         ]
-        here = [window for window in found if window["where"] == "own" and window["node"] == self._node]
-        committed = [window["buffer"] for window in here if window["committed"]]
-        self._committed_buffer = committed[0] if committed else None
-        in_memory = [{name: window[name] for name in _INVENTORY} for window in found]
-        return in_memory + [asdict(window) for window in self._persisted_windows()]
+        own = [window.buffer for window in found if window.committed and self._is_in_arena(window)]
+        self._committed_buffer = own[0] if own else None
+        return [*found, *self._persisted_windows()]
+
+    def _is_in_arena(self, window: StoredWindow) -> bool:
+        """Whether this rank's memory holds the window, and not that of a rank on a node which this one replaces."""
+        return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:
         """This rank's files in the folder that open and are of this job's layout; others are named."""
@@ -258,32 +250,25 @@ class SnapshotRestorer:
         for stored in [] if self._folder is None else self._folder.list_windows():
             try:
                 with self._folder.open(stored, self._rank) as opened:  # type: ignore[union-attr]
-                    manifest = opened.manifest
-                other, settings = self._other_run(manifest), self._other_job(manifest, opened.path)
+                    window = opened.window
+                other, settings = self._other_run(window), self._other_job(window, opened.path)
             except CheckpointError as error:
                 self._problem("load persisted", str(error))
                 if not isinstance(error.__cause__, FileNotFoundError):  # a missing file was perhaps never written
                     self._damaged.append(str(error))
                 continue
-            last = manifest.start_iteration + manifest.num_slices - 1
-            where = f"persisted window of iteration {manifest.start_iteration}"
             if other is not None:
                 self._other_runs.append(stored)
             elif settings is not None:
-                self._other_settings.append((last, settings))
+                self._other_settings.append((window.last_iteration, settings))
                 continue
-            difference = other or self._difference(manifest)
+            difference = other or self._difference(window)
             if difference is not None:
-                self._foreign.append((last, f"{where}: {difference}"))
+                where = f"persisted window of iteration {window.start_iteration}"
+                self._foreign.append((window.last_iteration, f"{where}: {difference}"))
                 continue
-            found.append(
-                StoredWindow(
-                    start_iteration=manifest.start_iteration,
-                    num_slices=manifest.num_slices,
-                    generation=manifest.generation,
-                    where="persisted",
-                )
-            )
+            slices = window.num_slices
+            found.append(StoredWindow(**asdict(stored), num_slices=slices, num_held=slices, where="persisted"))
         return found
 
     def _open(self, source: RecoverySource) -> tuple[LocalWindow | None, str | None]:
@@ -298,50 +283,43 @@ class SnapshotRestorer:
 
     def _read(self, place: StoredWindow) -> LocalWindow:
         assert self._folder is not None, "the window was found there"
-        same = [found for found in self._folder.list_windows() if _identity(found) == place.identity]
-        if not same:
+        if place.key not in self._folder.list_windows():
             raise CheckpointError(f"persisted window of iteration {place.start_iteration}: has been deleted meanwhile")
-        stored = same[0]
-        with self._folder.open(stored, self._rank) as opened:
-            self._check(opened.manifest, opened.path)
+        with self._folder.open(place.key, self._rank) as opened:
+            self._check(opened.window, opened.path)
             opened.verify()
-            slices = tuple(opened.read_slice(index) for index in range(opened.manifest.num_slices))
-            return LocalWindow(
-                manifest=opened.manifest, slices=slices, is_in_arena=False, buffer=self._committed_buffer
-            )
+            slices = tuple(opened.read_slice(index) for index in range(opened.window.num_slices))
+        return LocalWindow(window=opened.window, slices=slices, stored=replace(place, buffer=self._committed_buffer))
 
     def _fetch(self, place: StoredWindow) -> LocalWindow:
-        assert self._client is not None, "a keeper holds the window"
-        fetched = self._client.fetch(
-            self._rank, start_iteration=place.start_iteration, node=place.node, generation=place.generation
-        )
-        manifest = WindowManifest.from_json(fetched.manifest)
+        assert self._client is not None, "a snapshot server holds the window"
+        window, payload = self._client.fetch(self._rank, place.key, node=place.node)
         where = f"window of iteration {place.start_iteration} on node {place.node}"
-        self._check(manifest, where)
-        slices = tuple(fetched.payload[part.offset : part.offset + part.num_bytes] for part in manifest.slices)
-        for part, content in zip(manifest.slices, slices, strict=True):
-            check_pieces(part, content, where)
-        is_in_arena = place.where == "own" and place.node == self._node  # not of the node that this one stands for
-        buffer = place.buffer if is_in_arena else self._committed_buffer
-        return LocalWindow(manifest=manifest, slices=slices, is_in_arena=is_in_arena, buffer=buffer)
+        self._check(window, where)
+        slices = tuple(payload[part.offset : part.end] for part in window.slices)
+        for part, content in zip(window.slices, slices, strict=True):
+            part.check_payload(content, where)
+        if not self._is_in_arena(place):
+            place = replace(place, where="copy", buffer=self._committed_buffer)
+        return LocalWindow(window=window, slices=slices, stored=place)
 
-    def _check(self, manifest: WindowManifest, where: str) -> None:
+    def _check(self, window: Window, where: str) -> None:
         """Refuse a window that this job cannot replay exactly.
 
         Raises:
             CheckpointError: naming what differs.
         """
-        difference = self._difference(manifest) or self._other_key(manifest)
+        difference = self._difference(window) or self._other_key(window)
         if difference is not None:
             raise CheckpointError(f"{where}: {difference}")
 
-    def _difference(self, manifest: WindowManifest) -> str | None:
+    def _difference(self, window: Window) -> str | None:
         """How the window's run or layout differs from this job's; None where it does not."""
-        if (other := self._other_run(manifest)) is not None:
+        if (other := self._other_run(window)) is not None:
             return other
-        if manifest.rank != self._rank:
-            return f"is of rank {manifest.rank}"
-        before, now = manifest.topology, self._topology
+        if window.rank != self._rank:
+            return f"is of rank {window.rank}"
+        before, now = window.topology, self._topology
         changed = [
             f"{name} {before.get(name)}, now {now[name]}" for name in sorted(now) if before.get(name) != now[name]
         ]
@@ -352,20 +330,20 @@ class SnapshotRestorer:
             "and go on from the dense checkpoint that this leaves"
         )
 
-    def _other_run(self, manifest: WindowManifest) -> str | None:
-        run_id, version = manifest.run_id, manifest.format_version
+    def _other_run(self, window: Window) -> str | None:
+        run_id, version = window.run_id, window.format_version
         return self._identity.not_of_run(run_id=run_id, run_name="of another name", format_version=version)
 
-    def _other_job(self, manifest: WindowManifest, where: str) -> str | None:
+    def _other_job(self, window: Window, where: str) -> str | None:
         """What the window was captured with otherwise than this job has it; None without, and in format 1.
 
         Raises:
             CheckpointError: it does not say.
         """
-        if manifest.format_version == 1:
+        if window.format_version == 1:
             return None
         try:
-            found = differences(parse_json(manifest.slices[0].header[SETTINGS]), self._identity.settings)
+            found = differences(parse_json(window.slices[0].header[SETTINGS]), self._identity.settings)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: must say what it was captured with: {error!r}") from None
         if not found:
@@ -375,16 +353,12 @@ class SnapshotRestorer:
             "its own settings, or begin another one"
         )
 
-    def _other_key(self, manifest: WindowManifest) -> str | None:
+    def _other_key(self, window: Window) -> str | None:
         """A key that the window's iterations were trained with otherwise: replaying them would give another state."""
-        before = parse_json(manifest.slices[0].header.get(CONFIG, "{}"))
+        before = parse_json(window.slices[0].header.get(CONFIG, "{}"))
         now = self._settings
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if not changed:
             return None
         key = changed[0]
         return f"was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}"
-
-
-def _identity(stored: FolderEntry) -> tuple[int, int]:
-    return stored.start_iteration, stored.generation

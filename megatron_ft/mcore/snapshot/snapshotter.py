@@ -20,17 +20,17 @@ from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.reporting import planned_record
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
-from megatron_ft.mcore.snapshot.local_window import PLAN, KeptPart
+from megatron_ft.mcore.snapshot.local_window import PLAN
 from megatron_ft.mcore.snapshot.stats import SnapshotStats
 from megatron_ft.planning.commit import Vote, WindowReport
-from megatron_ft.planning.recovery.localized import KeptWindow
+from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.activations import Activations
 from megatron_ft.planning.snapshot.buffers import WindowBuffers
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import buffer_bytes, host_bytes
 from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.planning.snapshot.pieces import window_bytes
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
 from megatron_ft.snapshot.capture.capture import CaptureFigures, WindowCapture
@@ -100,7 +100,7 @@ class Snapshotter:
         self._lengths: dict[int, int] = {}
         self._kept_generation = -1
         self._num_windows = 0
-        self._costs = SnapshotStats()
+        self._stats = SnapshotStats()
         self._num_problems = 0
         self._is_delayed = False
         self._iteration_seconds: deque[float] = deque(maxlen=10)
@@ -127,15 +127,15 @@ class Snapshotter:
 
     # -- in step with the loop ----------------------------------------------------------------------------
 
-    def resume(self, part: KeptPart, plan: WindowPlan) -> None:
-        """The job has continued from the window of ``part``, or could: keep it until a newer one is committed, and go
-        on with ``plan``."""
-        start, self._plan, self._kept_generation = part.window.start_iteration, plan, part.window.generation
-        self._buffers = WindowBuffers(held={start: part.buffer or 0}, committed=start)
-        if part.is_in_arena:
-            self._client.committed(start, captured_in=part.window.generation)
-            self._lengths[start] = part.num_slices
-        self._opened = self._open(self._engine.iteration, is_resumed=part.is_in_arena)
+    def resume(self, window: StoredWindow, plan: WindowPlan) -> None:
+        """Keep ``window``, which the job could go back to (``LocalWindow.stored``), until a newer one is committed."""
+        start, self._plan, self._kept_generation = window.start_iteration, plan, window.generation
+        self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
+        is_here = window.where == "own"
+        if is_here:
+            self._client.committed(start, captured_in=window.generation)
+            self._lengths[start] = window.num_slices
+        self._opened = self._open(self._engine.iteration, is_resumed=is_here)
 
     def capture_whole(self, vote: Vote) -> None:
         """Capture the present state at once, as a window of one slice: after a recovery the one that the job could go
@@ -164,10 +164,10 @@ class Snapshotter:
         return self._plan
 
     @property
-    def kept(self) -> KeptWindow | None:
+    def kept(self) -> WindowKey | None:
         """The newest committed window; None before the first."""
         start = self._buffers.committed
-        return None if start < 0 else KeptWindow(start_iteration=start, generation=self._kept_generation)
+        return None if start < 0 else WindowKey(start_iteration=start, generation=self._kept_generation)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
         """The state after ``iteration`` is complete: let windows go that are no longer needed, start a slice."""
@@ -201,7 +201,7 @@ class Snapshotter:
         self.settle()
         if self._start is not None:
             self._buffers = self._buffers.abandon(self._start)
-        self._costs.end_captures(self.figures)
+        self._stats.end_captures(self.figures)
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
@@ -291,7 +291,7 @@ class Snapshotter:
             plan = self._policy.plan(Demand(shards_by_rank=view.shards_by_rank), self._context())
         needed = self._checked_host_bytes(plan, view)
         self._memory = self._take_memory(iteration, plan, view, is_resumed=is_resumed)
-        self._costs.watch(self._memory.arena)
+        self._stats.watch(self._memory.arena)
         return self._lay_out(iteration, plan, view, self._memory, needed)
 
     def _checked_host_bytes(self, plan: WindowPlan, view: OperatorView) -> int:
@@ -330,14 +330,14 @@ class Snapshotter:
         """``plan`` in force from now on."""
         self._plan = plan
         capture = self._capture(plan, view, memory)
-        self._costs.end_captures(self.figures)
+        self._stats.end_captures(self.figures)
         opened = _Opened(view=view, capture=capture, host_bytes=needed)
         self._report(planned_record(iteration, plan, view.shards_by_rank, needed))
         return opened
 
     def _capture(self, plan: WindowPlan, view: OperatorView, memory: WindowMemory) -> WindowCapture:
         copier, buffers = self._copier, memory.buffers
-        return WindowCapture(plan, view.shards, keeper=self._client, copier=copier, buffers=buffers, source=view.source)
+        return WindowCapture(plan, view.shards, client=self._client, copier=copier, buffers=buffers, source=view.source)
 
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot
@@ -372,7 +372,7 @@ class Snapshotter:
     def _say_committed(self, iteration: int) -> None:
         start, figures = self._buffers.committed, self.figures
         length = self._lengths.get(start, 0)
-        self._report(self._costs.record(iteration, start_iteration=start, num_iterations=length, figures=figures))
+        self._report(self._stats.record(iteration, start_iteration=start, num_iterations=length, figures=figures))
 
     def _say_delayed(self, iteration: int) -> None:
         if not self._is_delayed:

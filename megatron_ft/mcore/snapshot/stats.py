@@ -1,69 +1,55 @@
-"""What committed windows have cost one rank, each since the one before."""
-
-from dataclasses import dataclass, field
+"""``SnapshotStats``: what each committed window has cost one rank."""
 
 from megatron_ft.events import WindowCommitted
 from megatron_ft.snapshot.capture.capture import CaptureFigures
 from megatron_ft.snapshot.server.client import PERSISTED_BYTES, REPLICATED_BYTES, Arena
 
-
-@dataclass(slots=True)
-class _Counter:
-    """A sum that somebody else keeps, and how much of it has not been told yet."""
-
-    seen: float = 0
-    untold: float = 0
-
-    def look(self, value: float) -> None:
-        """It stands at ``value`` now."""
-        self.seen, self.untold = value, self.untold + value - self.seen
-
-    def tell(self) -> float:
-        """What it has risen by since the last call."""
-        told, self.untold = self.untold, 0
-        return told
+_NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes")
 
 
-@dataclass(slots=True)
 class SnapshotStats:
-    """Tells sums that only rise apart, window by window, wherever they begin anew."""
+    """Splits sums that only rise into the cost of each window, also where a sum starts again at 0."""
 
-    _stalled_seconds: _Counter = field(default_factory=_Counter)
-    _captured_bytes: _Counter = field(default_factory=_Counter)
-    _replicated_bytes: _Counter = field(default_factory=_Counter)
-    _persisted_bytes: _Counter = field(default_factory=_Counter)
-    _arena: Arena | None = None
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = dict.fromkeys(_NAMES, 0)
+        self._unreported: dict[str, float] = dict.fromkeys(_NAMES, 0)
+        self._arena: Arena | None = None
 
     def end_captures(self, figures: CaptureFigures) -> None:
-        """The next figures of captures begin at 0."""
-        self._look(figures)
-        self._stalled_seconds.seen = self._captured_bytes.seen = 0
+        """Take the last ``figures`` of a capture: those of the next one start at 0."""
+        self._add(figures)
+        self._seen |= {"stalled_seconds": 0, "captured_bytes": 0}
 
     def watch(self, arena: Arena) -> None:
-        """The keeper's sums are in ``arena``: what it did before belongs to another process, or to memory given up."""
+        """Read the snapshot server's sums from ``arena``; what they are now belongs to other processes or memory."""
         if arena is not self._arena:
             self._arena = arena
-            self._replicated_bytes.seen = arena.status(REPLICATED_BYTES)
-            self._persisted_bytes.seen = arena.status(PERSISTED_BYTES)
+            self._seen |= self._server_sums()
 
     def record(
         self, iteration: int, *, start_iteration: int, num_iterations: int, figures: CaptureFigures
     ) -> WindowCommitted:
-        """The vote of ``iteration`` has committed a window."""
-        self._look(figures)
+        """The event of a window that the vote of ``iteration`` has committed, with all costs since the one before."""
+        self._add(figures)
+        cost, self._unreported = self._unreported, dict.fromkeys(_NAMES, 0)
         return WindowCommitted(
             iteration=iteration,
             start_iteration=start_iteration,
             num_iterations=num_iterations,
-            stalled_seconds=self._stalled_seconds.tell(),
-            captured_bytes=int(self._captured_bytes.tell()),
-            replicated_bytes=int(self._replicated_bytes.tell()),
-            persisted_bytes=int(self._persisted_bytes.tell()),
+            stalled_seconds=cost["stalled_seconds"],
+            captured_bytes=int(cost["captured_bytes"]),
+            replicated_bytes=int(cost["replicated_bytes"]),
+            persisted_bytes=int(cost["persisted_bytes"]),
         )
 
-    def _look(self, figures: CaptureFigures) -> None:
-        self._stalled_seconds.look(figures.stalled_seconds)
-        self._captured_bytes.look(figures.num_bytes)
-        if self._arena is not None:
-            self._replicated_bytes.look(self._arena.status(REPLICATED_BYTES))
-            self._persisted_bytes.look(self._arena.status(PERSISTED_BYTES))
+    def _add(self, figures: CaptureFigures) -> None:
+        now = {"stalled_seconds": figures.stalled_seconds, "captured_bytes": figures.num_bytes, **self._server_sums()}
+        for name, value in now.items():
+            self._unreported[name] += value - self._seen[name]
+        self._seen |= now
+
+    def _server_sums(self) -> dict[str, float]:
+        if self._arena is None:
+            return {}
+        words = {"replicated_bytes": REPLICATED_BYTES, "persisted_bytes": PERSISTED_BYTES}
+        return {name: self._arena.status(word) for name, word in words.items()}

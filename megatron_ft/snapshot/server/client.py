@@ -4,14 +4,17 @@ import mmap
 import os
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
-
-import xxhash
 
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
+from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, BufferStates
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.snapshot.server.fields import items, stored_window
+from megatron_ft.snapshot.window import Slice, Window
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
@@ -81,42 +84,6 @@ class Arena:
         self._map.close()
 
 
-class FetchedWindow:
-    """A window from a keeper: its manifest, and its bytes, private to this process if it writes to them."""
-
-    def __init__(self, descriptor: int, manifest: dict[str, Any], offset: int, num_bytes: int) -> None:
-        """Map the file of ``descriptor``, which is closed."""
-        self.manifest = manifest
-        page = offset % mmap.ALLOCATIONGRANULARITY
-        try:
-            length = max(1, page + num_bytes)
-            self._map = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=offset - page)
-        finally:
-            os.close(descriptor)
-        self._view = memoryview(self._map)
-        self.payload = self._view[page : page + num_bytes]
-
-    def verify(self) -> None:
-        """Compare every piece with its hash.
-
-        Raises:
-            ControlError: a piece is damaged, or lies outside the window.
-        """
-        for part in self.manifest["slices"]:
-            for piece in part["pieces"]:
-                start = part["offset"] + piece[6]
-                payload = self.payload[start : start + piece[7]]
-                if len(payload) != piece[7] or xxhash.xxh3_128_hexdigest(payload) != piece[8]:
-                    window = f"window {self.manifest['start_iteration']} of rank {self.manifest['rank']}"
-                    raise ControlError(f"{window}: {piece[0]} {piece[2]} of iteration {part['iteration']} is damaged")
-
-    def close(self) -> None:
-        """Unmap. Raises BufferError while somebody uses the payload."""
-        self.payload.release()
-        self._view.release()
-        self._map.close()
-
-
 class KeeperClient:
     """One connection for one rank. For one thread."""
 
@@ -169,23 +136,12 @@ class KeeperClient:
         about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
         self._tell({"op": "begin", **about})
 
-    def captured(
-        self,
-        buffer: int,
-        *,
-        index: int,
-        iteration: int,
-        offset: int,
-        num_bytes: int,
-        header: Mapping[str, Any],
-        pieces: Sequence[Sequence[str | int]],
-    ) -> None:
-        """Slice ``index`` of a buffer's window is there, ``offset`` bytes into the buffer, and will not change.
+    def captured(self, buffer: int, index: int, part: Slice) -> None:
+        """Report that slice ``index`` of a buffer's window is there and will not change. Costs one send.
 
-        Costs one send; a refusal is raised by the next request.
+        Its hashes are not needed. A refusal is raised by the next request.
         """
-        about = {"slice": index, "iteration": iteration, "offset": offset, "num_bytes": num_bytes}
-        self._tell({"op": "captured", "buffer": buffer, **about, "header": header, "pieces": pieces})
+        self._tell({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json()})
 
     def committed(self, start_iteration: int, *, captured_in: int | None = None) -> None:
         """The whole job has replicated this window, or has just continued from it. Costs one send.
@@ -232,24 +188,30 @@ class KeeperClient:
         """``what``, ``error`` and ``start_iteration`` of each problem since the last call."""
         return list(self._call({"op": "problems"})["problems"])
 
-    def inventory(self, rank: int, *, ask_peers: bool = False) -> list[dict[str, Any]]:
-        """Windows of ``rank`` that this node, or also those of the peers that answer, hold.
-
-        ``start_iteration``, ``num_slices``, ``generation``, ``world_size``, ``committed``, ``complete``, ``where``
-        (``own`` memory of the rank or a ``copy``), ``node``, and ``buffer`` of the rank's memory on this node.
-        """
+    def inventory(self, rank: int, *, ask_peers: bool = False) -> list[StoredWindow]:
+        """Windows of ``rank`` in memory of this node, or also of the peers that answer."""
         seconds = PATIENT_SECONDS if ask_peers else ANSWER_SECONDS
-        return list(self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers}, seconds)["windows"])
+        answer = self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers}, seconds)
+        return [stored_window(entry) for entry in items(answer, "windows")]
 
-    def fetch(self, rank: int, *, start_iteration: int, node: int, generation: int | None = None) -> FetchedWindow:
-        """A complete window that a node holds. Verify it before use.
+    def fetch(self, rank: int, key: WindowKey, *, node: int) -> tuple[Window, memoryview]:
+        """A complete window that a node holds, and its bytes: private to this process if it writes to them.
+
+        The bytes are mapped as long as something refers to them. Check them before use (``Slice.check_payload``).
 
         Raises:
             KeeperRefused: it is not there, or does not arrive.
+            CheckpointError: its description is none.
         """
-        about = {"rank": rank, "start_iteration": start_iteration, "node": node, "generation": generation}
-        answer, descriptor = self._call_for_memory({"op": "fetch", **about})
-        return FetchedWindow(descriptor, answer["manifest"], answer["offset"], answer["num_bytes"])
+        answer, descriptor = self._call_for_memory({"op": "fetch", "rank": rank, "node": node, **asdict(key)})
+        try:
+            num_bytes = answer["num_bytes"]
+            page = answer["offset"] % mmap.ALLOCATIONGRANULARITY
+            start, length = answer["offset"] - page, max(1, page + num_bytes)
+            content = memoryview(mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start))
+        finally:
+            os.close(descriptor)
+        return Window.from_json(answer["window"]), content[page : page + num_bytes]
 
     def close(self) -> None:
         """Close the connection; the keeper keeps everything."""

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_ft.errors import ControlError
+from megatron_ft.planning.recovery.sources import StoredWindow
+from megatron_ft.planning.snapshot.plan import WindowKey
 
 MAX_RANK = 1 << 20
 MAX_SLICES = 1 << 16
 MAX_ITERATION = 1 << 53
 MAX_BYTES = 1 << 46
 MAX_TEXT = 4096
-NUM_PIECE_FIELDS = 8
-"""``[parameter, tensor_part, component, dtype, start, stop, offset, num_bytes]``."""
 
 
 def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_ITERATION) -> int:
@@ -81,21 +81,25 @@ def host_and_port(address: object) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def pieces(message: Mapping[str, Any], slice_bytes: int) -> list[list[Any]]:
-    """The pieces of a slice, each within its bytes.
+def window_key(message: Mapping[str, Any]) -> WindowKey:
+    """The window that a message is about.
 
     Raises:
-        ControlError: a piece is malformed or leaves the slice.
+        ControlError: it names none.
     """
-    found = items(message, "pieces")
-    for piece in found:
-        if not isinstance(piece, list) or len(piece) != NUM_PIECE_FIELDS:
-            raise ControlError(f"piece {piece!r:.100}: must be a list of {NUM_PIECE_FIELDS} values")
-        parameter, part, component, dtype, start, stop, offset, num_bytes = piece
-        names_fit = all(isinstance(name, str) and 0 < len(name) <= MAX_TEXT for name in (parameter, component, dtype))
-        numbers = (part, start, stop, offset, num_bytes)
-        if not names_fit or not all(type(number) is int and number >= 0 for number in numbers) or stop < start:
-            raise ControlError(f"piece {piece!r:.200}: must be names and a range")
-        if offset + num_bytes > slice_bytes:
-            raise ControlError(f"piece {piece!r:.200}: must lie within the {slice_bytes} bytes of its slice")
-    return found
+    return WindowKey(start_iteration=integer(message, "start_iteration"), generation=integer(message, "generation"))
+
+
+def stored_window(content: object) -> StoredWindow:
+    """An inventory's entry.
+
+    Raises:
+        ControlError: it is none.
+    """
+    try:
+        window = StoredWindow.from_json(content)
+    except ValueError as error:
+        raise ControlError(f"window {error}") from None
+    if not 0 <= window.num_held <= window.num_slices:
+        raise ControlError(f"num_held={window.num_held}: must be from 0 to num_slices={window.num_slices}")
+    return window

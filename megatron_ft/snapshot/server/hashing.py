@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import xxhash
 
-from megatron_ft.snapshot.server.own_windows import Slice, Window, hash_pieces
+from megatron_ft.snapshot.server.own_windows import HeldWindow
 from megatron_ft.snapshot.server.store import OwnRank, Store
+from megatron_ft.snapshot.window import Slice
 
 _ARRIVING_BYTES = 1 << 20
 """Received at a time: what is hashed next is still in the processor's cache."""
@@ -32,14 +33,14 @@ class Hasher(threading.Thread):
             assert found is not None, "woken without work"
             own, window, part = found
             payload = own.view(window, part)
-        hashes = hash_pieces(part, payload, xxhash.xxh3_128_hexdigest)
+        hashes = part.hash_pieces(payload)
         with self._store.lock:
             part.hashes = hashes
             own.hashed_bytes += part.num_bytes
             own.publish()
             self._store.changed()
 
-    def _next(self) -> tuple[OwnRank, Window, Slice] | None:
+    def _next(self) -> tuple[OwnRank, HeldWindow, Slice] | None:
         for own in self._store.ranks.values():
             found = None if own.windows is None else own.windows.next_unhashed()
             if found is not None:
@@ -47,20 +48,20 @@ class Hasher(threading.Thread):
         return None
 
 
-def receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> list[str]:
+def receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:
     """Receive a slice into ``payload`` and hash each piece while its bytes are still in the cache."""
     received, hashes = 0, []
     for piece in part.pieces:
-        digest, position, end = xxhash.xxh3_128(), piece[6], piece[6] + piece[7]
-        while position < end:
+        digest, position = xxhash.xxh3_128(), piece.offset
+        while position < piece.end:
             if received <= position:
                 target = min(part.num_bytes, received + _ARRIVING_BYTES)
                 receive_into(payload[received:target])
                 received = target
                 continue
-            stop = min(end, received)
+            stop = min(piece.end, received)
             digest.update(payload[position:stop])
             position = stop
         hashes.append(digest.hexdigest())
     receive_into(payload[received:])
-    return hashes
+    return tuple(hashes)

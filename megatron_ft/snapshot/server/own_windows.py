@@ -1,160 +1,54 @@
-"""Which buffer of a rank holds what, what may go, and how far each window is. Pure: no sockets, threads or memory.
+"""Which of a rank's three buffers holds which window, and which windows may go. Pure: no sockets, threads or memory.
 
-A window lives in one of three buffers: the newest committed one, the one that is being replicated, and the one that
-is being filled.
+The newest committed window, the one that is being replicated and the one that is being filled have a buffer each.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_ft.errors import ControlError
+from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
-
-PAGE_BYTES = 4096
-FORMAT_VERSION = 2
-
-Key = tuple[int, int]
-"""Generation and first iteration: what tells a rank's windows apart."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Slice:
-    """One slice of a window: where its bytes are and what they are."""
-
-    iteration: int
-    offset: int
-    """Within the window's buffer."""
-    num_bytes: int
-    header: Mapping[str, Any]
-    pieces: Sequence[Sequence[Any]]
-    """``[parameter, tensor_part, component, dtype, start, stop, offset within the slice, num_bytes]``."""
-    hashes: Sequence[str] | None = None
-    """xxh3_128 of each piece, once known."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As in a manifest."""
-        assert self.hashes is not None, "a slice without hashes has no record"
-        listed = [[*piece, digest] for piece, digest in zip(self.pieces, self.hashes, strict=True)]
-        return {**self.announcement(), "pieces": listed}
-
-    def announcement(self) -> dict[str, Any]:
-        """As ``to_json``, without the hashes, which may not be known yet."""
-        about = {"iteration": self.iteration, "offset": self.offset, "num_bytes": self.num_bytes}
-        return {**about, "header": self.header, "pieces": self.pieces}
-
-    @classmethod
-    def announced(cls, record: Mapping[str, Any]) -> "Slice":
-        """Inverse of ``announcement``, for a record whose fields were checked."""
-        names = ("iteration", "offset", "num_bytes", "header", "pieces")
-        return cls(**{name: record[name] for name in names})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Who captured a window."""
-
-    run_id: str
-    generation: int
-    rank: int
-    world_size: int
-    topology: Mapping[str, Any]
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.snapshot.window import Slice, Window
 
 
 @dataclass(kw_only=True, eq=False)
-class Window:
-    """What one buffer holds."""
+class HeldWindow(Window):
+    """A window in a buffer of this node. Compared by identity: the same iterations captured again are another one."""
 
-    origin: Origin
-    start_iteration: int
-    num_slices: int
-    plan: Mapping[str, Any]
     buffer: int
-    slices: list[Slice] = field(default_factory=list)
     acknowledged: dict[int, int] = field(default_factory=dict)
     """For each peer node, how many slices it holds and has verified."""
     given_up: bool = False
     """Whether there is a peer that will never hold it."""
     committed: bool = False
 
-    @property
-    def key(self) -> Key:
-        """Generation and first iteration."""
-        return self.origin.generation, self.start_iteration
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
-    @property
-    def captured(self) -> bool:
-        """Whether every slice is there."""
-        return len(self.slices) == self.num_slices
-
-    @property
-    def complete(self) -> bool:
-        """Whether every slice is there and hashed."""
-        return self.captured and all(part.hashes is not None for part in self.slices)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes from the start of the buffer to the end of the last slice."""
-        return self.slices[-1].offset + self.slices[-1].num_bytes if self.slices else 0
-
-    def check_slice(self, index: int, part: Slice, window_bytes: int) -> None:
-        """Whether ``part`` may be the next slice.
-
-        Raises:
-            ControlError: out of order, out of bounds, or not where a slice may begin.
-        """
-        where = f"slice={index} of window {self.start_iteration}"
-        if index != len(self.slices) or self.captured:
-            raise ControlError(f"{where}: must be slice {len(self.slices)} of {self.num_slices}")
-        if part.iteration != self.start_iteration + index:
-            raise ControlError(f"{where}: iteration={part.iteration} must be {self.start_iteration + index}")
-        first = align(self.num_bytes)
-        if part.offset != first or part.offset + part.num_bytes > window_bytes:
-            raise ControlError(
-                f"{where}: {part.num_bytes} bytes at {part.offset}: must begin at {first}, the next multiple of "
-                f"{PAGE_BYTES}, and end before byte {window_bytes}"
-            )
-
-    def manifest(self) -> dict[str, Any]:
-        """The window's manifest as plain values."""
-        origin = self.origin
-        return {
-            "format_version": FORMAT_VERSION,
-            "run_id": origin.run_id,
-            "generation": origin.generation,
-            "topology": origin.topology,
-            "rank": origin.rank,
-            "world_size": origin.world_size,
-            "start_iteration": self.start_iteration,
-            "num_slices": self.num_slices,
-            "plan": self.plan,
-            "slices": [part.to_json() for part in self.slices],
-        }
-
-    def summary(self) -> dict[str, Any]:
-        """One line of an inventory."""
-        return {
-            "start_iteration": self.start_iteration,
-            "num_slices": self.num_slices,
-            "generation": self.origin.generation,
-            "world_size": self.origin.world_size,
-            "committed": self.committed,
-            "complete": self.complete,
-        }
+    def stored(self, where: Where, node: int) -> StoredWindow:
+        """An inventory's entry."""
+        return StoredWindow(
+            start_iteration=self.start_iteration,
+            generation=self.generation,
+            num_slices=self.num_slices,
+            num_held=self.num_hashed,
+            where=where,
+            node=node,
+            committed=self.committed,
+            buffer=self.buffer,
+        )
 
 
-def align(num_bytes: int) -> int:
-    """The next multiple of a page."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def is_superseded(old: Key, was_committed: bool, by: Key) -> bool:
+def is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
     """Whether a window may go once ``by`` is committed: an earlier committed one, or one of an older state."""
-    return old != by and (was_committed or old[0] < by[0] or old[1] < by[1])
+    is_older = old.generation < by.generation or old.start_iteration < by.start_iteration
+    return old != by and (was_committed or is_older)
 
 
-def best(windows: Sequence[Window], start_iteration: int, generation: int | None = None) -> Window:
-    """The complete window that starts at ``start_iteration``; of several the committed, then the newest one.
+def best(windows: Sequence[HeldWindow], start_iteration: int, generation: int | None = None) -> HeldWindow:
+    """Choose among the complete windows that start at ``start_iteration`` the committed, then the newest one.
 
     A committed one comes before one that was captured again since, for every rank has the same one.
 
@@ -164,13 +58,11 @@ def best(windows: Sequence[Window], start_iteration: int, generation: int | None
     found = [
         window
         for window in windows
-        if window.complete
-        and window.start_iteration == start_iteration
-        and generation in (None, window.origin.generation)
+        if window.complete and window.start_iteration == start_iteration and generation in (None, window.generation)
     ]
     if not found:
         raise ControlError(f"start_iteration={start_iteration}: no complete window starts there")
-    return max(found, key=lambda window: (window.committed, window.origin.generation))
+    return max(found, key=lambda window: (window.committed, window.generation))
 
 
 class OwnWindows:
@@ -180,22 +72,22 @@ class OwnWindows:
         self.window_bytes = window_bytes
         self.pinned: set[int] = set()
         """Buffers that somebody reads and needs unchanged."""
-        self._buffers: list[Window | None] = [None] * NUM_BUFFERS
-        self._order: list[Window] = []
+        self._buffers: list[HeldWindow | None] = [None] * NUM_BUFFERS
+        self._order: list[HeldWindow] = []
         self._num_commits = 0
         self._is_new_commit = False
-        self._protected: Window | None = None
+        self._protected: HeldWindow | None = None
         """Committed, or confirmed to be, in this generation."""
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[HeldWindow]:
         """Windows in the order in which they were begun."""
         return iter(list(self._order))
 
-    def __contains__(self, window: Window) -> bool:
+    def __contains__(self, window: HeldWindow) -> bool:
         return any(window is held for held in self._order)
 
     @property
-    def committed(self) -> Window | None:
+    def committed(self) -> HeldWindow | None:
         """The newest committed window."""
         return next((window for window in self._order if window.committed), None)
 
@@ -203,7 +95,7 @@ class OwnWindows:
         """Windows stay until they are overwritten or confirmed by a commit; commits count from one again."""
         self._num_commits, self._is_new_commit, self._protected = 0, False, None
 
-    def begin(self, buffer: int, window: Window) -> None:
+    def begin(self, buffer: int, window: HeldWindow) -> None:
         """Give a buffer to a new window. Incomplete windows and an earlier try at the same window are forgotten.
 
         Raises:
@@ -220,25 +112,26 @@ class OwnWindows:
         self._buffers[buffer] = window
         self._order.append(window)
 
-    def capture(self, buffer: int, index: int, part: Slice) -> Window:
+    def capture(self, buffer: int, index: int, part: Slice) -> HeldWindow:
         """Add a slice to the window of a buffer.
 
         Raises:
-            ControlError: nothing was begun there, or the slice does not fit.
+            ControlError: nothing was begun there.
+            CheckpointError: the slice does not fit.
         """
         window = self._buffers[buffer]
         if window is None:
             raise ControlError(f"buffer={buffer}: nothing was begun there")
-        window.check_slice(index, part, self.window_bytes)
+        window.check_next(index, part, self.window_bytes)
         window.slices.append(part)
         return window
 
-    def next_unhashed(self) -> tuple[Window, Slice] | None:
+    def next_unhashed(self) -> tuple[HeldWindow, Slice] | None:
         """The oldest slice whose hashes are not known."""
         waiting = ((window, part) for window in self._order for part in window.slices if part.hashes is None)
         return next(waiting, None)
 
-    def note_acknowledged(self, window: Window, node: int, num_slices: int) -> None:
+    def note_acknowledged(self, window: HeldWindow, node: int, num_slices: int) -> None:
         """A peer holds the first ``num_slices`` of a window."""
         window.acknowledged[node] = num_slices
 
@@ -247,7 +140,7 @@ class OwnWindows:
         return {
             window.buffer: window.start_iteration
             for window in self._order
-            if window.origin.generation == generation
+            if window.generation == generation
             and window.complete
             and all(window.acknowledged.get(node, 0) == window.num_slices for node in peers)
         }
@@ -257,7 +150,7 @@ class OwnWindows:
         return {
             window.buffer: window.start_iteration
             for window in self._order
-            if window.origin.generation == generation and window.given_up
+            if window.generation == generation and window.given_up
         }
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
@@ -265,12 +158,12 @@ class OwnWindows:
         return sum(
             part.num_bytes
             for window in self._order
-            if window.origin.generation == generation
+            if window.generation == generation
             for node in peers
             for part in window.slices[window.acknowledged.get(node, 0) :]
         )
 
-    def commit(self, start_iteration: int, generation: int, captured_in: int | None = None) -> Window:
+    def commit(self, start_iteration: int, generation: int, captured_in: int | None = None) -> HeldWindow:
         """Note in ``generation`` that the whole job holds a window: what it supersedes is forgotten.
 
         One that an earlier generation captured, ``captured_in``, is confirmed by it, which does not count for
@@ -296,13 +189,14 @@ class OwnWindows:
         Raises:
             ControlError: none of ``generation`` starts there, or it is committed.
         """
-        found = [window for window in self._order if window.key == (generation, start_iteration)]
+        key = WindowKey(start_iteration=start_iteration, generation=generation)
+        found = [window for window in self._order if window.key == key]
         if not found or found[0].committed:
             raise ControlError(f"start_iteration={start_iteration}: no window that could be given up starts there")
         self._forget(found[0])
 
     @property
-    def confirmed(self) -> Window | None:
+    def confirmed(self) -> HeldWindow | None:
         """The newest window that was committed, or confirmed to be, in this generation."""
         return self._protected
 
@@ -315,7 +209,7 @@ class OwnWindows:
         """Whether the commit just made is one of every ``persist_every`` of this generation; 0: never."""
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
-    def find(self, start_iteration: int, generation: int | None = None) -> Window:
+    def find(self, start_iteration: int, generation: int | None = None) -> HeldWindow:
         """A complete window.
 
         Raises:
@@ -323,13 +217,8 @@ class OwnWindows:
         """
         return best(self._order, start_iteration, generation)
 
-    def _forget(self, window: Window | None) -> None:
+    def _forget(self, window: HeldWindow | None) -> None:
         if window is None or window not in self:
             return
         self._buffers[window.buffer] = None
         self._order = [other for other in self._order if other is not window]
-
-
-def hash_pieces(part: Slice, payload: memoryview, digest: Callable[[memoryview], str]) -> list[str]:
-    """The hash of each piece of a slice whose bytes are ``payload``."""
-    return [digest(payload[piece[6] : piece[6] + piece[7]]) for piece in part.pieces]

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import Message
 from megatron_ft.snapshot.server import fields
 from megatron_ft.snapshot.server.copies import NUM_COPY_BUFFERS
 from megatron_ft.snapshot.server.hashing import receive_hashed
-from megatron_ft.snapshot.server.own_windows import PAGE_BYTES, Origin, Slice, Window
-from megatron_ft.snapshot.server.store import Copy, Store
+from megatron_ft.snapshot.server.own_windows import HeldWindow
+from megatron_ft.snapshot.server.store import PAGE_BYTES, Copy, Store
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token
+from megatron_ft.snapshot.window import Slice, Window
 
 MAX_STRANGERS = 64
 """Connections that may be open without having shown the token: one more, and the oldest of them is closed."""
@@ -106,7 +108,7 @@ class PeerSession(threading.Thread):
         """Whether the connection can go on."""
         try:
             serve()
-        except ControlError as error:
+        except (ControlError, CheckpointError) as error:
             refused = error if isinstance(error, Refused) else Refused(str(error))
             self._wire.send(refused.to_json())
             return False
@@ -129,7 +131,11 @@ class PeerSession(threading.Thread):
         if hello.get("replicates") is True:
             self._sessions.replace(node, self)
         with self._store.lock:
-            held = [entry for rank, copy in self._store.copies.items() for entry in copy.windows.held(rank)]
+            held = [
+                {"rank": rank, "window": asdict(window.stored("copy", self._store.node))}
+                for rank, copy in self._store.copies.items()
+                for window in copy.windows
+            ]
         self._wire.send({"op": "welcome", "held": held})
 
     def _serve_one(self) -> None:
@@ -153,14 +159,14 @@ class PeerSession(threading.Thread):
         One that ``waits`` may take memory, and is sent after ``go``; the bytes of others follow their announcement.
         The hashes come last: bytes travel while they are computed.
         """
-        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
         if window_bytes % PAGE_BYTES:
             raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
-        incoming, part = read_window(message, rank, self._generation), read_slice(fields.mapping(message, "record"))
+        incoming, part = read_announcement(message, self._generation)
+        rank = incoming.rank
         if index == 0:
-            incoming.check_slice(index, part, window_bytes)
+            incoming.check_next(index, part, window_bytes)
         waits = message.get("waits") is True
         copy = self._copy_of(rank, window_bytes, may_take=waits)
         window = self._reserve(rank, copy, incoming, index, part)
@@ -170,7 +176,7 @@ class PeerSession(threading.Thread):
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
             hashes = receive_hashed(part, payload, self._wire.receive_into)
-            if fields.items(self._wire.receive(), "hashes") != hashes:
+            if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
             part.hashes = hashes
             with self._store.lock:
@@ -196,7 +202,7 @@ class PeerSession(threading.Thread):
                     self._wire.send({"op": "wait"})
             return taken.result()
 
-    def _reserve(self, rank: int, copy: Copy, incoming: Window, index: int, part: Slice) -> Window:
+    def _reserve(self, rank: int, copy: Copy, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
         with self._store.lock:
             if self._store.copies.get(rank) is not copy:
                 raise ControlError(f"rank={rank}: its memory was given back meanwhile")
@@ -208,7 +214,7 @@ class PeerSession(threading.Thread):
 
     def _committed(self, message: Message) -> None:
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
-        key = fields.integer(message, "generation"), fields.integer(message, "start_iteration")
+        key = fields.window_key(message)
         with self._store.lock:
             if rank not in self._store.copies:
                 raise ControlError(f"rank={rank}: nothing is kept for it")
@@ -218,72 +224,38 @@ class PeerSession(threading.Thread):
     def _inventory(self, message: Message) -> None:
         with self._store.lock:
             windows = self._store.inventory(fields.integer(message, "rank", most=fields.MAX_RANK))
-        self._wire.send({"op": "inventory", "windows": [{**window, "buffer": None} for window in windows]})
+        # Buffers are of this node: they mean nothing on the node that asks.
+        self._wire.send({"op": "inventory", "windows": [asdict(replace(window, buffer=None)) for window in windows]})
 
     def _fetch(self, message: Message) -> None:
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
-        start = fields.integer(message, "start_iteration")
-        generation = None if message.get("generation") is None else fields.integer(message, "generation")
         with self._store.lock:
-            segment, offset, window = self._store.find(rank, start, generation)
-            manifest, num_bytes = window.manifest(), window.num_bytes
-        self._wire.send({"op": "window", "manifest": manifest, "num_bytes": num_bytes})
+            segment, offset, window = self._store.find(rank, fields.window_key(message))
+            description, num_bytes = window.to_json(), window.num_bytes
+        self._wire.send({"op": "window", "window": description, "num_bytes": num_bytes})
         if self._wire.receive(patient=True).get("op") != "go":
             raise ControlError("a window is sent on go")
         self._wire.send_bytes(segment.view[offset : offset + num_bytes])
 
 
-def read_window(message: Message, rank: int, newest_generation: int) -> Window:
-    """The window that an announced slice belongs to, without slices.
-
-    Raises:
-        ControlError: a field is missing or cannot be.
-    """
-    world_size = fields.integer(message, "world_size", least=1, most=fields.MAX_RANK)
-    origin = Origin(
-        run_id=fields.text(message, "run_id", most=255),
-        generation=fields.integer(message, "generation", most=newest_generation),
-        rank=rank,
-        world_size=world_size,
-        topology=fields.mapping(message, "topology"),
-    )
-    return Window(
-        origin=origin,
-        start_iteration=fields.integer(message, "start_iteration"),
-        num_slices=fields.integer(message, "num_slices", least=1, most=fields.MAX_SLICES),
-        plan=fields.mapping(message, "plan"),
-        buffer=fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1),
-    )
-
-
-def read_slice(record: Message) -> Slice:
-    """A slice from its announcement.
-
-    Raises:
-        ControlError: a field is missing or cannot be.
-    """
-    for name in ("iteration", "offset", "num_bytes"):
-        fields.integer(record, name)
-    fields.mapping(record, "header")
-    fields.pieces(record, record["num_bytes"])
-    return Slice.announced(record)
-
-
-def announce(window: Window, index: int, buffer: int, window_bytes: int) -> Message:
+def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
     """The message before the bytes of a slice. Topology and plan go with the first one only."""
-    origin = window.origin
-    return {
-        "op": "slice",
-        "rank": origin.rank,
-        "run_id": origin.run_id,
-        "generation": origin.generation,
-        "world_size": origin.world_size,
-        "topology": origin.topology if index == 0 else {},
-        "start_iteration": window.start_iteration,
-        "num_slices": window.num_slices,
-        "plan": window.plan if index == 0 else {},
-        "buffer": buffer,
-        "window_bytes": window_bytes,
-        "slice": index,
-        "record": window.slices[index].announcement(),
-    }
+    about = window.describe()
+    if index > 0:
+        about |= {"topology": {}, "plan": {}}
+    record = window.slices[index]
+    place = {"buffer": buffer, "window_bytes": window_bytes, "slice": index}
+    return {"op": "slice", "window": about, **place, "record": replace(record, hashes=None).to_json()}
+
+
+def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
+    """The window that an announced slice belongs to, without slices, and the slice.
+
+    Raises:
+        ControlError, CheckpointError: a field is missing or cannot be.
+    """
+    window = Window.from_json(message.get("window"), whole=False)
+    if window.generation > newest_generation:
+        raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
+    buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
+    return HeldWindow(**vars(window), buffer=buffer), Slice.from_json(message.get("record"), hashed=False)

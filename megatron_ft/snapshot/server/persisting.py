@@ -3,12 +3,11 @@
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.snapshot.server.own_windows import OwnWindows, Window
+from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.store import OwnRank, Store
-from megatron_ft.snapshot.storage.window_file import WindowManifest, write_window
+from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 
 
@@ -16,7 +15,7 @@ from megatron_ft.snapshot.storage.window_folder import WindowFolder
 class _Due:
     own: OwnRank
     windows: OwnWindows
-    window: Window
+    window: HeldWindow
     payload: list[memoryview]
     url: str
 
@@ -29,7 +28,7 @@ class Persister(threading.Thread):
         self._store = store
         self._due: deque[_Due] = deque()
 
-    def request(self, own: OwnRank, window: Window) -> None:
+    def request(self, own: OwnRank, window: HeldWindow) -> None:
         """Write a window soon, unless it is about to be. The store's lock must be held."""
         assert own.windows is not None and own.settings.persist_url is not None, "no window, or no place to write it to"
         if any(due.window is window for due in self._due):
@@ -54,7 +53,7 @@ class Persister(threading.Thread):
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._due)
             due = self._due[0]
-        error = self._write(due.url, due.window.manifest(), due.payload)
+        error = self._write(due)
         with self._store.lock:
             self._due.popleft()
             due.windows.pinned.discard(due.window.buffer)
@@ -68,23 +67,23 @@ class Persister(threading.Thread):
         if error is None:
             self._retain(due)
 
-    def _write(self, url: str, manifest: dict[str, Any], payload: list[memoryview]) -> Exception | None:
+    def _write(self, due: _Due) -> Exception | None:
         try:
-            write_window(url, WindowManifest.from_json(manifest), payload)
+            write_window(due.url, due.window, due.payload)
         except (CheckpointError, OSError) as error:
-            self._store.report(f"window {manifest['start_iteration']} of rank {manifest['rank']}: {error}")
+            self._store.report(f"window {due.window.start_iteration} of rank {due.window.rank}: {error}")
             return error
         return None
 
     def _retain(self, due: _Due) -> None:
         """Delete what is too old: rank 0 for all, and nothing where all are to be kept."""
-        origin, num_persisted = due.window.origin, due.own.settings.num_persisted
-        if origin.rank != 0 or num_persisted == 0:
+        window, num_persisted = due.window, due.own.settings.num_persisted
+        if window.rank != 0 or num_persisted == 0:
             return
         try:
             # Its own part of the reading: other ranks' files are opened, not read through.
-            WindowFolder(due.url).retain(num_persisted, origin.world_size, part=0, num_parts=origin.world_size)
+            WindowFolder(due.url).retain(num_persisted, window.world_size, part=0, num_parts=window.world_size)
         except (CheckpointError, OSError) as error:
             with self._store.lock:
-                due.own.note_problem("retain", error, due.window.start_iteration)
+                due.own.note_problem("retain", error, window.start_iteration)
                 due.own.publish()

@@ -4,18 +4,23 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
+from megatron_ft.planning.snapshot.pieces import align
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server import fields
 from megatron_ft.snapshot.server.asking import ask_inventories, fetch_window
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
-from megatron_ft.snapshot.server.own_windows import PAGE_BYTES, Origin, OwnWindows, Slice, Window, align
+from megatron_ft.snapshot.server.memory import Segment
+from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.persisting import Persister
-from megatron_ft.snapshot.server.store import OwnRank, Settings, Store
+from megatron_ft.snapshot.server.store import PAGE_BYTES, OwnRank, Settings, Store
 from megatron_ft.snapshot.server.wire import Refused, hang_up, is_token
+from megatron_ft.snapshot.window import Origin, Slice
 
 
 class RankSession(threading.Thread):
@@ -62,8 +67,8 @@ class RankSession(threading.Thread):
             answer = self._answer(message, descriptors)
         except Refused as error:
             answer = error.to_json()
-        except ControlError as error:
-            answer = {"op": "error", "kind": "refused", "reason": str(error)}
+        except (ControlError, CheckpointError) as error:
+            answer = Refused(str(error)).to_json()
         try:
             self._say(answer, descriptors)
         finally:
@@ -128,8 +133,8 @@ class RankSession(threading.Thread):
 
     def _begin(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
-        window = Window(
-            origin=own.settings.origin,
+        window = HeldWindow(
+            **vars(own.settings.origin),
             start_iteration=fields.integer(message, "start_iteration"),
             num_slices=fields.integer(message, "num_slices", least=1, most=fields.MAX_SLICES),
             plan=fields.mapping(message, "plan"),
@@ -142,14 +147,7 @@ class RankSession(threading.Thread):
         return {"op": "ok"}
 
     def _captured(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        num_bytes = fields.integer(message, "num_bytes", most=fields.MAX_BYTES)
-        part = Slice(
-            iteration=fields.integer(message, "iteration"),
-            offset=fields.integer(message, "offset", most=fields.MAX_BYTES),
-            num_bytes=num_bytes,
-            header=fields.mapping(message, "header"),
-            pieces=fields.pieces(message, num_bytes),
-        )
+        part = Slice.from_json(message.get("record"), hashed=False)
         buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
         with self._store.lock:
             _windows(own).capture(buffer, fields.integer(message, "slice", most=fields.MAX_SLICES), part)
@@ -165,7 +163,7 @@ class RankSession(threading.Thread):
             window = windows.commit(fields.integer(message, "start_iteration"), generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
-            self._store.let_go(window.origin.generation)
+            self._store.let_go(window.generation)
             own.publish()
             self._store.changed()
         return {"op": "ok"}
@@ -199,37 +197,39 @@ class RankSession(threading.Thread):
     def _inventory(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         with self._store.lock:
-            windows = self._store.inventory(rank)
-        if message.get("ask_peers") is not True:
-            return {"op": "inventory", "windows": windows, "away": []}
-        others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
-        found, away = ask_inventories(others, self._greeting(own), rank)
-        return {"op": "inventory", "windows": windows + found, "away": away}
+            windows = [asdict(window) for window in self._store.inventory(rank)]
+        if message.get("ask_peers") is True:
+            others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
+            found, problems = ask_inventories(others, self._greeting(own), rank)
+            windows += found
+            for problem in problems:
+                self._store.report(f"windows of rank {rank}: {problem}")
+        return {"op": "inventory", "windows": windows}
 
     def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
-        start = fields.integer(message, "start_iteration")
-        generation = None if message.get("generation") is None else fields.integer(message, "generation")
+        key = fields.window_key(message)
         node = fields.integer(message, "node", most=fields.MAX_RANK)
-        manifest: dict[str, Any]
         if node == self._store.node:
             with self._store.lock:
-                segment, offset, window = self._store.find(rank, start, generation)
-            manifest, num_bytes = window.manifest(), window.num_bytes
+                segment, offset, window = self._store.find(rank, key)
+            description, num_bytes = window.to_json(), window.num_bytes
         else:
-            segment, manifest = self._fetch_from(own, node, rank, start, generation)
+            segment, description = self._fetch_from(own, node, rank, key)
             offset, num_bytes = 0, segment.num_bytes
         descriptors.append(segment.read_only_descriptor())
-        return {"op": "window", "manifest": manifest, "offset": offset, "num_bytes": num_bytes}
+        return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}
 
-    def _fetch_from(self, own: OwnRank, node: int, rank: int, start: int, generation: int | None) -> tuple[Any, Any]:
+    def _fetch_from(self, own: OwnRank, node: int, rank: int, key: WindowKey) -> tuple[Segment, dict[str, Any]]:
         if node not in own.settings.peers:
             raise ControlError(f"node={node}: must be one of {sorted(own.settings.peers)}")
-        request = {"rank": rank, "start_iteration": start, "generation": generation}
+        request = {"rank": rank, **asdict(key)}
         try:
             return fetch_window(own.settings.peers[node], self._greeting(own), request, self._store.memory)
         except OSError as error:
-            raise ControlError(f"node={node}: window {start} of rank {rank} did not arrive: {error}") from error
+            raise ControlError(
+                f"node={node}: window {key.start_iteration} of rank {rank} did not arrive: {error}"
+            ) from error
 
     def _greeting(self, own: OwnRank) -> Message:
         origin = own.settings.origin
@@ -257,6 +257,7 @@ def read_settings(message: Message) -> Settings:
         world_size=world_size,
         topology=fields.mapping(message, "topology"),
     )
+    origin.validate()
     peers = {_node(name): str(address) for name, address in fields.mapping(message, "peers").items()}
     for address in peers.values():
         fields.host_and_port(address)

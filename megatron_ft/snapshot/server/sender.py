@@ -8,14 +8,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server.copies import PeerBuffers, SendCommit, SendSlice, read_held
-from megatron_ft.snapshot.server.own_windows import Slice, Window
+from megatron_ft.snapshot.server.own_windows import HeldWindow
 from megatron_ft.snapshot.server.peers import announce
 from megatron_ft.snapshot.server.store import OwnRank, Store
 from megatron_ft.snapshot.server.wire import Refused, Wire, connect
+from megatron_ft.snapshot.window import Slice
 
 AWAY_SECONDS = 2.0
 """A peer that cannot be reached for so long while something waits for it is a problem."""
@@ -61,9 +62,9 @@ class Sender(threading.Thread):
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None
         self._num_damaged = 0
-        self._given_up: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._given_up: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
         """Windows that are not sent any more."""
-        self._reported: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._reported: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
 
     def stop(self) -> None:
         """End the thread. The store's lock must be held."""
@@ -139,9 +140,7 @@ class Sender(threading.Thread):
             self._take_answer()
 
     def _send_commit(self, wire: Wire, work: Work, action: SendCommit) -> None:
-        generation, start = action.window.key
-        rank = action.window.origin.rank
-        wire.send({"op": "committed", "rank": rank, "generation": generation, "start_iteration": start})
+        wire.send({"op": "committed", "rank": action.window.rank, **asdict(action.window.key)})
         self._sent(work)
 
     def _send_slice(self, wire: Wire, work: Work, action: SendSlice) -> None:
@@ -151,7 +150,7 @@ class Sender(threading.Thread):
                 return
             payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
-        rank = window.origin.rank
+        rank = window.rank
         waits = self._accepted_bytes.get(rank) != window_bytes
         wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits}, goes_on=not waits)
         if waits:
@@ -174,7 +173,7 @@ class Sender(threading.Thread):
 
     def _sent(self, work: Work) -> None:
         with self._store.lock:
-            self._buffers[work.action.window.origin.rank].note_sent(work.action)
+            self._buffers[work.action.window.rank].note_sent(work.action)
         self._unanswered.append(work)
 
     def _take_answer(self) -> None:
@@ -251,7 +250,7 @@ class Sender(threading.Thread):
             return
         self._reported.add(window)
         own.note_problem("replicate", f"node {self._node} at {self.address}: {error}", window.start_iteration)
-        self._store.report(f"window {window.start_iteration} of rank {window.origin.rank}: {error}")
+        self._store.report(f"window {window.start_iteration} of rank {window.rank}: {error}")
         own.publish()
 
     def _disconnect(self) -> None:

@@ -12,12 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ft.errors import ControlError
+from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.copies import NUM_COPY_BUFFERS, CopyWindows
 from megatron_ft.snapshot.server.memory import Memory, Segment
-from megatron_ft.snapshot.server.own_windows import PAGE_BYTES, Origin, OwnWindows, Slice, Window, best
+from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused
+from megatron_ft.snapshot.window import Origin, Slice
 
+PAGE_BYTES = 4096
+"""Size of a status page; windows have a multiple of it."""
 MAX_PROBLEMS = 1000
 """Problems that wait for their rank to ask; older ones are dropped, and counted in the status page."""
 
@@ -53,13 +59,13 @@ class OwnRank:
     persisted_start: int = -1
     persisted_bytes: int = 0
 
-    def view(self, window: Window, part: Slice) -> memoryview:
+    def view(self, window: HeldWindow, part: Slice) -> memoryview:
         """The bytes of a slice."""
         assert self.segment is not None, "a window without memory"
         start = self.offset(window) + part.offset
         return self.segment.view[start : start + part.num_bytes]
 
-    def offset(self, window: Window) -> int:
+    def offset(self, window: HeldWindow) -> int:
         """First byte of a window within the segment."""
         assert self.windows is not None, "a window without memory"
         return PAGE_BYTES + window.buffer * self.windows.window_bytes
@@ -69,7 +75,7 @@ class OwnRank:
         self.num_problems += 1
         self.problems.append({"what": what, "error": str(error), "start_iteration": start_iteration})
 
-    def give_up(self, window: Window) -> None:
+    def give_up(self, window: HeldWindow) -> None:
         """A peer will never hold ``window``."""
         window.given_up = True
         self.publish()
@@ -109,7 +115,7 @@ class Copy:
     receiving: set[int] = field(default_factory=set)
     """Buffers into which bytes flow at this moment."""
 
-    def offset(self, window: Window) -> int:
+    def offset(self, window: HeldWindow) -> int:
         """First byte of a window within the segment."""
         return window.buffer * self.windows.window_bytes
 
@@ -219,39 +225,31 @@ class Store:
         The lock must be held.
         """
         for rank, copy in list(self.copies.items()):
-            generations = [window.origin.generation for window in copy.windows]
+            generations = [window.generation for window in copy.windows]
             if generations and max(generations) < generation and not copy.receiving:
                 del self.copies[rank]
         for rank, own in list(self.ranks.items()):
             if own.settings.origin.generation < generation:
                 del self.ranks[rank]
 
-    def inventory(self, rank: int) -> list[dict[str, Any]]:
-        """Windows of ``rank`` that are here; ``buffer`` is that of its own memory. The lock must be held."""
-        return [
-            {
-                **window.summary(),
-                "where": where,
-                "node": self.node,
-                "buffer": window.buffer if where == "own" else None,
-            }
-            for where, window in self._windows_of(rank)
-        ]
+    def inventory(self, rank: int) -> list[StoredWindow]:
+        """Windows of ``rank`` that are here. The lock must be held."""
+        return [window.stored(where, self.node) for where, window in self._windows_of(rank)]
 
-    def find(self, rank: int, start_iteration: int, generation: int | None) -> tuple[Segment, int, Window]:
+    def find(self, rank: int, key: WindowKey) -> tuple[Segment, int, HeldWindow]:
         """A complete window of ``rank``: its segment, its first byte there, and what it is. The lock must be held.
 
         Raises:
             ControlError: it is not here.
         """
-        window = best([window for _, window in self._windows_of(rank)], start_iteration, generation)
-        own, copy = self.ranks.get(rank), self.copies.get(rank)
-        if own is not None and own.windows is not None and own.segment is not None and window in own.windows:
-            return own.segment, own.offset(window), window
-        assert copy is not None, "a window is an own one or a copy"
-        return copy.segment, copy.offset(window), window
+        for memory in (self.ranks.get(rank), self.copies.get(rank)):
+            for window in [] if memory is None or memory.windows is None else memory.windows:
+                if window.key == key and window.complete:
+                    assert memory is not None and memory.segment is not None, "a window without memory"
+                    return memory.segment, memory.offset(window), window
+        raise ControlError(f"window {key.start_iteration} of generation {key.generation}: no complete one is here")
 
-    def _windows_of(self, rank: int) -> Iterator[tuple[str, Window]]:
+    def _windows_of(self, rank: int) -> Iterator[tuple[Where, HeldWindow]]:
         own, copy = self.ranks.get(rank), self.copies.get(rank)
         if own is not None and own.windows is not None:
             yield from (("own", window) for window in own.windows)

@@ -43,9 +43,10 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamageReport:
-    """A checkpoint that was passed over, and why."""
+    """A checkpoint or a window that is not used, and why."""
 
-    path: Path
+    path: Path | str
+    """Path, or URL of a window."""
     reason: str
 
 

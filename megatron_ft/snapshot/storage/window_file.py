@@ -19,26 +19,11 @@ from types import TracebackType
 import xxhash
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.planning.snapshot.pieces import align
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage.backends import Backend, Source, open_backend
-from megatron_ft.snapshot.storage.manifest import MAX_MANIFEST_BYTES
-from megatron_ft.snapshot.window import (
-    WINDOW_FORMAT_VERSION,
-    PieceRecord,
-    SliceRecord,
-    WindowManifest,
-    align,
-    check_version,
-)
-
-__all__ = [
-    "OpenedWindow",
-    "PieceRecord",
-    "SliceRecord",
-    "WindowManifest",
-    "check_pieces",
-    "open_window",
-    "write_window",
-]
+from megatron_ft.snapshot.storage.manifest import MAX_MANIFEST_BYTES, parse_object
+from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, check_version
 
 MAGIC = b"\x89MFTWIN\n"
 _HEADER = struct.Struct("<8sIQ16s")
@@ -46,9 +31,9 @@ _CHUNK_BYTES = 4 << 20
 _ZEROS = bytes(1 << 16)
 
 
-def window_name(start_iteration: int, generation: int = 0) -> str:
+def window_name(key: WindowKey) -> str:
     """Directory of a window. A generation that captures it again never touches what an earlier one wrote."""
-    return f"window_{start_iteration:07d}" + (f".{generation}" if generation else "")
+    return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
 
 
 def rank_name(rank: int) -> str:
@@ -56,62 +41,51 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.window"
 
 
-def write_window(folder: Path | str, manifest: WindowManifest, payload: Sequence[memoryview]) -> int:
+def write_window(folder: Path | str, window: Window, payload: Sequence[memoryview]) -> int:
     """Write a rank's part of a window below ``folder``, a path or a URL; durable when this returns.
 
     Padding is written as zeros, whatever the buffers hold there. A sound file that is there already is left as it
     is; a damaged one is replaced.
 
     Args:
-        payload: the bytes of each slice, ``manifest.slices[i].num_bytes`` of them.
+        payload: the bytes of each slice, ``window.slices[i].num_bytes`` of them.
 
     Returns:
         bytes of the file.
 
     Raises:
-        CheckpointError: the storage fails, the bytes are not those of the manifest, or a sound file of other content
+        CheckpointError: the storage fails, the bytes are not those of the window, or a sound file of other content
             has the name. What was there is left as it was.
     """
-    head = _head(manifest)
+    head = _head(window)
     sizes = [view.nbytes for view in payload]
-    assert sizes == [record.num_bytes for record in manifest.slices], (
-        f"payload of {sizes} bytes does not fit the slices"
-    )
+    assert sizes == [part.num_bytes for part in window.slices], f"payload of {sizes} bytes does not fit the slices"
     backend = open_backend(folder)
-    directory, name = window_name(manifest.start_iteration, manifest.generation), rank_name(manifest.rank)
+    directory, name = window_name(window.key), rank_name(window.rank)
     where = backend.describe(directory, name)
     try:
-        if not _is_there(backend, directory, name, manifest):
-            backend.write(directory, name, _chunks(head, manifest, payload, where))
+        if not _is_there(backend, directory, name, window):
+            backend.write(directory, name, _chunks(head, window, payload, where))
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be written: {error}") from error
-    return len(head) + manifest.payload_bytes
+    return len(head) + window.num_bytes
 
 
-def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None) -> "OpenedWindow":
-    """Open a rank's file, a path or a URL: manifest and sizes are checked, nothing of the payload is read yet.
+def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None) -> "WindowFile":
+    """Open a rank's file, a path or a URL: description and sizes are checked, nothing of the payload is read yet.
 
     Args:
-        expect: fields of the manifest and the values they must have, e.g. ``{"run_id": "a", "rank": 3}``.
+        expect: fields of the window and the values they must have, e.g. ``{"run_id": "a", "rank": 3}``.
 
     Raises:
         CheckpointError: not a sound file, or not the one expected; the message begins with the path.
     """
     parent, _, name = str(path).rpartition("/")
     backend = open_backend(parent or ".")
-    return OpenedWindow(backend.describe("", name), lambda: backend.open("", name), expect or {})
+    return WindowFile(backend.describe("", name), lambda: backend.open("", name), expect or {})
 
 
-def check_pieces(record: SliceRecord, payload: memoryview, where: str) -> None:
-    """Check every piece of a slice in memory. Raises CheckpointError naming ``where`` and the first damaged piece."""
-    payload = payload.cast("B")
-    if payload.nbytes != record.num_bytes:
-        raise CheckpointError(f"{where}: slice of {payload.nbytes} bytes, its manifest says {record.num_bytes}")
-    for piece in record.pieces:
-        _check_hash(xxhash.xxh3_128_hexdigest(payload[piece.offset : piece.end]), record, piece, where)
-
-
-class OpenedWindow:
+class WindowFile:
     """A rank's file, open. Bytes are read when they are asked for and checked before they are handed out."""
 
     def __init__(self, where: str, open_source: Callable[[], Source], expect: Mapping[str, object]) -> None:
@@ -119,8 +93,8 @@ class OpenedWindow:
         self._source: Source | None = None
         try:
             self._source = open_source()
-            self.manifest, self._payload_start = _read_head(self._source)
-            _check_expected(self.manifest, expect)
+            self.window, self._payload_start = _read_head(self._source)
+            _check_expected(self.window, expect)
         except (OSError, CheckpointError) as error:
             self.close()
             message = str(error)
@@ -129,7 +103,7 @@ class OpenedWindow:
     @property
     def num_bytes(self) -> int:
         """Bytes of the file."""
-        return self._payload_start + self.manifest.payload_bytes
+        return self._payload_start + self.window.num_bytes
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
         """The bytes of slice ``index``, all of them checked, in ``into`` (of its size) or in memory of their own.
@@ -138,21 +112,21 @@ class OpenedWindow:
             CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may hold
                 unchecked bytes then.
         """
-        record = self.manifest.slices[index]
-        buffer = memoryview(bytearray(record.num_bytes)) if into is None else into.cast("B")
-        assert buffer.nbytes == record.num_bytes, f"buffer of {buffer.nbytes} bytes, slice of {record.num_bytes}"
-        self._check(record, buffer)
+        part = self.window.slices[index]
+        buffer = memoryview(bytearray(part.num_bytes)) if into is None else into.cast("B")
+        assert buffer.nbytes == part.num_bytes, f"buffer of {buffer.nbytes} bytes, slice of {part.num_bytes}"
+        self._check(part, buffer)
         return buffer
 
-    def verify(self) -> WindowManifest:
-        """Check every byte of the payload and return the manifest. Raises CheckpointError as ``read_slice`` does."""
+    def verify(self) -> Window:
+        """Check every byte of the payload and return the window. Raises CheckpointError as ``read_slice`` does."""
         position = 0
-        for record in self.manifest.slices:
-            for view in self._read(position, record.offset):
-                _check_zeros(view, f"{self.path}: before iteration {record.iteration}")
-            self._check(record, None)
-            position = record.end
-        return self.manifest
+        for part in self.window.slices:
+            for view in self._read(position, part.offset):
+                _check_zeros(view, f"{self.path}: before iteration {part.iteration}")
+            self._check(part, None)
+            position = part.end
+        return self.window
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -160,7 +134,7 @@ class OpenedWindow:
             self._source.close()
         self._source = None
 
-    def __enter__(self) -> "OpenedWindow":
+    def __enter__(self) -> "WindowFile":
         return self
 
     def __exit__(
@@ -168,17 +142,17 @@ class OpenedWindow:
     ) -> None:
         self.close()
 
-    def _check(self, record: SliceRecord, target: memoryview | None) -> None:
-        """Read and check a slice, into ``target`` or to forget it."""
-        for start, stop, piece in record.extents():
+    def _check(self, part: Slice, target: memoryview | None) -> None:
+        """Read and check a slice, into ``target`` or into memory that is used again."""
+        for start, stop, piece in part.extents():
             digest = xxhash.xxh3_128()
-            for view in self._read(record.offset + start, record.offset + stop, target and target[start:stop]):
+            for view in self._read(part.offset + start, part.offset + stop, target and target[start:stop]):
                 if piece is None:
-                    _check_zeros(view, f"{self.path}: slice of iteration {record.iteration}")
+                    _check_zeros(view, f"{self.path}: slice of iteration {part.iteration}")
                 else:
                     digest.update(view)
             if piece is not None:
-                _check_hash(digest.hexdigest(), record, piece, self.path)
+                part.check_hash(piece, digest.hexdigest(), self.path)
 
     def _read(self, start: int, stop: int, target: memoryview | None = None) -> Iterator[memoryview]:
         """Bytes of the payload in chunks, which lie in ``target`` or are overwritten by the next one."""
@@ -195,8 +169,8 @@ class OpenedWindow:
             yield view
 
 
-def _head(manifest: WindowManifest) -> bytes:
-    content = manifest.to_bytes()
+def _head(window: Window) -> bytes:
+    content = window.to_bytes()
     if len(content) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"manifest of {len(content)} bytes: must have at most {MAX_MANIFEST_BYTES}")
     digest = xxhash.xxh3_128_digest(content)
@@ -204,22 +178,20 @@ def _head(manifest: WindowManifest) -> bytes:
     return head + bytes(align(len(head)) - len(head))
 
 
-def _chunks(
-    head: bytes, manifest: WindowManifest, payload: Sequence[memoryview], where: str
-) -> Iterator[bytes | memoryview]:
+def _chunks(head: bytes, window: Window, payload: Sequence[memoryview], where: str) -> Iterator[bytes | memoryview]:
     """All bytes of the file in order; a slice's are checked before the first of them is handed out."""
     yield head
     position = 0
-    for record, view in zip(manifest.slices, payload, strict=True):
+    for part, view in zip(window.slices, payload, strict=True):
         view = view.cast("B")
-        check_pieces(record, view, where)
-        yield from _zeros(record.offset - position)
-        for start, stop, piece in record.extents():
+        part.check_payload(view, where)
+        yield from _zeros(part.offset - position)
+        for start, stop, piece in part.extents():
             if piece is None:
                 yield from _zeros(stop - start)
             else:
                 yield view[start:stop]
-        position = record.end
+        position = part.end
 
 
 def _zeros(num_bytes: int) -> Iterator[bytes]:
@@ -227,23 +199,23 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
         yield _ZEROS[: num_bytes - start]
 
 
-def _is_there(backend: Backend, directory: str, name: str, manifest: WindowManifest) -> bool:
+def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
     """Whether the very file is there already. Raises CheckpointError for a sound one of other content."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)
     try:
-        with OpenedWindow(where, lambda: backend.open(directory, name), {}) as opened:
+        with WindowFile(where, lambda: backend.open(directory, name), {}) as opened:
             found = opened.verify()
     except CheckpointError:
         return False
-    if found != manifest:
+    if found.to_bytes() != window.to_bytes():
         raise CheckpointError(f"{where}: holds another {found.summary()}; set that window aside first")
     return True
 
 
-def _read_head(source: Source) -> tuple[WindowManifest, int]:
-    """(manifest, first byte of the payload) of a file whose size is as they say."""
+def _read_head(source: Source) -> tuple[Window, int]:
+    """(window, first byte of the payload) of a file whose size is as they say."""
     size = source.num_bytes
     if size < _HEADER.size:
         raise CheckpointError(f"{size} bytes: too short for a window")
@@ -256,16 +228,16 @@ def _read_head(source: Source) -> tuple[WindowManifest, int]:
     content = _read_bytes(source, _HEADER.size, length)
     if xxhash.xxh3_128_digest(content) != digest:
         raise CheckpointError("manifest does not match its checksum")
-    manifest = WindowManifest.from_bytes(content)
-    if manifest.format_version != version:
-        raise CheckpointError(f"format_version={manifest.format_version} in the manifest, {version} before it")
-    return manifest, _payload_start(source, _HEADER.size + length, manifest)
+    window = Window.from_json(parse_object(content))
+    if window.format_version != version:
+        raise CheckpointError(f"format_version={window.format_version} in the manifest, {version} before it")
+    return window, _payload_start(source, _HEADER.size + length, window.num_bytes)
 
 
-def _payload_start(source: Source, end: int, manifest: WindowManifest) -> int:
+def _payload_start(source: Source, end: int, payload_bytes: int) -> int:
     start = align(end)
-    if source.num_bytes != start + manifest.payload_bytes:
-        raise CheckpointError(f"{source.num_bytes} bytes, its manifest says {start + manifest.payload_bytes}")
+    if source.num_bytes != start + payload_bytes:
+        raise CheckpointError(f"{source.num_bytes} bytes, its manifest says {start + payload_bytes}")
     _check_zeros(memoryview(_read_bytes(source, end, start - end)), "before the payload")
     return start
 
@@ -276,20 +248,12 @@ def _read_bytes(source: Source, offset: int, num_bytes: int) -> bytes:
     return bytes(content)
 
 
-def _check_expected(manifest: WindowManifest, expect: Mapping[str, object]) -> None:
+def _check_expected(window: Window, expect: Mapping[str, object]) -> None:
     for name, value in expect.items():
-        if (found := getattr(manifest, name)) != value:
+        if (found := getattr(window, name)) != value:
             raise CheckpointError(f"{name}={found!r}: must be {value!r}")
 
 
 def _check_zeros(view: memoryview, where: str) -> None:
     if bytes(view).count(0) != len(view):
         raise CheckpointError(f"{where}: damaged: padding is not zero")
-
-
-def _check_hash(found: str, record: SliceRecord, piece: PieceRecord, where: str) -> None:
-    if found != piece.xxh3_128:
-        raise CheckpointError(
-            f"{where}: damaged: {piece.component!r} of {piece.parameter!r}, elements {piece.start} to {piece.stop}, "
-            f"iteration {record.iteration}: checksum {found}, its manifest says {piece.xxh3_128}"
-        )

@@ -12,7 +12,8 @@ from benchmarks.crashes import Recorder, crash_states, torn_files
 from benchmarks.damaged_checkpoints import Tally
 from benchmarks.hostile_files import Hostile, hostile_checkpoints, hostile_windows
 from benchmarks.stored_samples import KINDS, NEW, OLD, Kind, Loaded
-from megatron_ft.snapshot.storage import backends, checkpoints, files, manifest, window_file
+from megatron_ft.snapshot import window
+from megatron_ft.snapshot.storage import backends, checkpoints, files, manifest
 
 WINDOW, DENSE = KINDS
 
@@ -82,7 +83,7 @@ def test_an_unchecked_data_file_is_noticed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_unchecked_payload_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_file, "_check_hash", lambda *arguments: None)
+    monkeypatch.setattr(window.Slice, "check_hash", lambda *arguments: None)
     tally = Tally()
     damaged_checkpoints.flip(WINDOW, tmp_path, tally, 120)
     assert tally.outcomes["flip_silent"] > 0

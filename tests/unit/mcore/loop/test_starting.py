@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
 
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
@@ -17,6 +16,7 @@ from megatron_ft.events import Record, RecoveryChosen
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
 from megatron_ft.mcore.loop.starting import check_start_over, find_source, newest_iteration
 from megatron_ft.mcore.snapshot.local_window import CONFIG
+from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
 from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 AUTO = RunConfig(name="run", resume="auto")

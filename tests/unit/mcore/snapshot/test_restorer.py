@@ -12,9 +12,8 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow, replay_config
 from megatron_ft.mcore.snapshot.local_window import SETTINGS as WRITTEN_WITH
-from megatron_ft.mcore.snapshot.replay_settings import replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
@@ -56,25 +55,24 @@ def save(
     run_dir: Path, start: int, *, plan: dict[str, Any] | None = None, run_id: str = RUN_ID, **headers: str
 ) -> None:
     """A window of two slices; ``headers`` replace those of slice 0."""
-    manifest, payload = sample_window(start, 0)
-    slices = [replace(part, header={VOTE: json.dumps(vote(part.iteration))}) for part in manifest.slices]
+    window, payload = sample_window(start, 0)
+    slices = [replace(part, header={VOTE: json.dumps(vote(part.iteration))}) for part in window.slices]
     slices[0] = replace(slices[0], header={**slices[0].header, **GOOD, **headers})
-    manifest = replace(
-        manifest,
+    window = replace(
+        window,
         run_id=run_id,
         world_size=1,
         topology=TOPOLOGY,
         plan=json.loads(json.dumps(plan or PLAN.to_json())),
-        slices=tuple(slices),
+        slices=slices,
     )
-    write_window(run_dir / "windows", manifest, [memoryview(content) for content in payload])
+    write_window(run_dir / "windows", window, [memoryview(content) for content in payload])
 
 
 def recovery(run_dir: Path) -> tuple[SnapshotRestorer, list[Record]]:
     """That of a start, and what it reports."""
     records: list[Record] = []
     found = SnapshotRestorer(
-        JobConfig(),
         rank=0,
         node=0,
         run_dir=run_dir,
@@ -109,7 +107,7 @@ def refuse(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     with pytest.raises(RecoveryError, match="replayed to something else"):
         found.replay(None, window)  # type: ignore[arg-type]
     assert [record.what for record in records if isinstance(record, SnapshotProblem)] == ["replay"]
-    return window.manifest.start_iteration
+    return window.window.start_iteration
 
 
 def test_a_refused_window_is_not_chosen_by_later_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +115,7 @@ def test_a_refused_window_is_not_chosen_by_later_starts(tmp_path: Path, monkeypa
     save(tmp_path, 30)
     assert refuse(tmp_path, monkeypatch) == 30
     window, chosen, _ = choose(tmp_path)
-    assert window is not None and window.manifest.start_iteration == 20
+    assert window is not None and window.window.start_iteration == 20
     reason = "persisted window of iteration 30: refused before: iteration 31 was replayed to something else"
     assert chosen.declined == (reason,)
     assert refuse(tmp_path, monkeypatch) == 20
@@ -175,7 +173,7 @@ def test_a_window_captured_anew_under_the_same_name_is_another_one(
     found.set_aside_later(21, is_new_job=False)
     save(tmp_path, 30, **{EXTRAS: '{"iteration": 30}'})
     window, chosen, _ = choose(tmp_path)
-    assert window is not None and window.manifest.start_iteration == 30 and not chosen.declined
+    assert window is not None and window.window.start_iteration == 30 and not chosen.declined
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ def test_a_plan_or_header_that_cannot_be_read_costs_no_restart(tmp_path: Path, d
     save(tmp_path, 20)
     save(tmp_path, 30, **damage)
     window, chosen, records = choose(tmp_path)
-    assert window is not None and window.manifest.start_iteration == 20
+    assert window is not None and window.window.start_iteration == 20
     assert "window of iteration 30" in chosen.declined[0]
     assert [record.what for record in records if isinstance(record, SnapshotProblem)] == ["load persisted"]
     assert not read_rejected(tmp_path)
@@ -204,14 +202,15 @@ def test_what_auto_came_to_is_compared() -> None:
     assert (config.training.device, config.training.transformer_impl) == ("auto", "auto")
     cpu = replay_config(config, "data", device="cpu", transformer_impl="local")
     gpu = replay_config(config, "data", device="cuda", transformer_impl="transformer_engine")
-    assert {key for key in cpu if cpu[key] != gpu[key]} == {"training.device", "training.transformer_impl"}
+    changed = {"training.device", "training.transformer_impl", "parallel.device_backend"}
+    assert {key for key in cpu if cpu[key] != gpu[key]} == changed
 
 
 def test_windows_of_another_run_are_not_used_and_set_aside(tmp_path: Path) -> None:
     save(tmp_path, 20)
     save(tmp_path, 30, run_id="6" * 32)
     window, chosen, _ = choose(tmp_path)
-    assert window is not None and window.manifest.start_iteration == 20
+    assert window is not None and window.window.start_iteration == 20
     assert "persisted window of iteration 30: is of another run" in chosen.declined[0]
     found, _ = recovery(tmp_path)
     found.find(None)
@@ -235,6 +234,6 @@ def test_a_window_that_does_not_say_its_settings_is_passed_over(tmp_path: Path, 
     save(tmp_path, 20)
     save(tmp_path, 30, **{WRITTEN_WITH: text})
     window, _, records = choose(tmp_path)
-    assert window is not None and window.manifest.start_iteration == 20
+    assert window is not None and window.window.start_iteration == 20
     (problem,) = [record for record in records if isinstance(record, SnapshotProblem)]
     assert "must say what it was captured with" in problem.error

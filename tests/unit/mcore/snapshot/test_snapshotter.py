@@ -53,7 +53,7 @@ class Run:
     @property
     def held(self) -> list[int]:
         """Where the windows in this rank's memory start."""
-        return [entry["start_iteration"] for entry in self.client.inventory(0)]
+        return [entry.start_iteration for entry in self.client.inventory(0)]
 
     def of_kind(self, kind: type) -> list[Any]:
         """What was said."""

@@ -1,6 +1,6 @@
 """Slices are copied beside the computation, whole, and the keeper is told when they are there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,21 +12,23 @@ from megatron_ft.planning.snapshot.pieces import Piece, window_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.snapshot.capture.capture import WindowCapture
 from megatron_ft.snapshot.capture.copier import CopyBatch, ThreadCopier
+from megatron_ft.snapshot.window import Slice
 
 FULL = tuple(Component(name=name, dtype="float32", item_bytes=4) for name in ("master", "exp_avg"))
 FROZEN = (Component(name="weight", dtype="bfloat16", item_bytes=2),)
 OPERATORS = [OperatorId(layer=layer, kind="non_expert") for layer in (1, 2, 3)]
 
 
-class RecordingKeeper:
+class RecordingClient:
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
 
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
         self.said.append(("begin", buffer, start_iteration, num_slices))
 
-    def captured(self, buffer: int, *, index: int, pieces: Sequence[Sequence[str | int]], **figures: Any) -> None:
-        self.said.append(("captured", buffer, index, figures["offset"], len(pieces)))
+    def captured(self, buffer: int, index: int, part: Slice) -> None:
+        assert part.hashes is None
+        self.said.append(("captured", buffer, index, part.iteration, part.header, part.offset))
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def state() -> dict[str, torch.Tensor]:
 
 def capture_of(
     state: dict[str, torch.Tensor],
-) -> tuple[WindowCapture, list[torch.Tensor], RecordingKeeper, ThreadCopier]:
+) -> tuple[WindowCapture, list[torch.Tensor], RecordingClient, ThreadCopier]:
     shards = [
         StateShard(
             operator=operator,
@@ -57,25 +59,25 @@ def capture_of(
     ]
     plan = WindowPlan(slices=tuple((Unit(operator=operator),) for operator in OPERATORS), interval_iterations=3)
     buffers = [torch.zeros(window_bytes(plan, shards), dtype=torch.uint8) for _ in range(3)]
-    keeper, copier = RecordingKeeper(), ThreadCopier()
+    client, copier = RecordingClient(), ThreadCopier()
 
     def source(piece: Piece) -> torch.Tensor:
         return state[f"{piece.parameter}/{piece.component}"][piece.start : piece.stop]
 
     return (
-        WindowCapture(plan, shards, keeper=keeper, copier=copier, buffers=buffers, source=source),
+        WindowCapture(plan, shards, client=client, copier=copier, buffers=buffers, source=source),
         buffers,
-        keeper,
+        client,
         copier,
     )
 
 
 def test_a_window_holds_what_the_state_was_at_each_slice(state: dict[str, torch.Tensor]) -> None:
-    capture, buffers, keeper, copier = capture_of(state)
+    capture, buffers, client, copier = capture_of(state)
     capture.begin_window(1, 7)
     kept = []
     for index in range(3):
-        capture.begin_slice(1, index, iteration=7 + index, header={})
+        capture.begin_slice(1, index, iteration=7 + index, header={"vote": index})
         capture.settle()
         kept.append({name: tensor.clone() for name, tensor in state.items()})
         for tensor in state.values():
@@ -87,7 +89,9 @@ def test_a_window_holds_what_the_state_was_at_each_slice(state: dict[str, torch.
             raw = buffers[1].narrow(0, part.offset + piece.offset, piece.num_bytes)
             wanted = kept[index][f"{piece.parameter}/{piece.component}"]
             assert torch.equal(raw.view(wanted.dtype), wanted)
-    assert [said[0] for said in keeper.said] == ["begin", "captured", "captured", "captured"]
+    offsets = [part.offset for part in capture._slices]
+    captured = [("captured", 1, index, 7 + index, {"vote": index}, offsets[index]) for index in range(3)]
+    assert client.said == [("begin", 1, 7, 3), *captured]
     assert not buffers[0].any() and not buffers[2].any()
     assert capture.figures.num_slices == 3 and capture.figures.num_bytes == 3 * 800 + 3 * 200
     copier.close()
@@ -112,9 +116,9 @@ def test_a_thousand_states_are_each_captured_whole_although_they_change_at_once(
 
 
 def test_settling_without_a_slice_is_nothing(state: dict[str, torch.Tensor]) -> None:
-    capture, _, keeper, copier = capture_of(state)
+    capture, _, client, copier = capture_of(state)
     capture.settle()
-    assert not keeper.said and capture.figures.num_slices == 0
+    assert not client.said and capture.figures.num_slices == 0
     copier.close()
 
 

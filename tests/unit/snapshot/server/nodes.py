@@ -9,12 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.planning.recovery.sources import StoredWindow
+from megatron_ft.planning.snapshot.pieces import Piece
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.client import REPLICATED_START, Arena, KeeperClient
+from megatron_ft.snapshot.window import Slice
 
 PAGE = 4096
 WAIT_SECONDS = 20.0
@@ -129,13 +133,15 @@ def content(rank: int, iteration: int, num_bytes: int) -> bytes:
     return (seed * (num_bytes // 256 + 1))[:num_bytes]
 
 
-def pieces_of(num_bytes: int) -> list[list[str | int]]:
-    """Two pieces that cover a slice of float32."""
+def slice_of(iteration: int, num_bytes: int = PAGE, *, offset: int = 0) -> Slice:
+    """A slice of float32 with two pieces that cover it."""
     half = num_bytes // 8 * 4
-    return [
-        ["decoder.a", 0, "master", "float32", 0, half // 4, 0, half],
-        ["decoder.a", 0, "exp_avg", "float32", 0, (num_bytes - half) // 4, half, num_bytes - half],
-    ]
+    pieces = (
+        Piece("decoder.a", 0, "master", "float32", 0, half // 4, 0, half),
+        Piece("decoder.a", 0, "exp_avg", "float32", 0, (num_bytes - half) // 4, half, num_bytes - half),
+    )
+    header = {"vote": iteration}
+    return Slice(iteration=iteration, offset=offset, num_bytes=num_bytes, header=header, pieces=pieces)
 
 
 def begin(client: KeeperClient, buffer: int, start: int, *, num_slices: int = 2) -> None:
@@ -149,15 +155,7 @@ def capture(
     """Write a slice and say so."""
     offset = index * -(-num_bytes // PAGE) * PAGE
     arena.buffer(buffer)[offset : offset + num_bytes] = content(rank, start + index, num_bytes)
-    client.captured(
-        buffer,
-        index=index,
-        iteration=start + index,
-        offset=offset,
-        num_bytes=num_bytes,
-        header={"vote": index},
-        pieces=pieces_of(num_bytes),
-    )
+    client.captured(buffer, index, slice_of(start + index, num_bytes, offset=offset))
 
 
 def window(
@@ -189,6 +187,17 @@ def wait_replicated(arena: Arena, start: int) -> None:
     wait_until(lambda: arena.status(REPLICATED_START) == start, f"window {start} is replicated")
 
 
-def find(windows: list[dict[str, Any]], **wanted: object) -> list[Mapping[str, Any]]:
+def find(windows: list[StoredWindow], **wanted: object) -> list[StoredWindow]:
     """Entries of an inventory with these values."""
-    return [entry for entry in windows if all(entry[name] == value for name, value in wanted.items())]
+    return [entry for entry in windows if all(getattr(entry, name) == value for name, value in wanted.items())]
+
+
+def fetch(client: KeeperClient, rank: int, start: int, *, node: int, generation: int = 1) -> list[bytes]:
+    """The slices of a window, each checked."""
+    key = WindowKey(start_iteration=start, generation=generation)
+    found, payload = client.fetch(rank, key, node=node)
+    assert found.key == key and found.rank == rank
+    slices = [payload[part.offset : part.end] for part in found.slices]
+    for part, view in zip(found.slices, slices, strict=True):
+        part.check_payload(view, f"window {start} on node {node}")
+    return [bytes(view) for view in slices]

@@ -1,13 +1,16 @@
 """The two buffers of a copy, from both ends."""
 
 import random
+from dataclasses import asdict
 
 import pytest
-from tests.unit.snapshot.server.test_own_windows import NUM_SLICES, full, new, part
 
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import CheckpointError, ControlError
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.copies import CopyWindows, PeerBuffers, SendCommit, SendSlice, read_held
-from megatron_ft.snapshot.server.own_windows import PAGE_BYTES, OwnWindows, Window
+from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
+from megatron_ft.snapshot.server.store import PAGE_BYTES
+from tests.unit.snapshot.server.test_own_windows import NUM_SLICES, full, new, part
 
 WINDOW_BYTES = NUM_SLICES * PAGE_BYTES
 
@@ -29,7 +32,7 @@ class Pair:
                 self.buffers.note_sent(action)
         elif action is not None:
             window, sent = action.window, action.window.slices[action.index]
-            announced = new(window.start_iteration, action.buffer, window.origin.generation)
+            announced = new(window.start_iteration, action.buffer, window.generation)
             self.copy.expect(announced, action.index, sent).slices.append(sent)
             if not lose_answer:
                 self.buffers.note_sent(action)
@@ -47,14 +50,19 @@ class Pair:
 
     def reconnect(self) -> None:
         """The sender forgets and asks."""
-        self.buffers = read_held({"held": self.copy.held(0)}).get(0, PeerBuffers())
+        self.buffers = read_held({"held": [entry(window) for window in self.copy]}).get(0, PeerBuffers())
 
-    def commit(self, start: int, generation: int = 1) -> Window:
+    def commit(self, start: int, generation: int = 1) -> HeldWindow:
         return self.own.commit(start, generation)
 
     def held(self) -> list[tuple[int, int, bool]]:
         """First iteration, slices, committed."""
         return sorted((window.start_iteration, len(window.slices), window.committed) for window in self.copy)
+
+
+def entry(window: HeldWindow, **changes: object) -> dict[str, object]:
+    """What the peer says of a window."""
+    return {"rank": 0, "window": {**asdict(window.stored("copy", 1)), **changes}}
 
 
 @pytest.fixture
@@ -99,7 +107,7 @@ def test_a_window_given_up_makes_room_and_is_passed_over(pair: Pair) -> None:
     while (action := pair.buffers.next_action(pair.own, 1, {bad})) is not None:
         assert isinstance(action, SendSlice) and action.window is not bad
         pair.buffers.note_sent(action)
-    assert [held.key for held in pair.buffers.buffers if held] == [(1, 4), (1, 2)]
+    assert [held.start_iteration for held in pair.buffers.buffers if held] == [4, 2]
 
 
 def test_a_lost_answer_sends_nothing_twice(pair: Pair) -> None:
@@ -150,13 +158,13 @@ def test_the_receiver_refuses_to_lose_its_committed_window() -> None:
     copy = CopyWindows(WINDOW_BYTES)
     window = copy.expect(new(0, 0), 0, part(0, 0, hashed=True))
     window.slices += [part(0, 0, hashed=True), part(0, 1, hashed=True)]
-    copy.commit((1, 0))
+    copy.commit(WindowKey(start_iteration=0, generation=1))
     with pytest.raises(ControlError, match="committed"):
         copy.expect(new(2, 0), 0, part(2, 0, hashed=True))
-    with pytest.raises(ControlError, match="must be slice 0"):
+    with pytest.raises(CheckpointError, match="must be slice 0"):
         copy.expect(new(2, 1), 1, part(2, 1, hashed=True))
     with pytest.raises(ControlError, match="no complete copy"):
-        copy.commit((1, 2))
+        copy.commit(WindowKey(start_iteration=2, generation=1))
 
 
 def returned(pair: Pair) -> None:
@@ -196,16 +204,30 @@ def test_a_slice_twice_is_refused() -> None:
     copy = CopyWindows(WINDOW_BYTES)
     copy.expect(new(0, 0), 0, part(0, 0, hashed=True)).slices.append(part(0, 0, hashed=True))
     copy.expect(new(0, 0), 1, part(0, 1, hashed=True)).slices.append(part(0, 1, hashed=True))
-    with pytest.raises(ControlError, match="must be slice"):
+    with pytest.raises(CheckpointError, match="must be slice"):
         copy.expect(new(0, 0), 1, part(0, 1, hashed=True))
 
 
-@pytest.mark.parametrize("entry", [{"buffer": 2}, {"num_received": -1}, {"rank": "a"}, {"generation": None}])
-def test_what_a_peer_says_it_holds_is_checked(entry: dict[str, object]) -> None:
-    sound = {"rank": 0, "buffer": 0, "generation": 1, "start_iteration": 0, "num_slices": 2, "num_received": 1}
-    read_held({"held": [sound]})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"buffer": 2}, {"buffer": -1}, {"buffer": None}, {"num_held": -1}, {"num_held": 3}, {"num_held": True}),
+        *({"generation": None}, {"committed": 1}, {"where": "elsewhere"}, {"more": 1}),
+    ],
+)
+def test_what_a_peer_says_it_holds_is_checked(changes: dict[str, object]) -> None:
+    window = new(0, 0)
+    read_held({"held": [entry(window)]})
     with pytest.raises(ControlError):
-        read_held({"held": [sound | entry]})
+        read_held({"held": [entry(window, **changes)]})
+
+
+@pytest.mark.parametrize(
+    "held", [None, [None], [{"rank": "a", "window": {}}], [{"rank": 0}], [{"rank": 0, "window": []}]]
+)
+def test_an_inventory_that_is_none_is_refused(held: object) -> None:
+    with pytest.raises(ControlError):
+        read_held({"held": held})
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -225,7 +247,7 @@ def test_the_peer_never_lacks_what_was_committed(seed: int) -> None:
         elif choice < 0.97:
             held = {window.key for window in pair.copy if window.complete}
             ready = [window for window in pair.own if window.key in held and not window.committed]
-            if ready and ready[0].origin.generation == generation:
+            if ready and ready[0].generation == generation:
                 committed = pair.commit(ready[0].start_iteration, generation).start_iteration
         else:
             generation += 1
@@ -236,4 +258,4 @@ def test_the_peer_never_lacks_what_was_committed(seed: int) -> None:
             pair.own.new_generation()
             pair.reconnect()
         if committed is not None:
-            assert (committed, 2) in [entry[:2] for entry in pair.held()]
+            assert (committed, 2) in [known[:2] for known in pair.held()]

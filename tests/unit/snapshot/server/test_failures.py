@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.snapshot.server import client as words
 from megatron_ft.snapshot.server.client import KeeperRefused
 from tests.unit.snapshot.server.nodes import (
@@ -20,6 +20,7 @@ from tests.unit.snapshot.server.nodes import (
     capture,
     cluster,
     content,
+    fetch,
     find,
     wait_replicated,
     wait_until,
@@ -56,11 +57,9 @@ def test_a_killed_rank_leaves_its_windows_here_and_with_its_peers() -> None:
         wait_until(lambda: len(find(same.inventory(0, ask_peers=True), complete=True)) == 2, "the rest is replicated")
         again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
         for node in (0, 1):
-            fetched = again.fetch(0, start_iteration=10, node=node)
-            fetched.verify()
-            assert bytes(fetched.payload) == content(0, 10, PAGE) + content(0, 11, PAGE)
-        with pytest.raises(KeeperRefused, match="no complete window"):
-            again.fetch(0, start_iteration=12, node=0)
+            assert fetch(again, 0, 10, node=node) == [content(0, 10, PAGE), content(0, 11, PAGE)]
+        with pytest.raises(KeeperRefused, match="no complete one is here"):
+            fetch(again, 0, 12, node=0)
 
 
 def test_a_node_that_was_lost_keeps_what_a_restart_may_need_until_a_commit_of_its_own() -> None:
@@ -78,7 +77,7 @@ def test_a_node_that_was_lost_keeps_what_a_restart_may_need_until_a_commit_of_it
         window(alone, arena, 0, 1, 12)
         wait_replicated(arena, 12)
         alone.committed(12)
-        assert [entry["start_iteration"] for entry in alone.inventory(0)] == [12] and not alone.inventory(1)
+        assert [entry.start_iteration for entry in alone.inventory(0)] == [12] and not alone.inventory(1)
         back = nodes.client(1, node=1, peer_nodes=[], world_size=2, generation=3)
         for rank in (0, 1):
             assert find(back.inventory(rank), start_iteration=10, generation=1, complete=True)
@@ -86,7 +85,7 @@ def test_a_node_that_was_lost_keeps_what_a_restart_may_need_until_a_commit_of_it
         window(back, arena, 1, 1, 14)
         wait_replicated(arena, 14)
         back.committed(14)
-        assert [entry["start_iteration"] for entry in back.inventory(1)] == [14] and not back.inventory(0)
+        assert [entry.start_iteration for entry in back.inventory(1)] == [14] and not back.inventory(0)
 
 
 def test_a_peer_killed_in_the_middle_of_a_slice_is_a_problem_and_its_successor_gets_everything() -> None:
@@ -124,7 +123,7 @@ def test_a_peer_killed_in_the_middle_of_a_slice_is_a_problem_and_its_successor_g
         again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
         window(again, arena, 0, 1, 20, num_slices=1, num_bytes=LARGE)
         wait_replicated(arena, 20)
-        again.fetch(0, start_iteration=20, node=1).verify()
+        fetch(again, 0, 20, node=1, generation=2)
 
 
 def test_a_broken_connection_is_made_again_and_the_slice_sent_again() -> None:
@@ -145,7 +144,7 @@ def test_a_broken_connection_is_made_again_and_the_slice_sent_again() -> None:
             wait_replicated(arena, 10)
             assert between.num_connections == 2
             assert arena.status(words.REPLICATED_BYTES) == 2 * LARGE
-            rank.fetch(0, start_iteration=10, node=1).verify()
+            fetch(rank, 0, 10, node=1)
             assert rank.problems() == []
 
 
@@ -185,7 +184,7 @@ def test_a_byte_flipped_on_the_way_is_refused(num_flips: int) -> None:
             window(rank, arena, 0, 0, 10, num_bytes=LARGE)
             if num_flips == 1:
                 wait_replicated(arena, 10)
-                rank.fetch(0, start_iteration=10, node=1).verify()
+                fetch(rank, 0, 10, node=1)
                 assert rank.problems() == []
             else:
                 wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 1, "it is given up")
@@ -213,8 +212,8 @@ def test_memory_changed_after_its_capture_is_refused_by_peers() -> None:
         rank.committed(10)
         rank.committed(12)
         wait_until(lambda: arena.status(words.NUM_PROBLEMS) == 1, "the peer refuses it")
-        with pytest.raises(ControlError, match="damaged"):
-            rank.fetch(0, start_iteration=14, node=0).verify()
+        with pytest.raises(CheckpointError, match="damaged"):
+            fetch(rank, 0, 14, node=0)
         window(rank, arena, 0, 0, 16)
         wait_replicated(arena, 16)
 
@@ -230,10 +229,9 @@ def test_a_copy_that_rotted_is_found_by_who_fetches_it() -> None:
         with open(f"{folder}/{memory}", "r+b") as file:
             file.seek(PAGE + 17)
             file.write(b"\xff")
-        fetched = rank.fetch(0, start_iteration=10, node=1)
-        with pytest.raises(ControlError, match="iteration 11 is damaged"):
-            fetched.verify()
-        rank.fetch(0, start_iteration=10, node=0).verify()
+        with pytest.raises(CheckpointError, match="node 1: damaged: .*iteration 11: checksum"):
+            fetch(rank, 0, 10, node=1)
+        fetch(rank, 0, 10, node=0)
 
 
 def test_an_absent_peer_holds_up_nobody() -> None:
@@ -248,14 +246,14 @@ def test_an_absent_peer_holds_up_nobody() -> None:
         window(rank, arena, 0, 1, 12)
         wait_until(lambda: arena.status(words.REPLICATED_BYTES) == 4 * PAGE, "the other peer has the next")
         held = rank.inventory(0, ask_peers=True)
-        assert sorted((entry["node"], entry["start_iteration"]) for entry in held) == [
+        assert sorted((entry.node, entry.start_iteration) for entry in held) == [
             (0, 10),
             (0, 12),
             (2, 10),
             (2, 12),
         ]
         with pytest.raises(KeeperRefused, match="did not arrive"):
-            rank.fetch(0, start_iteration=10, node=1)
+            fetch(rank, 0, 10, node=1)
 
 
 def test_a_keeper_that_is_stopped_is_named_and_holds_its_ranks_up_no_longer_than_the_limit(
@@ -321,4 +319,4 @@ def test_a_window_begun_anew_while_it_is_sent_is_no_problem() -> None:
             capture(rank, arena, 0, 0, number, 0, num_bytes=LARGE)
         wait_replicated(arena, 19)
         assert rank.problems() == []
-        rank.fetch(0, start_iteration=19, node=1).verify()
+        fetch(rank, 0, 19, node=1)

@@ -1,7 +1,8 @@
 """Keepers as processes: memory that outlives ranks, copies on other nodes, and what is refused."""
 
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server import client as words
-from tests.unit.snapshot.server.nodes import begin, capture, cluster, content, find, wait_until, window
+from tests.unit.snapshot.server.nodes import begin, capture, cluster, content, fetch, find, wait_until, window
 
 
 def test_a_window_reaches_its_peers_and_comes_back_from_them() -> None:
@@ -17,16 +18,13 @@ def test_a_window_reaches_its_peers_and_comes_back_from_them() -> None:
         second = nodes.client(1, node=1, peer_nodes=[2])
         wait_until(lambda: len(find(second.inventory(0, ask_peers=True), committed=True)) == 3, "commit everywhere")
         held = second.inventory(0, ask_peers=True)
-        assert [(entry["node"], entry["where"]) for entry in held] == [(1, "copy"), (0, "own"), (2, "copy")]
-        assert [entry["buffer"] for entry in held] == [None] * 3, "none of it is in memory of this node's rank"
+        assert [(entry.node, entry.where) for entry in held] == [(1, "copy"), (0, "own"), (2, "copy")]
+        assert [entry.buffer for entry in held[1:]] == [None] * 2, "buffers of other nodes mean nothing here"
         for node in range(3):
-            fetched = second.fetch(0, start_iteration=10, node=node)
-            fetched.verify()
-            assert bytes(fetched.payload) == content(0, 10, 4096) + content(0, 11, 4096)
-            assert fetched.manifest["plan"] == {"start": 10}
-            assert fetched.manifest["topology"] == {"dp": 4}
-            assert [part["header"] for part in fetched.manifest["slices"]] == [{"vote": 0}, {"vote": 1}]
-            fetched.close()
+            assert fetch(second, 0, 10, node=node) == [content(0, 10, 4096), content(0, 11, 4096)]
+            found, _ = second.fetch(0, WindowKey(start_iteration=10, generation=1), node=node)
+            assert found.plan == {"start": 10} and found.topology == {"dp": 4}
+            assert [part.header for part in found.slices] == [{"vote": 10}, {"vote": 11}]
         assert first.problems() == []
 
 
@@ -48,6 +46,6 @@ def test_memory_outlives_the_rank() -> None:
         assert arena.status(words.REPLICATED_START) == -1
         assert arena.window_bytes == 8192 == again.allocate(100).window_bytes, "what is large enough stays"
         (own,) = find(again.inventory(0), start_iteration=10)
-        assert own["buffer"] == 0
+        assert own.buffer == 0
         begin(again, 2, 11)
-        assert [entry["start_iteration"] for entry in again.inventory(0)] == [10, 11]
+        assert [entry.start_iteration for entry in again.inventory(0)] == [10, 11]

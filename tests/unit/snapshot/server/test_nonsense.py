@@ -1,5 +1,6 @@
 """Messages of somebody who has the token and makes every mistake there is: a keeper refuses and goes on."""
 
+import json
 import os
 import random
 import socket
@@ -13,7 +14,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server import client as words
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.server.wire import connect
-from tests.unit.snapshot.server.nodes import PAGE, Cluster, cluster, pieces_of, wait_replicated, window
+from tests.unit.snapshot.server.nodes import PAGE, Cluster, cluster, slice_of, wait_replicated, window
 from tests.unit.snapshot.server.test_refusals import GREETING, announcement
 
 ODD: list[Any] = [
@@ -42,11 +43,11 @@ def mutated(rng: random.Random, message: dict[str, Any]) -> dict[str, Any]:
 
 def requests() -> list[dict[str, Any]]:
     """One sound request of each kind."""
-    place = {"buffer": 0, "slice": 0, "iteration": 10, "offset": 0, "num_bytes": PAGE}
+    record = json.loads(json.dumps(slice_of(10).to_json()))
     return [
         {"op": "allocate", "window_bytes": 2 * PAGE},
         {"op": "begin", "buffer": 0, "start_iteration": 10, "num_slices": 2, "plan": {}},
-        {"op": "captured", **place, "header": {}, "pieces": pieces_of(PAGE)},
+        {"op": "captured", "buffer": 0, "slice": 0, "record": record},
         {"op": "committed", "start_iteration": 10},
         {"op": "abandon", "start_iteration": 10},
         {"op": "persist", "start_iteration": 10},
@@ -104,7 +105,7 @@ def test_nonsense_from_a_peer(seed: int) -> None:
         announcement(),
         {"op": "committed", "rank": 0, "generation": 1, "start_iteration": 10},
         {"op": "inventory", "rank": 0},
-        {"op": "fetch", "rank": 0, "start_iteration": 10, "generation": None},
+        {"op": "fetch", "rank": 0, "start_iteration": 10, "generation": 1},
     ]
     with cluster(1, memory_limit_bytes=1 << 24) as nodes:
         for _ in range(150):

@@ -4,35 +4,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.errors import ControlError
+from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
-from megatron_ft.snapshot.server.own_windows import PAGE_BYTES, Origin, OwnWindows, Slice, Window, best
+from megatron_ft.planning.snapshot.pieces import Piece
+from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows, best
+from megatron_ft.snapshot.server.store import PAGE_BYTES
+from megatron_ft.snapshot.window import Slice
 
 NUM_SLICES = 2
 
 
-def origin(generation: int = 1) -> Origin:
-    return Origin(run_id="a-run", generation=generation, rank=0, world_size=1, topology={})
-
-
-def new(start: int, buffer: int, generation: int = 1) -> Window:
-    return Window(origin=origin(generation), start_iteration=start, num_slices=NUM_SLICES, plan={}, buffer=buffer)
+def new(start: int, buffer: int, generation: int = 1) -> HeldWindow:
+    return HeldWindow(
+        run_id="a-run",
+        generation=generation,
+        rank=0,
+        world_size=1,
+        topology={},
+        start_iteration=start,
+        num_slices=NUM_SLICES,
+        plan={},
+        buffer=buffer,
+    )
 
 
 def part(start: int, index: int, *, hashed: bool = False, num_bytes: int = 100) -> Slice:
-    hashes = ["0" * 32] if hashed else None
-    piece = ["a", 0, "master", "float32", 0, 25, 0, 100]
+    hashes = ("0" * 32,) if hashed else None
+    piece = Piece("a", 0, "master", "float32", 0, 25, 0, 100)
     return Slice(
         iteration=start + index,
         offset=index * PAGE_BYTES,
         num_bytes=num_bytes,
         header={},
-        pieces=[piece],
+        pieces=(piece,),
         hashes=hashes,
     )
 
 
-def full(windows: OwnWindows, start: int, buffer: int, generation: int = 1, *, hashed: bool = True) -> Window:
+def full(windows: OwnWindows, start: int, buffer: int, generation: int = 1, *, hashed: bool = True) -> HeldWindow:
     window = new(start, buffer, generation)
     windows.begin(buffer, window)
     for index in range(NUM_SLICES):
@@ -42,6 +51,10 @@ def full(windows: OwnWindows, start: int, buffer: int, generation: int = 1, *, h
 
 def starts(windows: OwnWindows) -> list[int]:
     return [window.start_iteration for window in windows]
+
+
+def keys(windows: OwnWindows) -> list[tuple[int, int]]:
+    return [(window.generation, window.start_iteration) for window in windows]
 
 
 @pytest.fixture
@@ -90,9 +103,9 @@ def test_captured_again_replaces_unless_it_is_committed(windows: OwnWindows) -> 
     windows.commit(0, 1)
     full(windows, 2, 1)
     again = full(windows, 2, 2, generation=2)
-    assert [window.key for window in windows] == [(1, 0), (2, 2)]
+    assert keys(windows) == [(1, 0), (2, 2)]
     same_as_committed = full(windows, 0, 1, generation=2)
-    assert windows.find(0).origin.generation == 1
+    assert windows.find(0).generation == 1
     windows.commit(0, 1)
     assert again in windows and same_as_committed in windows
 
@@ -102,7 +115,7 @@ def test_a_commit_of_a_newer_generation_ends_all_of_older_ones(windows: OwnWindo
     windows.commit(20, 1)
     full(windows, 10, 1, generation=2)
     windows.commit(10, 2)
-    assert [window.key for window in windows] == [(2, 10)]
+    assert keys(windows) == [(2, 10)]
 
 
 def test_a_committed_window_that_was_captured_again_is_another_one(windows: OwnWindows) -> None:
@@ -149,14 +162,14 @@ def test_slices_out_of_order_or_place_are_refused(windows: OwnWindows, index: in
     wrong = part(0, 0)
     for name, value in change.items():
         setattr(wrong, name, value)
-    with pytest.raises(ControlError, match="slice="):
+    with pytest.raises(CheckpointError, match="slice "):
         windows.capture(0, index, wrong)
     windows.capture(0, 0, part(0, 0))
 
 
 def test_no_slice_after_the_last(windows: OwnWindows) -> None:
     full(windows, 0, 0)
-    with pytest.raises(ControlError, match="must be slice"):
+    with pytest.raises(CheckpointError, match="must be slice"):
         windows.capture(0, 2, part(0, 2))
 
 
@@ -168,7 +181,7 @@ def test_replicated_means_complete_here_and_with_every_peer(windows: OwnWindows)
     windows.note_acknowledged(window, 2, 2)
     assert not windows.replicated([1, 2], 1)
     for one in window.slices:
-        one.hashes = ["0" * 32]
+        one.hashes = ("0" * 32,)
     assert not windows.replicated([1, 2, 3], 1)
     assert not windows.replicated([1, 2], 2)
     assert windows.replicated([1, 2], 1) == {0: 0}
@@ -204,7 +217,7 @@ def test_the_oldest_slice_is_hashed_first(windows: OwnWindows) -> None:
     order = []
     while (found := windows.next_unhashed()) is not None:
         order.append((found[0], found[1].iteration))
-        found[1].hashes = ["0" * 32]
+        found[1].hashes = ("0" * 32,)
     assert order == [(first, 0), (first, 1), (second, 2), (second, 3)]
 
 

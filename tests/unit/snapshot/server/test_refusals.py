@@ -18,6 +18,7 @@ from megatron_ft.snapshot.server.client import KeeperClient, KeeperRefused
 from megatron_ft.snapshot.server.fields import host_and_port
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, connect
 from megatron_ft.snapshot.storage.window_file import open_window
+from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION
 from tests.unit.snapshot.server.nodes import (
     PAGE,
     TOKEN,
@@ -26,7 +27,7 @@ from tests.unit.snapshot.server.nodes import (
     cluster,
     content,
     find,
-    pieces_of,
+    slice_of,
     wait_replicated,
     wait_until,
     window,
@@ -37,11 +38,14 @@ GREETING = {"token": TOKEN, "node": 7, "generation": 1, "run_id": "a-run", "repl
 
 def announcement(**changes: object) -> dict[str, Any]:
     """What a sender says before the bytes of a slice."""
-    record = {"iteration": 10, "offset": 0, "num_bytes": PAGE, "header": {}, "pieces": pieces_of(PAGE)}
-    about = {"run_id": "a-run", "generation": 1, "world_size": 4, "topology": {}, "plan": {}}
-    place = {"start_iteration": 10, "num_slices": 2, "buffer": 0, "window_bytes": 2 * PAGE, "slice": 0}
-    record |= {name: changes.pop(name) for name in list(changes) if name in record}
-    return {"op": "slice", "rank": 0, "waits": True, **about, **place, "record": record, **changes}
+    about = {"run_id": "a-run", "generation": 1, "rank": 0, "world_size": 4, "topology": {}, "plan": {}}
+    about |= {"start_iteration": 10, "num_slices": 2, "slices": [], "format_version": WINDOW_FORMAT_VERSION}
+    record = slice_of(10).to_json()
+    for part in (about, record):
+        part |= {name: changes.pop(name) for name in list(changes) if name in part}
+    place = {"buffer": 0, "window_bytes": 2 * PAGE, "slice": 0}
+    message = {"op": "slice", "waits": True, "window": about, **place, "record": record, **changes}
+    return json.loads(json.dumps(message))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"window_bytes": PAGE + 1}, "multiple"),
         ({"window_bytes": PAGE, "offset": PAGE}, "next multiple"),
         ({"num_bytes": 3 * PAGE}, "end before byte"),
-        ({"num_bytes": 10}, "must lie within"),
+        ({"num_bytes": 10}, "outside the slice of 10 bytes"),
         ({"buffer": 2}, "buffer"),
         ({"slice": 1}, "must be slice 0"),
         ({"waits": False}, "no memory for windows of 8192 bytes"),
@@ -145,7 +149,11 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"rank": -1}, "rank"),
         ({"rank": "0/../1"}, "rank"),
         ({"generation": 2}, "generation"),
-        ({"record": []}, "record"),
+        ({"format_version": 3}, "format_version"),
+        ({"pieces": [["../a", 0, "master", "float32", 0, 1, 0, 4]]}, "parameter"),
+        ({"pieces": [["a", 0, "master", "float32", 0, 1, 0, 1 << 40]]}, "num_bytes"),
+        ({"record": []}, "slice: must be an object"),
+        ({"window": []}, "window: must be an object"),
         ({"op": "__class__"}, "op="),
         ({"op": ["slice"]}, "op="),
     ],
@@ -184,6 +192,8 @@ def test_an_arena_over_the_limit_is_refused() -> None:
         ({"peers": {"9" * 5000: "a:1"}}, "node"),
         ({"generation": True}, "generation"),
         ({"run_id": "a\nb"}, "run_id"),
+        ({"run_id": "a/b"}, "run_id"),
+        ({"topology": {"dp": "4"}}, "topology.dp"),
     ],
 )
 def test_a_greeting_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -205,7 +215,7 @@ def test_requests_out_of_order_are_refused_and_the_connection_goes_on() -> None:
         rank.committed(10)
         with pytest.raises(KeeperRefused, match="no complete window"):
             rank.problems()
-        rank.captured(0, index=0, iteration=10, offset=0, num_bytes=PAGE, header={}, pieces=pieces_of(PAGE))
+        rank.captured(0, 0, slice_of(10))
         with pytest.raises(KeeperRefused, match="nothing was begun"):
             rank.allocate(2 * PAGE)
         window(rank, arena, 0, 0, 10)

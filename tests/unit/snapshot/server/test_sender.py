@@ -1,9 +1,12 @@
 """What a sender does on the wire, seen by a peer that answers when it pleases."""
 
 import socket
+from dataclasses import asdict
 
 import pytest
 
+from megatron_ft.planning.recovery.sources import StoredWindow
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.client import REPLICATED_START, WAITING_BYTES, Arena
 from megatron_ft.snapshot.server.sender import MAX_UNANSWERED
 from megatron_ft.snapshot.server.wire import Wire
@@ -83,9 +86,10 @@ def test_what_was_not_acknowledged_is_asked_and_sent_again() -> None:
         peer.answer(op="ack")
         wait_until(lambda: arena.status(WAITING_BYTES) == (NUM_SLICES - 1) * PAGE, "the first is acknowledged")
         peer.answer(op="error", kind="hash", reason="slice=1 of window 10: arrived damaged")
-        held = {"rank": 0, "buffer": 0, "generation": 1, "start_iteration": 10, "num_slices": NUM_SLICES}
+        key = WindowKey(start_iteration=10, generation=1)
+        held = StoredWindow(**asdict(key), num_slices=NUM_SLICES, num_held=1, where="copy", node=1, buffer=0)
         peer.wire.close()
-        peer.greet([{**held, "num_received": 1, "committed": False}])
+        peer.greet([{"rank": 0, "window": asdict(held)}])
         for index in range(1, NUM_SLICES):
             peer.take(index)
             peer.answer(op="ack")

@@ -15,9 +15,10 @@ from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 from benchmarks.hostile_files import forge
 from benchmarks.stored_samples import sample_window
 from megatron_ft.errors import CheckpointError
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage import files, window_file
 from megatron_ft.snapshot.storage.backends import open_backend
-from megatron_ft.snapshot.storage.window_file import check_pieces, open_window, rank_name, window_name, write_window
+from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
 from tests.helpers import window_fixture
 
 
@@ -39,14 +40,16 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | st
 
 def path_in(folder: Path | str, start_iteration: int = 20, rank: int = 1, generation: int = 0) -> str:
     """Where a rank's file lies."""
-    return f"{folder}/{window_name(start_iteration, generation)}/{rank_name(rank)}"
+    return (
+        f"{folder}/{window_name(WindowKey(start_iteration=start_iteration, generation=generation))}/{rank_name(rank)}"
+    )
 
 
 def test_round_trip(folder: Path | str) -> None:
-    manifest, payload = sample_window(20, 1)
-    num_bytes = write_window(folder, manifest, views(payload))
+    window, payload = sample_window(20, 1)
+    num_bytes = write_window(folder, window, views(payload))
     with open_window(path_in(folder), expect={"run_id": "run-1", "rank": 1}) as opened:
-        assert opened.verify() == manifest
+        assert opened.verify() == window
         assert opened.num_bytes == num_bytes
         assert [bytes(opened.read_slice(index)) for index in range(2)] == list(payload)
         target = memoryview(bytearray(len(payload[1])))
@@ -56,32 +59,32 @@ def test_round_trip(folder: Path | str) -> None:
 
 def test_pieces_longer_than_a_chunk_are_read_in_several(folder: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_file, "_CHUNK_BYTES", 7)
-    manifest, payload = sample_window(20, 1)
-    assert any(stop - start > 7 and (stop - start) % 7 for part in manifest.slices for start, stop, _ in part.extents())
-    write_window(folder, manifest, views(payload))
+    window, payload = sample_window(20, 1)
+    assert any(stop - start > 7 and (stop - start) % 7 for part in window.slices for start, stop, _ in part.extents())
+    write_window(folder, window, views(payload))
     with open_window(path_in(folder)) as opened:
-        assert opened.verify() == manifest
+        assert opened.verify() == window
         assert [bytes(opened.read_slice(index)) for index in range(2)] == list(payload)
 
 
 def test_padding_is_zero_whatever_the_buffers_hold(folder: Path | str) -> None:
-    manifest, payload = sample_window(20, 1)
+    window, payload = sample_window(20, 1)
     dirty = [bytearray(b"\xee" * len(content)) for content in payload]
-    for record, content, buffer in zip(manifest.slices, payload, dirty, strict=True):
+    for record, content, buffer in zip(window.slices, payload, dirty, strict=True):
         for piece in record.pieces:
             buffer[piece.offset : piece.end] = content[piece.offset : piece.end]
-    write_window(folder, manifest, [memoryview(buffer) for buffer in dirty])
+    write_window(folder, window, [memoryview(buffer) for buffer in dirty])
     with open_window(path_in(folder)) as opened:
         assert bytes(opened.read_slice(0)) == payload[0]
         opened.verify()
 
 
 def test_a_damaged_buffer_is_not_written(folder: Path | str) -> None:
-    manifest, payload = sample_window(20, 1)
+    window, payload = sample_window(20, 1)
     damaged = bytearray(payload[1])
-    damaged[manifest.slices[1].pieces[2].offset] ^= 1
+    damaged[window.slices[1].pieces[2].offset] ^= 1
     with pytest.raises(CheckpointError, match="'exp_avg' of 'decoder.layers.0.mlp.router.weight'.*iteration 21"):
-        write_window(folder, manifest, [memoryview(payload[0]), memoryview(damaged)])
+        write_window(folder, window, [memoryview(payload[0]), memoryview(damaged)])
     with pytest.raises(CheckpointError, match="(?i)no such file|window_0000020"):
         open_window(path_in(folder))
     if not str(folder).startswith("memory"):
@@ -89,39 +92,39 @@ def test_a_damaged_buffer_is_not_written(folder: Path | str) -> None:
 
 
 def test_another_sound_file_is_never_replaced(folder: Path | str) -> None:
-    manifest, payload = sample_window(20, 1)
-    write_window(folder, manifest, views(payload))
-    write_window(folder, manifest, views(payload))
+    window, payload = sample_window(20, 1)
+    write_window(folder, window, views(payload))
+    write_window(folder, window, views(payload))
     with pytest.raises(CheckpointError, match="set that window aside first"):
-        write_window(folder, replace(manifest, plan={}), views(payload))
-    write_window(folder, replace(manifest, plan={}, generation=1), views(payload))
+        write_window(folder, replace(window, plan={}), views(payload))
+    write_window(folder, replace(window, plan={}, generation=1), views(payload))
     with open_window(path_in(folder)) as first, open_window(path_in(folder, generation=1)) as second:
-        assert first.verify() == manifest
+        assert first.verify() == window
         assert second.verify().generation == 1
 
 
 def test_a_damaged_file_is_replaced(tmp_path: Path) -> None:
-    manifest, payload = sample_window(20, 1)
-    write_window(tmp_path, manifest, views(payload))
+    window, payload = sample_window(20, 1)
+    write_window(tmp_path, window, views(payload))
     path = Path(path_in(tmp_path))
     path.write_bytes(path.read_bytes()[:-1])
-    write_window(tmp_path, manifest, views(payload))
+    write_window(tmp_path, window, views(payload))
     with open_window(path) as opened:
-        assert opened.verify() == manifest
+        assert opened.verify() == window
 
 
 @pytest.mark.parametrize("expect", [{"rank": 0}, {"run_id": "run-2"}, {"world_size": 3}, {"start_iteration": 21}])
 def test_not_the_expected_one(tmp_path: Path, expect: dict[str, object]) -> None:
-    manifest, payload = sample_window(20, 1)
-    write_window(tmp_path, manifest, views(payload))
+    window, payload = sample_window(20, 1)
+    write_window(tmp_path, window, views(payload))
     with pytest.raises(CheckpointError, match=f"{path_in(tmp_path)}: {next(iter(expect))}="):
         open_window(path_in(tmp_path), expect=expect)
 
 
 def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
-    manifest, payload = sample_window(20, 1)
+    window, payload = sample_window(20, 1)
     path = tmp_path / "a.window"
-    content = forge(manifest.to_bytes(), b"".join(payload))
+    content = forge(window.to_bytes(), b"".join(payload))
     for offset, length in ((12, 2**63), (12, len(content)), (12, 2**64 - 1)):
         damaged = bytearray(content)
         struct.pack_into("<Q", damaged, offset, length)
@@ -135,8 +138,8 @@ def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
 
 
 def test_a_truncation_after_opening_is_an_error_not_a_signal(tmp_path: Path) -> None:
-    manifest, payload = sample_window(20, 1)
-    write_window(tmp_path, manifest, views(payload))
+    window, payload = sample_window(20, 1)
+    write_window(tmp_path, window, views(payload))
     with open_window(path_in(tmp_path)) as opened:
         os.truncate(path_in(tmp_path), 8192)
         with pytest.raises(CheckpointError, match="ends at 8192"):
@@ -144,19 +147,19 @@ def test_a_truncation_after_opening_is_an_error_not_a_signal(tmp_path: Path) -> 
 
 
 def test_a_linked_directory_is_not_written_through(tmp_path: Path) -> None:
-    manifest, payload = sample_window(20, 1)
+    window, payload = sample_window(20, 1)
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / window_name(20)).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / window_name(WindowKey(start_iteration=20, generation=0))).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="not a directory"):
-        write_window(tmp_path, manifest, views(payload))
+        write_window(tmp_path, window, views(payload))
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_failed_write_names_the_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, payload = sample_window(20, 1)
+    window, payload = sample_window(20, 1)
     monkeypatch.setattr(files, "_write", lambda descriptor, data: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(CheckpointError, match=f"{path_in(tmp_path)}: cannot be written: .*full"):
-        write_window(tmp_path, manifest, views(payload))
+        write_window(tmp_path, window, views(payload))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -192,20 +195,20 @@ def test_an_unknown_protocol_is_refused() -> None:
 
 
 def test_a_slice_in_memory_is_checked() -> None:
-    manifest, payload = sample_window(20, 1)
-    check_pieces(manifest.slices[0], memoryview(payload[0]), "here")
+    window, payload = sample_window(20, 1)
+    window.slices[0].check_payload(memoryview(payload[0]), "here")
     damaged = bytearray(payload[0])
     damaged[0] ^= 128
     with pytest.raises(CheckpointError, match="here: damaged: 'weight'"):
-        check_pieces(manifest.slices[0], memoryview(damaged), "here")
+        window.slices[0].check_payload(memoryview(damaged), "here")
     with pytest.raises(CheckpointError, match="slice of 4096 bytes"):
-        check_pieces(manifest.slices[0], memoryview(bytes(4096)), "here")
+        window.slices[0].check_payload(memoryview(bytes(4096)), "here")
 
 
 def test_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
-    manifest, payload = sample_window(20, 1)
+    window, payload = sample_window(20, 1)
     path = tmp_path / "a.window"
-    path.write_bytes(forge(manifest.to_bytes(), b"".join(payload), version=3))
+    path.write_bytes(forge(window.to_bytes(), b"".join(payload), version=3))
     with pytest.raises(CheckpointError, match="format_version=3: this version reads 1 to 2"):
         open_window(path)
 
@@ -215,11 +218,11 @@ def test_every_version_is_read_bit_for_bit(version: int) -> None:
     """Every later version must read this file; it is never written again."""
     expected, payload = window_fixture.window()
     with open_window(window_fixture.FOLDER / f"version_{version}.window") as opened:
-        manifest = opened.verify()
-        slices = [bytes(opened.read_slice(index)) for index in range(manifest.num_slices)]
+        window = opened.verify()
+        slices = [bytes(opened.read_slice(index)) for index in range(window.num_slices)]
     assert slices == payload
-    assert manifest.to_json() == {**expected.to_json(), "format_version": version}
-    for record, content in zip(manifest.slices, slices, strict=True):
+    assert window.to_json() == {**expected.to_json(), "format_version": version}
+    for record, content in zip(window.slices, slices, strict=True):
         for piece in record.pieces:
             data = window_fixture.content_of(record.iteration, piece.component, piece.num_bytes)
             assert content[piece.offset : piece.end] == data

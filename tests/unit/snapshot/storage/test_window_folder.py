@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.stored_samples import WORLD_SIZE, sample_window
 from megatron_ft.errors import CheckpointError
+from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage import backends
 from megatron_ft.snapshot.storage.window_file import rank_name, window_name, write_window
-from megatron_ft.snapshot.storage.window_folder import FolderEntry, WindowFolder
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 
 
 @pytest.fixture(params=["folder", "object store", "other file system"])
@@ -24,12 +25,16 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | st
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]
 
 
-def save(folder: Path | str, iteration: int, ranks: range = range(WORLD_SIZE), generation: int = 0) -> FolderEntry:
+def save(folder: Path | str, iteration: int, ranks: range = range(WORLD_SIZE), generation: int = 0) -> WindowKey:
     """Write the files of some ranks of a window."""
     for rank in ranks:
         manifest, payload = sample_window(iteration, rank)
         write_window(folder, replace(manifest, generation=generation), [memoryview(content) for content in payload])
-    return FolderEntry(iteration, generation, window_name(iteration, generation))
+    return key(iteration, generation)
+
+
+def key(iteration: int, generation: int = 0) -> WindowKey:
+    return WindowKey(start_iteration=iteration, generation=generation)
 
 
 def test_nothing_there(folder: Path | str) -> None:
@@ -45,10 +50,10 @@ def test_the_newest_that_verifies_and_reports_on_the_others(folder: Path | str) 
     save(folder, 30, ranks=range(1))
     found, damaged = windows.newest(WORLD_SIZE)
     assert found == sound
-    assert [report.path for report in damaged] == [windows.describe(FolderEntry(30, 0, window_name(30)))]
+    assert [report.path for report in damaged] == [windows.describe(key(30))]
     assert rank_name(1) in damaged[0].reason
     assert windows.complete(30, WORLD_SIZE) is None
-    assert windows.complete(10, WORLD_SIZE) == FolderEntry(10, 0, window_name(10))
+    assert windows.complete(10, WORLD_SIZE) == key(10)
 
 
 def test_another_generation_of_a_window_is_newer(folder: Path | str) -> None:
@@ -58,6 +63,13 @@ def test_another_generation_of_a_window_is_newer(folder: Path | str) -> None:
     save(folder, 20, generation=2, ranks=range(1))
     assert windows.complete(20, WORLD_SIZE) == second
     assert windows.list_windows()[0] == first
+
+
+def test_a_directory_that_is_not_named_as_it_is_written_is_no_window(tmp_path: Path) -> None:
+    stored = save(tmp_path, 20)
+    for name in ("window_00000020", "window_0000020.0", "window_0000020.01"):
+        (tmp_path / name).mkdir()
+    assert WindowFolder(tmp_path).list_windows() == [stored]
 
 
 def test_files_of_two_windows_are_no_window(tmp_path: Path) -> None:
@@ -70,7 +82,7 @@ def test_files_of_two_windows_are_no_window(tmp_path: Path) -> None:
 
 def test_a_file_under_another_name_is_refused(tmp_path: Path) -> None:
     stored = save(tmp_path, 20, ranks=range(1))
-    directory = tmp_path / stored.name
+    directory = tmp_path / window_name(stored)
     (directory / rank_name(0)).rename(directory / rank_name(1))
     with pytest.raises(CheckpointError, match=f"{rank_name(1)}: rank=0: must be 1"):
         WindowFolder(tmp_path).open(stored, 1)
@@ -84,7 +96,7 @@ def test_another_world_size_is_no_complete_window(tmp_path: Path) -> None:
 
 def test_callers_share_the_reading(tmp_path: Path) -> None:
     stored = save(tmp_path, 20)
-    path = tmp_path / stored.name / rank_name(1)
+    path = tmp_path / window_name(stored) / rank_name(1)
     content = bytearray(path.read_bytes())
     content[-6000] ^= 1
     path.write_bytes(content)
@@ -108,7 +120,7 @@ def test_retention_keeps_the_newest_that_verify(folder: Path | str) -> None:
 def test_retention_reads_no_more_than_its_part(tmp_path: Path) -> None:
     save(tmp_path, 10)
     stored = save(tmp_path, 20)
-    path = tmp_path / stored.name / rank_name(1)
+    path = tmp_path / window_name(stored) / rank_name(1)
     content = bytearray(path.read_bytes())
     content[-6000] ^= 1
     path.write_bytes(content)
@@ -132,10 +144,10 @@ def test_an_interrupted_deletion_is_finished_by_the_next(tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match="cannot be deleted: crash"):
         windows.retain(1, WORLD_SIZE)
     monkeypatch.undo()
-    assert windows.newest(WORLD_SIZE)[0] == FolderEntry(20, 0, window_name(20))
+    assert windows.newest(WORLD_SIZE)[0] == key(20)
     save(tmp_path, 10)
     windows.retain(1, WORLD_SIZE)
-    assert [path.name for path in tmp_path.iterdir()] == [window_name(20)]
+    assert [path.name for path in tmp_path.iterdir()] == [window_name(key(20))]
 
 
 def test_windows_of_an_abandoned_future_are_set_aside(folder: Path | str) -> None:
@@ -145,5 +157,5 @@ def test_windows_of_an_abandoned_future_are_set_aside(folder: Path | str) -> Non
             save(folder, iteration)
         moved = windows.set_aside_from(20)
         assert len(moved) == 2
-        assert windows.newest(WORLD_SIZE) == (FolderEntry(10, 0, window_name(10)), [])
+        assert windows.newest(WORLD_SIZE) == (key(10), [])
     assert moved == ["superseded_window_0000020_1", "superseded_window_0000030_1"]
