@@ -53,7 +53,7 @@ def find_source(
             )
         check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
     elif run.resume == "auto" and (iteration := newest_iteration(context.run_dir)):
-        restorer.say_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
+        restorer.report_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
     load = config.checkpoint.load
     return (found if found is not None or load is None else Path(load)), None
 

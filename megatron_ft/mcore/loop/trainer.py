@@ -268,7 +268,7 @@ class Trainer:
         raise TrainingStopped(f"iteration {iteration}: {reason}")
 
     def _observers(self) -> list[PlacementKeeper | Snapshotter]:
-        return [o for o in (self.placement, self.snapshots) if o is not None and o.wants_loads]
+        return [o for o in (self.placement, self.snapshots) if o is not None and o.needs_loads]
 
     def _reports_load(self, iteration: int) -> bool:
         return _due(iteration, self.config.telemetry.expert_load_interval_iterations)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_ft.config.identity import JobIdentity, differences
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
@@ -23,15 +23,18 @@ from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
 
+_Result = TypeVar("_Result")
+
 
 class SnapshotRestorer:
-    """Finds what ranks continue from. All methods are collective over the ranks of ``agreement``: all, or a few stages.
+    """Finds and restores the newest state. Public methods are collective over the ranks of ``agreement``.
 
     Args:
-        client: connection to the node's keeper; None where the job takes no snapshots.
+        agreement: of all ranks, or of those of a few pipeline stages.
+        client: connection to the node's snapshot server; None where the job takes no snapshots.
         folder: persisted windows; None where the run has none.
         topology: parallel sizes, as manifests record them.
-        run_dir: the run's folder; rank 0 keeps there which windows were refused.
+        run_dir: the run's folder; rank 0 lists the rejected windows there.
         identity: of this job; windows of other runs are not used, and newer ones with other settings end the start.
         settings: ``local_window.replay_config`` of this job.
         report: takes records; called on every rank.
@@ -66,25 +69,25 @@ class SnapshotRestorer:
         self._other_settings: list[tuple[int, str]] = []
         self._damaged: list[str] = []
         self._committed_buffer: int | None = None
-        self._refused: list[str] = []
+        self._rejected: list[str] = []
         self._chosen_digest = ""
         self.declined: tuple[str, ...] = ()
-        """What ``find`` has not used, each with its reason."""
+        """Reasons for everything that ``find`` has not used."""
         self.unusable: tuple[str, ...] = ()
-        """Windows with committed iterations of which ``find`` could use none, each with its reason; the same on every
-        rank, and empty where ``find`` has found something."""
+        """Reasons for windows with committed iterations that ``find`` could not use; the same on every rank, and empty
+        where ``find`` has found something."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
-        """The newest window that every rank can have, verified on all of them; None where the checkpoint is as new.
+        """Find the newest window that every rank can have, verified; None where the checkpoint is as new.
 
-        Damage is named and passed over, and so is a window that was refused before.
+        Damaged windows, and those that were rejected before, are reported and left out.
 
         Args:
             checkpoint: the newest dense checkpoint that verifies.
-            only: the only window that will do.
+            only: consider no other window.
 
         Raises:
-            CheckpointError: it cannot be read which windows were refused; or a window newer than what is left was
+            CheckpointError: the list of rejected windows cannot be read; or a window newer than the found state was
                 captured by this run with other data, another model, optimizer or schedule.
         """
         if self._client is None and self._folder is None:
@@ -103,13 +106,13 @@ class SnapshotRestorer:
             if newer and only is None:
                 raise CheckpointError(newer[-1])
             if not source.places:
-                self._say(source)
+                self._report_source(source)
                 if source.kind == "nothing":
                     self._note_unusable(reasons)
                 return None
             window, error = self._open(source)
             if error is not None:
-                self._problem(f"load {source.kind}", error)
+                self._report_problem(f"load {source.kind}", error)
             errors = self._agreement.gather(error)
             for rank, text in enumerate(errors):
                 if text is not None:
@@ -121,32 +124,31 @@ class SnapshotRestorer:
             self._chosen_digest = window_digest(self._agreement.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
             if rejection is None:
-                self._say(source)
+                self._report_source(source)
                 return window
             for windows, place in zip(by_rank, source.places, strict=True):
                 windows.remove(place)
             text = f"{source.kind} window of iteration {rejection.start_iteration}: refused before: {rejection.reason}"
-            if text not in self._refused:  # each copy in memory is the same window
-                self._refused.append(text)
+            if text not in self._rejected:  # each copy in memory is the same window
+                self._rejected.append(text)
                 reasons.append(text)
 
-    def say_nothing(self, reason: str) -> None:
+    def report_nothing(self, reason: str) -> None:
         """Report that the job starts at iteration 0, and why nothing is continued."""
-        self._say(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
+        self._report_source(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def replay(self, engine: TrainingEngine, window: LocalWindow) -> None:
         """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
 
         Raises:
-            RecoveryError: the window was captured from other ranges, or a replayed iteration differs. It is kept with
-                the run that this window was refused: another start chooses the next older source. What ``engine``
-                holds is of no use any more.
+            RecoveryError: the window was captured from other ranges, or a replayed iteration differs. The state of
+                ``engine`` is not usable then. The window is listed as rejected: another start chooses an older source.
         """
         began = time.monotonic()
         try:
             result = self._carry_out(engine, window)
         except RecoveryError as error:
-            self._refuse(window, str(error))
+            self._reject(window, str(error))
             raise
         self._report(
             WindowReplayed(
@@ -158,72 +160,63 @@ class SnapshotRestorer:
         )
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
-        """Rename persisted windows of other runs, and those after ``iteration`` where they may be written anew.
-
-        By another job, or by this one where it went back behind a refused window.
+        """Rename persisted windows of other runs, and those after ``iteration`` that may be written again: by another
+        job, or by this one if it resumes from before a rejected window.
         """
-        error = None
-        if self._folder is not None and self._agreement.rank == 0:
+
+        def rename(folder: WindowFolder) -> None:
+            folder.set_aside(self._other_runs)
+            self._other_runs = []
+            if is_new_job or self._rejected:
+                folder.set_aside_from(iteration + 1)
+
+        folder = self._folder
+        self._on_first(lambda: None if folder is None else rename(folder))
+
+    def _on_first(self, work: Callable[[], _Result]) -> _Result | None:
+        """Do ``work`` on rank 0, for its result there; every rank raises its CheckpointError."""
+        result = error = None
+        if self._agreement.rank == 0:
             try:
-                self._folder.set_aside(self._other_runs)
-                self._other_runs = []
-                if is_new_job or self._refused:
-                    self._folder.set_aside_from(iteration + 1)
+                result = work()
             except CheckpointError as failure:
                 error = str(failure)
         error = self._agreement.errors(error)
         if error is not None:
             raise CheckpointError(error)
-
-    # -- parts --------------------------------------------------------------------------------------------
+        return result
 
     def _note_unusable(self, reasons: Sequence[str]) -> None:
-        """Collect what every rank knows of windows that hold committed iterations and cannot be used.
-
-        A window that some rank never finished to write is not among them: it was never complete.
-        """
+        # A window that some rank never finished to write is not among them: it was never complete.
         everywhere = self._agreement.gather([*reasons, *self._damaged])
-        self.unusable = tuple(dict.fromkeys(reason for told in everywhere for reason in told))
+        self.unusable = tuple(dict.fromkeys(reason for found in everywhere for reason in found))
 
     def _carry_out(self, engine: TrainingEngine, window: LocalWindow) -> ReplayResult:
         return carry_out(window.replay_plan(), open_replay(engine, window, self._agreement))
 
     def _rejected_windows(self) -> dict[str, RejectedWindow]:
-        """Windows of this run that were refused, by digest."""
-        rejected: list[RejectedWindow] = []
-        error = None
-        if self._agreement.rank == 0:
-            try:
-                rejected = read_rejected(self._run_dir)
-            except CheckpointError as failure:
-                error = str(failure)
-        error = self._agreement.errors(error)
-        if error is not None:
-            raise CheckpointError(error)
-        known = self._agreement.from_first([asdict(window) for window in rejected])
+        """Rejected windows of this run, by digest."""
+        rejected = self._on_first(lambda: read_rejected(self._run_dir))
+        known = self._agreement.from_first([asdict(window) for window in rejected or ()])
         return {window.digest: window for window in map(RejectedWindow.from_json, known)}
 
-    def _refuse(self, window: LocalWindow, reason: str) -> None:
-        """Name the chosen window, and keep with the run that it was refused; no rank ends before that is on disk."""
-        error = None
+    def _reject(self, window: LocalWindow, reason: str) -> None:
+        """List the window with the run, so that no later start tries it; no rank ends before that is on disk."""
+        key = window.window.key
         if self._agreement.rank == 0:
-            key = window.window.key
-            rejection = RejectedWindow(**asdict(key), digest=self._chosen_digest, reason=reason)
-            self._problem("replay", f"window of iteration {key.start_iteration}: {reason}")
-            try:
-                add_rejected(self._run_dir, rejection)
-            except CheckpointError as failure:
-                error = str(failure)
-        error = self._agreement.errors(error)
-        if error is not None:
-            raise CheckpointError(f"{reason}; that cannot be kept: {error}")
+            self._report_problem("replay", f"window of iteration {key.start_iteration}: {reason}")
+        rejection = RejectedWindow(**asdict(key), digest=self._chosen_digest, reason=reason)
+        try:
+            self._on_first(lambda: add_rejected(self._run_dir, rejection))
+        except CheckpointError as error:
+            raise CheckpointError(f"{reason}; that cannot be recorded: {error}") from error
 
-    def _say(self, source: RecoverySource) -> None:
+    def _report_source(self, source: RecoverySource) -> None:
         source.validate()
         self.declined = source.declined
         self._report(RecoveryChosen(source=source.kind, iteration=source.iteration, declined=source.declined))
 
-    def _problem(self, what: str, error: str) -> None:
+    def _report_problem(self, what: str, error: str) -> None:
         self._report(SnapshotProblem(iteration=0, node=self._node, what=what, error=error))
 
     def _held_windows(self) -> list[StoredWindow]:
@@ -244,7 +237,7 @@ class SnapshotRestorer:
         return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:
-        """This rank's files in the folder that open and are of this job's layout; others are named."""
+        """This rank's files that can be read and are of this job's layout; others are reported or noted."""
         found = []
         self._other_runs, self._other_settings = [], []
         for stored in [] if self._folder is None else self._folder.list_windows():
@@ -253,7 +246,7 @@ class SnapshotRestorer:
                     window = opened.window
                 other, settings = self._other_run(window), self._other_job(window, opened.path)
             except CheckpointError as error:
-                self._problem("load persisted", str(error))
+                self._report_problem("load persisted", str(error))
                 if not isinstance(error.__cause__, FileNotFoundError):  # a missing file was perhaps never written
                     self._damaged.append(str(error))
                 continue
@@ -272,7 +265,7 @@ class SnapshotRestorer:
         return found
 
     def _open(self, source: RecoverySource) -> tuple[LocalWindow | None, str | None]:
-        """This rank's part, verified; or what is wrong with it."""
+        """This rank's part, verified; or the problem with it."""
         place = source.places[self._agreement.rank]
         try:
             window = self._read(place) if place.where == "persisted" else self._fetch(place)
@@ -282,7 +275,7 @@ class SnapshotRestorer:
             return None, str(error)
 
     def _read(self, place: StoredWindow) -> LocalWindow:
-        assert self._folder is not None, "the window was found there"
+        assert self._folder is not None, "there are no persisted windows"
         if place.key not in self._folder.list_windows():
             raise CheckpointError(f"persisted window of iteration {place.start_iteration}: has been deleted meanwhile")
         with self._folder.open(place.key, self._rank) as opened:
@@ -292,7 +285,7 @@ class SnapshotRestorer:
         return LocalWindow(window=opened.window, slices=slices, stored=replace(place, buffer=self._committed_buffer))
 
     def _fetch(self, place: StoredWindow) -> LocalWindow:
-        assert self._client is not None, "a snapshot server holds the window"
+        assert self._client is not None, "there is no snapshot server"
         window, payload = self._client.fetch(self._rank, place.key, node=place.node)
         where = f"window of iteration {place.start_iteration} on node {place.node}"
         self._check(window, where)
@@ -304,17 +297,13 @@ class SnapshotRestorer:
         return LocalWindow(window=window, slices=slices, stored=place)
 
     def _check(self, window: Window, where: str) -> None:
-        """Refuse a window that this job cannot replay exactly.
-
-        Raises:
-            CheckpointError: naming what differs.
-        """
+        """Raises CheckpointError for a window that this job cannot replay exactly, with the difference."""
         difference = self._difference(window) or self._other_key(window)
         if difference is not None:
             raise CheckpointError(f"{where}: {difference}")
 
     def _difference(self, window: Window) -> str | None:
-        """How the window's run or layout differs from this job's; None where it does not."""
+        """Difference of the window's run or layout from this job's; None without."""
         if (other := self._other_run(window)) is not None:
             return other
         if window.rank != self._rank:
@@ -326,8 +315,8 @@ class SnapshotRestorer:
         if not changed:
             return None
         return (
-            f"captured at another layout ({', '.join(changed)}); replay it at its own, on as few nodes as you like, "
-            "and go on from the dense checkpoint that this leaves"
+            f"captured at another layout ({', '.join(changed)}); replay it at its own layout, on as few nodes as you "
+            "like, and continue from the dense checkpoint that this leaves"
         )
 
     def _other_run(self, window: Window) -> str | None:
@@ -335,17 +324,13 @@ class SnapshotRestorer:
         return self._identity.not_of_run(run_id=run_id, run_name="of another name", format_version=version)
 
     def _other_job(self, window: Window, where: str) -> str | None:
-        """What the window was captured with otherwise than this job has it; None without, and in format 1.
-
-        Raises:
-            CheckpointError: it does not say.
-        """
+        # None without a difference, and in format 1, which has no settings.
         if window.format_version == 1:
             return None
         try:
             found = differences(parse_json(window.slices[0].header[SETTINGS]), self._identity.settings)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{where}: must say what it was captured with: {error!r}") from None
+            raise CheckpointError(f"{where}: must have the settings it was captured with: {error!r}") from None
         if not found:
             return None
         return (
@@ -354,7 +339,7 @@ class SnapshotRestorer:
         )
 
     def _other_key(self, window: Window) -> str | None:
-        """A key that the window's iterations were trained with otherwise: replaying them would give another state."""
+        # With another value of any of these keys a replay would compute another state.
         before = parse_json(window.slices[0].header.get(CONFIG, "{}"))
         now = self._settings
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]

@@ -1,7 +1,7 @@
 """Captures windows of state on one rank, in step with all others, while training goes on.
 
-The policy decides, ``WindowCapture`` copies, the node's keeper owns and replicates. All that ranks must agree on comes
-from the commit vote or from the same inputs on every rank.
+The policy decides, ``WindowCapture`` copies, the node's snapshot server owns and replicates. Everything that ranks must
+agree on comes from the commit vote or from the same inputs on every rank.
 """
 
 import json
@@ -33,16 +33,15 @@ from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
-from megatron_ft.snapshot.capture.capture import CaptureFigures, WindowCapture
+from megatron_ft.snapshot.capture.capture import CaptureFigures, WindowCapture, WindowMemory
 from megatron_ft.snapshot.capture.copier import capture_bandwidth, open_copier
-from megatron_ft.snapshot.capture.window_memory import WindowMemory
 from megatron_ft.snapshot.server.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
 
 Rows = tuple[tuple[int, ...], ...]
 """Tokens [layer][expert]."""
 
 Header = Callable[[int], dict[str, str]]
-"""What goes with slice ``index``, besides the vote: names to JSON text."""
+"""Header of slice ``index`` besides the vote: names to JSON text."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -50,12 +49,12 @@ _MAX_LOAD_RECORDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """What capturing works with for as long as tensors stay where they are and the plan is in force."""
+    """Everything that is valid while tensors stay where they are and the plan is in force."""
 
     view: OperatorView
     capture: WindowCapture
     host_bytes: int
-    """Memory that windows and copies take on the node that needs most."""
+    """Memory of windows and copies on the node that needs most."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -63,12 +62,12 @@ class _Opened:
 
 
 class Snapshotter:
-    """One rank's part in capturing windows; all methods but ``settle`` are called by every rank alike.
+    """One rank's part in capturing windows; every rank calls all methods but ``settle`` alike.
 
     Args:
-        client: the connection to this node's keeper.
+        client: the connection to this node's snapshot server.
         assignment: which nodes hold copies for which.
-        header: what goes with a slice, besides the vote.
+        header: header of a slice, besides the vote.
         report: takes records; called on every rank.
     """
 
@@ -113,19 +112,17 @@ class Snapshotter:
 
     @property
     def figures(self) -> CaptureFigures:
-        """What capturing has cost this rank since the plan in force."""
+        """Cost of capturing on this rank since the plan is in force."""
         return CaptureFigures() if self._opened is None else self._opened.capture.figures
 
     @property
-    def wants_loads(self) -> bool:
+    def needs_loads(self) -> bool:
         """Whether every iteration's loads are needed, for the order of operators."""
         return self._policy.trigger is not None
 
     def observe(self, load: torch.Tensor) -> None:
-        """Take in the tokens per expert of one iteration: int64 [num_layers, num_moe_experts] over the job."""
+        """Record the tokens per expert of one iteration: int64 [num_layers, num_moe_experts] over the job."""
         self._loads.append(tuple(tuple(row) for row in load.tolist()))
-
-    # -- in step with the loop ----------------------------------------------------------------------------
 
     def resume(self, window: StoredWindow, plan: WindowPlan) -> None:
         """Keep ``window``, which the job could go back to (``LocalWindow.stored``), until a newer one is committed."""
@@ -138,8 +135,8 @@ class Snapshotter:
         self._opened = self._open(self._engine.iteration, is_resumed=is_here)
 
     def capture_whole(self, vote: Vote) -> None:
-        """Capture the present state at once, as a window of one slice: after a recovery the one that the job could go
-        back to is far behind. Windows of the plan follow as they would follow one of it.
+        """Capture the present state at once, as a window of one slice: after a recovery the newest committed window is
+        far behind. Windows of the plan follow at their usual distance.
 
         Args:
             vote: of the newest iteration.
@@ -148,11 +145,11 @@ class Snapshotter:
         assert opened is not None and memory is not None, "resumed"
         shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
         if self._agreement.any(window_bytes(whole, shards) > memory.arena.window_bytes):
-            return self._say_plan_problem(iteration, "the whole state does not fit the buffers, and is not captured")
+            return self._report_plan_problem(iteration, "the whole state does not fit the buffers, and is not captured")
         if not self._agreement.all(bool(self._window_report().has_free_buffer)):
-            return self._say_delayed(iteration)
+            return self._report_delayed(iteration)
         capture = self._capture(whole, opened.view, memory)
-        self._enter(iteration, capture)
+        self._begin(iteration, capture)
         header = {"vote": json.dumps(vote.to_record()), PLAN: json.dumps(opened.plan.to_json()), **self._header(0)}
         capture.begin_slice(self._buffers.held[iteration], 0, iteration=iteration, header=header)
         capture.settle()
@@ -170,13 +167,13 @@ class Snapshotter:
         return None if start < 0 else WindowKey(start_iteration=start, generation=self._kept_generation)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
-        """The state after ``iteration`` is complete: let windows go that are no longer needed, start a slice."""
-        self.settle()  # an iteration that was skipped made no update, so nothing has waited for its slice
+        """Forget windows that are no longer needed, and start a slice of the complete state after ``iteration``."""
+        self.settle()  # a skipped iteration made no update: its slice may still be under way
         self._iteration_seconds.append(seconds)
-        self._take_in(iteration, vote)
+        self._apply_vote(iteration, vote)
         has_buffer = bool(vote.has_free_buffer)
         if self._opened is None:
-            if not self._knows_enough:
+            if not self._can_plan:
                 return
             self._opened = self._open(iteration)
             # Memory that survived an earlier process may hold what is still being written to storage.
@@ -192,12 +189,12 @@ class Snapshotter:
             self._start = None
 
     def settle(self) -> None:
-        """Wait for the slice under way: what it copies may change from here on."""
+        """Wait for the slice under way; its tensors may change from then on."""
         if self._opened is not None:
             self._opened.capture.settle()
 
     def pause(self) -> None:
-        """Before tensors move: give up the window under way. The next one begins with where they are then."""
+        """Abandon the window under way before tensors move; the next one begins from their new places."""
         self.settle()
         if self._start is not None:
             self._buffers = self._buffers.abandon(self._start)
@@ -205,27 +202,27 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Ask for the newest committed window on storage; ``finish`` waits until it is there."""
+        """Request the newest committed window on storage; ``finish`` waits until it is there."""
         if self._buffers.committed in self._lengths:
             self._client.persist(self._buffers.committed)
 
     def finish(self) -> None:
-        """At the end of a run: wait until storage has what it was asked to keep."""
+        """Wait at the end of a run until all requested windows are on storage."""
         self.settle()
         if not self._client.flush():
-            self._problem(self._engine.iteration, "persist", "storage took too long: the newest window is not on it")
-        self._say_problems(self._engine.iteration)
+            self._report_problem(
+                self._engine.iteration, "persist", "timed out waiting for storage of the newest window"
+            )
+        self._report_problems(self._engine.iteration)
 
     def close(self) -> None:
-        """Finish the slice under way and let go of tensors, memory and the keeper, which keeps what it has."""
+        """Finish the slice under way; release tensors, memory and the connection. The server keeps all windows."""
         self.settle()
         self._copier.close()
         self._engine.before_update, self._engine.window_report = None, WindowReport
         self._opened = None
         self._release_memory()
         self._client.close()
-
-    # -- parts --------------------------------------------------------------------------------------------
 
     @property
     def _plans_again(self) -> bool:
@@ -234,22 +231,21 @@ class Snapshotter:
     def _window_report(self) -> WindowReport:
         return self._buffers.report(self._client.buffer_states())
 
-    def _take_in(self, iteration: int, vote: Vote) -> None:
+    def _apply_vote(self, iteration: int, vote: Vote) -> None:
         before, self._buffers = self._buffers, self._buffers.after_vote(vote)
         if self._buffers.committed > before.committed:
             failpoints.hit("replicate", iteration)
             self._client.committed(self._buffers.committed)
             self._kept_generation = self._engine.groups.generation
-            self._say_committed(iteration)
+            self._report_committed(iteration)
         for start in before.held:
             if start > self._buffers.committed and start not in self._buffers.held:
                 self._client.abandon(start)
                 self._start = None if start == self._start else self._start
-        self._say_problems(iteration)
+        self._report_problems(iteration)
 
     @property
-    def _knows_enough(self) -> bool:
-        """Whether there is what a plan needs."""
+    def _can_plan(self) -> bool:
         known = self._plan is not None or self._config.snapshot.iteration_seconds is not None
         return known or len(self._iteration_seconds) >= _MEASURED_ITERATIONS
 
@@ -257,16 +253,15 @@ class Snapshotter:
         if self._last_start is not None and iteration < self._last_start + opened.plan.interval_iterations:
             return False
         if self._buffers.free() is None or not has_buffer:
-            self._say_delayed(iteration)
+            self._report_delayed(iteration)
             return False
         self._opened = opened = self._plan_again(iteration, opened)
         self._is_delayed = False
-        self._enter(iteration, opened.capture)
+        self._begin(iteration, opened.capture)
         self._start = iteration
         return True
 
-    def _enter(self, iteration: int, capture: WindowCapture) -> None:
-        """A window begins that ``capture`` captures."""
+    def _begin(self, iteration: int, capture: WindowCapture) -> None:
         self._buffers = self._buffers.begin(iteration, self._client.buffer_states().pinned)
         self._last_start = iteration
         self._lengths = {start: length for start, length in self._lengths.items() if start in self._buffers.held}
@@ -275,10 +270,10 @@ class Snapshotter:
         capture.begin_window(self._buffers.held[iteration], iteration)
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
-        """Plan unless there is a plan, take memory, lay slices out.
+        """Plan unless there is a plan, allocate memory, lay out slices.
 
         Raises:
-            ConfigError: windows take more than ``snapshot.host_memory_limit_bytes``; nothing was taken.
+            ConfigError: windows need more than ``snapshot.host_memory_limit_bytes``; nothing was allocated.
         """
         view = OperatorView(
             self._engine.model_chunks,
@@ -302,9 +297,9 @@ class Snapshotter:
         return needed
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
-        """Memory that windows of ``plan`` fit into; what is there and large enough on every rank stays.
+        """Allocate memory for windows of ``plan``, unless the present memory is large enough on every rank.
 
-        Memory that survived holds the window the job has just continued from: no more than that is asked for then.
+        Memory that survived holds the window the job has just continued from: no more than needed is requested then.
         """
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
@@ -312,14 +307,14 @@ class Snapshotter:
         if self._memory is not None:
             if not self._agreement.any(exact > self._memory.arena.window_bytes):
                 return self._memory
-            self._say_plan_problem(iteration, "windows have outgrown their memory: those in it are given up")
+            self._report_plan_problem(iteration, "windows have outgrown their memory: those in it are abandoned")
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()
-        # Also where it is large enough still: windows are on all ranks or on none.
-        return WindowMemory(self._client.allocate(needed, anew=is_outgrown), self._engine.device)
+        # Also where it is still large enough: windows are on all ranks or on none.
+        return WindowMemory(self._client.allocate(needed, new=is_outgrown), self._engine.device)
 
     def _release_memory(self) -> None:
-        """Before more is taken, so that a node never has room for both."""
+        # Before more is allocated: a node need not have memory for both.
         if self._memory is not None:
             self._memory.release()
         self._memory = None
@@ -327,7 +322,7 @@ class Snapshotter:
     def _lay_out(
         self, iteration: int, plan: WindowPlan, view: OperatorView, memory: WindowMemory, needed: int
     ) -> _Opened:
-        """``plan`` in force from now on."""
+        # ``plan`` is in force from now on.
         self._plan = plan
         capture = self._capture(plan, view, memory)
         self._stats.end_captures(self.figures)
@@ -353,7 +348,7 @@ class Snapshotter:
         )
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:
-        """Before a window, where it is due: look at what was measured, and whether the order still fits."""
+        # Where it is due: with what was measured since, and if the order of operators does not fit any more.
         interval = self._config.snapshot.replan_interval_windows
         if interval == 0 or self._num_windows == 0 or self._num_windows % interval:
             return opened
@@ -363,34 +358,32 @@ class Snapshotter:
         if plan == opened.plan:
             return opened
         if self._agreement.any(window_bytes(plan, view.shards) > self._memory.arena.window_bytes):
-            self._say_plan_problem(iteration, f"does not fit the buffers and is not used: {plan.summary()}")
+            self._report_plan_problem(iteration, f"does not fit the buffers and is not used: {plan.summary()}")
             return opened
         return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes)
 
-    # -- what is said -------------------------------------------------------------------------------------
-
-    def _say_committed(self, iteration: int) -> None:
+    def _report_committed(self, iteration: int) -> None:
         start, figures = self._buffers.committed, self.figures
         length = self._lengths.get(start, 0)
         self._report(self._stats.record(iteration, start_iteration=start, num_iterations=length, figures=figures))
 
-    def _say_delayed(self, iteration: int) -> None:
+    def _report_delayed(self, iteration: int) -> None:
         if not self._is_delayed:
             waiting = 0 if self._memory is None else self._memory.arena.status(WAITING_BYTES)
             self._report(WindowDelayed(iteration=iteration, replicating_bytes=waiting))
         self._is_delayed = True
 
-    def _say_problems(self, iteration: int) -> None:
+    def _report_problems(self, iteration: int) -> None:
         number = 0 if self._memory is None else self._memory.arena.status(NUM_PROBLEMS)
         if number > self._num_problems:
             self._num_problems = number
             for problem in self._client.problems():
-                self._problem(iteration, problem["what"], problem["error"])
+                self._report_problem(iteration, problem["what"], problem["error"])
 
-    def _say_plan_problem(self, iteration: int, error: str) -> None:
-        """Once for the job."""
+    def _report_plan_problem(self, iteration: int, error: str) -> None:
+        # Once for the job.
         if self._agreement.rank == 0:
-            self._problem(iteration, "plan", error)
+            self._report_problem(iteration, "plan", error)
 
-    def _problem(self, iteration: int, what: str, error: str) -> None:
+    def _report_problem(self, iteration: int, what: str, error: str) -> None:
         self._report(SnapshotProblem(iteration=iteration, node=self._node, what=what, error=error))

@@ -1,4 +1,4 @@
-"""``WindowCapture``: copies one slice after the other into a window's buffer and reports it to the snapshot server."""
+"""Copies one slice after the other into the buffers of windows, and reports each to the snapshot server."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ import torch
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes, slice_pieces
 from megatron_ft.planning.snapshot.plan import WindowPlan
-from megatron_ft.snapshot.capture.copier import Copier, CopyBatch
-from megatron_ft.snapshot.server.client import KeeperClient
+from megatron_ft.snapshot.capture.copier import Copier, CopyBatch, pin, unpin
+from megatron_ft.snapshot.server.client import Arena, KeeperClient
 from megatron_ft.snapshot.window import Slice
 
 Source = Callable[[Piece], torch.Tensor]
@@ -20,14 +20,42 @@ Source = Callable[[Piece], torch.Tensor]
 
 @dataclass(kw_only=True)
 class CaptureFigures:
-    """What capturing has cost this rank."""
+    """Cost of capturing on this rank."""
 
     num_slices: int = 0
     num_bytes: int = 0
     stalled_seconds: float = 0.0
-    """Training stood still for so long, waiting for copies or starting them."""
+    """Time in which training waited for copies or started them."""
     busy_seconds: float = 0.0
-    """Copying took so long, most of it hidden."""
+    """Time of the copies, most of it hidden."""
+
+
+class WindowMemory:
+    """The buffers of an arena as tensors for as long as they are mapped; pinned where copies come from CUDA."""
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        """Raises RuntimeError where the driver refuses to pin them."""
+        self.arena = arena
+        self.buffers = [torch.frombuffer(arena.buffer(index), dtype=torch.uint8) for index in range(arena.num_buffers)]
+        """uint8 [window_bytes] each. What is made of them must be gone before ``release``."""
+        self._is_pinned = device.type == "cuda"
+        if self._is_pinned:
+            for buffer in self.buffers:
+                pin(buffer)
+
+    def release(self) -> None:
+        """Unpin and unmap: the snapshot server can then free the memory.
+
+        Raises:
+            BufferError: a buffer is in use.
+            RuntimeError: the driver refuses.
+        """
+        while self.buffers:
+            buffer = self.buffers.pop()
+            if self._is_pinned:
+                unpin(buffer)
+            del buffer
+        self.arena.close()
 
 
 class WindowCapture:
@@ -59,12 +87,12 @@ class WindowCapture:
         """Buffer, index and description of the slice that is being copied."""
 
     def begin_window(self, buffer: int, start_iteration: int) -> None:
-        """The next slice is the first of a window in ``buffer``."""
+        """Begin a window in ``buffer``; its slices follow."""
         num_slices, plan = self.plan.num_iterations, self._plan_json
         self._client.begin(buffer, start_iteration=start_iteration, num_slices=num_slices, plan=plan)
 
     def begin_slice(self, buffer: int, index: int, *, iteration: int, header: Mapping[str, Any]) -> None:
-        """Start to copy slice ``index`` of the state after ``iteration``; ``header`` goes with it."""
+        """Start to copy slice ``index`` of the state after ``iteration``, with its ``header``."""
         assert self._under_way is None, "a slice is under way"
         began = time.perf_counter()
         self._copier.start(self._batches[buffer][index])

@@ -1,7 +1,7 @@
-"""Moves bytes beside the computation: a thread on CPU, a side stream on CUDA.
+"""Copies bytes beside the computation: a thread on CPU, a side stream on CUDA.
 
-A batch is started, and waited for before anything may change its sources. Preparing a batch takes the addresses once;
-starting it again allocates nothing.
+A batch is started, and waited for before anything may change its sources. It is prepared once: starting it again
+allocates nothing.
 """
 
 import ctypes
@@ -50,21 +50,21 @@ class Copier(Protocol):
     """One batch at a time."""
 
     def start(self, batch: CopyBatch) -> None:
-        """Begin to copy; returns at once."""
+        """Start to copy; returns at once."""
 
     def wait(self) -> float:
-        """Wait until the batch is copied; the seconds the caller stood still. 0 where nothing is under way."""
+        """Wait until the batch is copied; the seconds of waiting, 0 without a batch."""
 
     @property
     def busy_seconds(self) -> float:
         """Seconds the last batch took to copy, from its start."""
 
     def close(self) -> None:
-        """End; nothing may be under way."""
+        """End the copier; no batch may be under way."""
 
 
 class ThreadCopier:
-    """Copies in a thread of its own, which holds no lock of the interpreter while bytes move."""
+    """Copies in a thread of its own, without the interpreter's lock while bytes move."""
 
     def __init__(self) -> None:
         self._batch: CopyBatch | None = None
@@ -80,17 +80,12 @@ class ThreadCopier:
         self._thread.start()
 
     def start(self, batch: CopyBatch) -> None:
-        """See ``Copier``."""
         assert not self._under_way, "a batch is under way"
         self._batch, self._under_way = batch, True
         self._wake.release()
 
     def wait(self) -> float:
-        """See ``Copier``.
-
-        Raises:
-            BaseException: what the copying thread met.
-        """
+        # Raises what the copying thread has raised.
         if not self._under_way:
             return 0.0
         began = time.perf_counter()
@@ -102,11 +97,9 @@ class ThreadCopier:
 
     @property
     def busy_seconds(self) -> float:
-        """See ``Copier``."""
         return self._busy_seconds
 
     def close(self) -> None:
-        """See ``Copier``."""
         assert not self._under_way, "a batch is under way"
         self._closed = True
         self._wake.release()
@@ -155,7 +148,7 @@ class StreamCopier:
         self._busy_seconds = 0.0
 
     def start(self, batch: CopyBatch) -> None:
-        """See ``Copier``. What the computing stream has queued so far comes first."""
+        # After what the computing stream has queued so far.
         assert self._batch is None, "a batch is under way"
         self._batch = batch
         self._stream.wait_stream(self._cuda.current_stream(self._device))
@@ -169,7 +162,6 @@ class StreamCopier:
             self._ended.record()
 
     def wait(self) -> float:
-        """See ``Copier``."""
         if self._batch is None:
             return 0.0
         began = time.perf_counter()
@@ -181,11 +173,9 @@ class StreamCopier:
 
     @property
     def busy_seconds(self) -> float:
-        """See ``Copier``."""
         return self._busy_seconds
 
     def close(self) -> None:
-        """See ``Copier``."""
         assert self._batch is None, "a batch is under way"
 
 
@@ -195,7 +185,7 @@ def open_copier(device: torch.device) -> Copier:
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Make host memory reachable for asynchronous copies from CUDA. ``unpin`` it before it is unmapped.
+    """Pin host memory for asynchronous copies from CUDA. ``unpin`` it before it is unmapped.
 
     Raises:
         RuntimeError: the driver refuses, for instance at the limit of locked memory.
@@ -207,11 +197,7 @@ def pin(memory: torch.Tensor) -> None:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Take back what ``pin`` did; nothing may be copied to ``memory`` any more.
-
-    Raises:
-        RuntimeError: the driver refuses: it was not pinned.
-    """
+    """Unpin memory, which nothing may be copied to any more. Raises RuntimeError if it was not pinned."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = cudart.cudaHostUnregister(memory.data_ptr())
     if int(code) != 0:

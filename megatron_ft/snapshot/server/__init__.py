@@ -1,1 +1,1 @@
-"""Keeps: a node's process that owns the memory of snapshots, replicates and persists it. No torch."""
+"""A node's process that owns the memory of snapshots, replicates and persists them. No torch."""

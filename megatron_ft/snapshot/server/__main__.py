@@ -1,9 +1,9 @@
-"""``python -m megatron_ft.snapshot.server``: see ``serve.py``."""
+"""``python -m megatron_ft.snapshot.server``: see ``process.py``."""
 
 import os
 import sys
 
-from megatron_ft.snapshot.server.serve import main
+from megatron_ft.snapshot.server.process import main
 
 if __name__ == "__main__":
     code = main()

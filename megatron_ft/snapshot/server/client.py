@@ -1,4 +1,4 @@
-"""What a rank says to its node's keeper. No torch: memory is handed out as buffers."""
+"""A rank's connection to its node's snapshot server. No torch: memory is handed out as buffers."""
 
 import mmap
 import os
@@ -18,11 +18,11 @@ from megatron_ft.snapshot.window import Slice, Window
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
-"""A keeper that says nothing for so long while an answer is due, or takes nothing in, is stuck."""
+"""A snapshot server that takes longer to answer, or to take a request, is unresponsive."""
 FLUSH_SECONDS = 600.0
-"""How long a keeper lets ``flush`` wait for storage."""
+"""How long ``flush`` may wait for storage."""
 PATIENT_SECONDS = FLUSH_SECONDS + 300.0
-"""The limit where a keeper takes memory, asks other nodes or waits for storage before it answers."""
+"""The limit where the server allocates memory, asks other nodes or waits for storage before it answers."""
 MAX_UNREAD = 32
 """Answers to ``captured`` that may wait in the socket: were it full, both ends would wait for each other."""
 (
@@ -32,23 +32,22 @@ MAX_UNREAD = 32
     NUM_PROBLEMS,
     PERSISTED_START,
     HASHED_BYTES,
-    CPU_NANOSECONDS,
     PINNED_BUFFERS,
     COMMITTED_START,
     PERSISTED_BYTES,
-) = range(10)
-"""Words of the status page. Commits that ``COMMITTED_START`` counts have pinned what they pin."""
-BUFFER_REPLICATED = 10
+) = range(9)
+"""Words of the status page. A commit is in ``COMMITTED_START`` after the buffers that it pins."""
+BUFFER_REPLICATED = 9
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
-"""First of ``NUM_BUFFERS`` words each: where the window in a buffer starts, if it is so; -1 if not."""
+"""First of ``NUM_BUFFERS`` words each: the start of the window in each buffer, if it is so; -1 if not."""
 
 
 class KeeperRefused(ControlError):
-    """The keeper said no."""
+    """The snapshot server refused a request."""
 
 
 class Arena:
-    """A rank's memory: a status page and the buffers of its windows, mapped. The keeper owns it."""
+    """A rank's memory, mapped: a status page and the buffers of its windows. The snapshot server owns it."""
 
     def __init__(self, descriptor: int, window_bytes: int, num_buffers: int, status_bytes: int) -> None:
         """Map the file of ``descriptor``, which is closed."""
@@ -64,34 +63,33 @@ class Arena:
         self._status = self._view[:status_bytes].cast("q")
 
     def buffer(self, index: int) -> memoryview:
-        """The ``window_bytes`` bytes of a buffer."""
+        """The bytes of a buffer, ``window_bytes``."""
         assert 0 <= index < self.num_buffers, f"buffer {index} of {self.num_buffers}"
         start = self._status_bytes + index * self.window_bytes
         return self._view[start : start + self.window_bytes]
 
     def status(self, word: int) -> int:
-        """A word of the status page, as the keeper wrote it last."""
+        """A word of the status page, as the server wrote it last."""
         return int(self._status[word])
 
     def close(self) -> None:
-        """Unmap.
-
-        Raises:
-            BufferError: somebody still uses a buffer.
-        """
+        """Unmap. Raises BufferError while a buffer is in use."""
         self._status.release()
         self._view.release()
         self._map.close()
 
 
 class KeeperClient:
-    """One connection for one rank. For one thread."""
+    """One connection for one rank; for one thread.
+
+    Requests that cost one send are not answered at once: a refusal is raised by them or by a later request.
+    """
 
     def __init__(self, socket_path: str, *, hello: Mapping[str, Any]) -> None:
-        """Connect and greet; ``hello`` has the fields of the protocol, ``op`` excepted.
+        """Connect and greet; ``hello`` has the fields of the protocol without ``op``.
 
         Raises:
-            ControlError: nobody listens, or the keeper refuses.
+            ControlError: there is no server, or it refuses.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -99,30 +97,30 @@ class KeeperClient:
             sock.connect(socket_path)
         except OSError as error:
             sock.close()
-            raise ControlError(f"keeper at {socket_path}: {error}") from error
+            raise ControlError(f"snapshot server at {socket_path}: {error}") from error
         self._reader = FrameReader(sock)
         self._answers: deque[Message] = deque()
         self._num_unread = 0
         self._arena: Arena | None = None
         self._socket_path = socket_path
         self._committed = -1
-        """The newest commit the keeper was told of since it gave the arena out."""
+        """The newest commit that was sent since the arena was allocated."""
         try:
             self._call({**hello, "op": "hello"})
         except BaseException:
             self.close()
             raise
 
-    def allocate(self, window_bytes: int, *, anew: bool = False) -> Arena:
+    def allocate(self, window_bytes: int, *, new: bool = False) -> Arena:
         """This rank's memory, for windows of at least ``window_bytes`` bytes.
 
-        Memory that survived an earlier process and is large enough is the same again, windows included; memory that
-        is too small is given back with its windows, so fetch them before; ``anew`` any is.
+        Memory that survived an earlier process and is large enough is mapped again, with its windows. Memory that is
+        too small, or any if ``new``, is freed with its windows: fetch them before.
 
         Raises:
-            KeeperRefused: there is not so much.
+            KeeperRefused: there is not so much memory.
         """
-        answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes, "anew": int(anew)})
+        answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes, "new": new})
         self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
         self._committed = self._arena.status(COMMITTED_START)
         return self._arena
@@ -130,42 +128,35 @@ class KeeperClient:
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
         """Give a buffer to a new window. Costs one send.
 
-        A refusal (the buffer is being written to storage, or holds the newest window committed, or confirmed by
-        ``committed``, since this generation greeted) is raised here or by a later request.
+        Refused while the buffer is written to storage, or holds the newest window that was committed, or confirmed by
+        ``committed``, since this generation greeted.
         """
         about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
-        self._tell({"op": "begin", **about})
+        self._request({"op": "begin", **about})
 
     def captured(self, buffer: int, index: int, part: Slice) -> None:
-        """Report that slice ``index`` of a buffer's window is there and will not change. Costs one send.
-
-        Its hashes are not needed. A refusal is raised by the next request.
-        """
-        self._tell({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json()})
+        """Report that slice ``index`` of a buffer's window is there and will not change. Costs one send."""
+        self._request({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json()})
 
     def committed(self, start_iteration: int, *, captured_in: int | None = None) -> None:
-        """The whole job has replicated this window, or has just continued from it. Costs one send.
+        """Report that the whole job has replicated this window, or has just continued from it. Costs one send.
 
-        ``captured_in`` is the generation that captured it; None for this client's own. A refusal (it is not here, or
-        incomplete) is raised here or by a later request.
+        Refused if it is not here or incomplete. ``captured_in``: the generation that captured it; None: this client's.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
-        self._tell({"op": "committed", "start_iteration": start_iteration, **captured})
+        self._request({"op": "committed", "start_iteration": start_iteration, **captured})
         self._committed = start_iteration
 
     def abandon(self, start_iteration: int) -> None:
-        """The job lets go of this window without committing it. Costs one send.
-
-        A refusal (it is not here, or committed) is raised here or by a later request.
-        """
-        self._tell({"op": "abandon", "start_iteration": start_iteration})
+        """Forget a window that the job will not commit. Costs one send; refused if it is not here or committed."""
+        self._request({"op": "abandon", "start_iteration": start_iteration})
 
     def buffer_states(self) -> BufferStates:
-        """How the buffers of this rank's memory stand, as the keeper wrote it last."""
+        """State of the buffers of this rank's memory, as the server wrote it last."""
         arena = self._arena
         if arena is None:
             return BufferStates()
-        # Read before what is pinned: the keeper writes it after.
+        # Read before what is pinned: the server writes it after.
         knows_commits = arena.status(COMMITTED_START) == self._committed
         pinned = arena.status(PINNED_BUFFERS)
         buffers = range(arena.num_buffers)
@@ -177,11 +168,11 @@ class KeeperClient:
         )
 
     def persist(self, start_iteration: int) -> None:
-        """Write this window to storage soon. Raises KeeperRefused when it is not here, or there is no place."""
+        """Write a window to storage soon. Raises KeeperRefused if it is not here, or there is no ``persist_url``."""
         self._call({"op": "persist", "start_iteration": start_iteration})
 
     def flush(self) -> bool:
-        """Wait until all that was asked for is on storage; False where that takes too long."""
+        """Wait until all requested windows are on storage; False if that takes too long."""
         return bool(self._call({"op": "flush"}, PATIENT_SECONDS)["done"])
 
     def problems(self) -> list[dict[str, Any]]:
@@ -195,13 +186,13 @@ class KeeperClient:
         return [stored_window(entry) for entry in items(answer, "windows")]
 
     def fetch(self, rank: int, key: WindowKey, *, node: int) -> tuple[Window, memoryview]:
-        """A complete window that a node holds, and its bytes: private to this process if it writes to them.
+        """Fetch a complete window that a node holds, and its bytes, which ``Slice.check_payload`` must check.
 
-        The bytes are mapped as long as something refers to them. Check them before use (``Slice.check_payload``).
+        They are mapped as long as something refers to them; what this process writes there is its own.
 
         Raises:
             KeeperRefused: it is not there, or does not arrive.
-            CheckpointError: its description is none.
+            CheckpointError: its description cannot be read.
         """
         answer, descriptor = self._call_for_memory({"op": "fetch", "rank": rank, "node": node, **asdict(key)})
         try:
@@ -214,29 +205,29 @@ class KeeperClient:
         return Window.from_json(answer["window"]), content[page : page + num_bytes]
 
     def close(self) -> None:
-        """Close the connection; the keeper keeps everything."""
+        """Close the connection; the server keeps all windows."""
         self._reader.close()
 
     def _call_for_memory(self, message: Message) -> tuple[Message, int]:
         answer = self._call(message, PATIENT_SECONDS)
         if not self._reader.descriptors:
-            raise ControlError(f"keeper: its answer to {message['op']} has no memory")
+            raise ControlError(f"snapshot server: its answer to {message['op']} has no memory")
         return answer, self._reader.descriptors.popleft()
 
-    def _tell(self, message: Message) -> None:
-        """Send, and leave the answer for a later request; never too many of them."""
+    def _request(self, message: Message) -> None:
+        # The answer is read with that of a later request; unread ones must fit the socket's buffer.
         if self._num_unread >= MAX_UNREAD:
-            self._settle()
+            self._read_answers()
         self._send(message)
         self._num_unread += 1
 
     def _call(self, message: Message, seconds: float | None = None) -> Message:
         self._send(message)
         self._num_unread += 1
-        return self._settle(seconds)
+        return self._read_answers(seconds)
 
-    def _settle(self, seconds: float | None = None) -> Message:
-        """Read all answers that are due, each within ``seconds``: the last one, unless one is a refusal."""
+    def _read_answers(self, seconds: float | None = None) -> Message:
+        # Read all answers that are due, each within ``seconds``; the last one counts, unless one is a refusal.
         self._reader.sock.settimeout(ANSWER_SECONDS if seconds is None else seconds)
         answers = [self._receive() for _ in range(self._num_unread)]
         self._num_unread = 0
@@ -244,7 +235,7 @@ class KeeperClient:
             if answer["op"] == "error":
                 while self._reader.descriptors:
                     os.close(self._reader.descriptors.popleft())
-                raise KeeperRefused(f"keeper: {answer['reason']}")
+                raise KeeperRefused(f"snapshot server: {answer['reason']}")
         return answers[-1]
 
     def _send(self, message: Message) -> None:
@@ -252,21 +243,23 @@ class KeeperClient:
         try:
             send(self._reader.sock, message)
         except TimeoutError as error:
-            raise self._stuck() from error
+            raise self._unresponsive() from error
         except OSError as error:
-            raise ControlError(f"keeper: the connection is lost: {error}") from error
+            raise ControlError(f"snapshot server: the connection is lost: {error}") from error
 
     def _receive(self) -> Message:
         while not self._answers:
             try:
                 messages, closed = self._reader.pump()
             except TimeoutError as error:
-                raise self._stuck() from error
+                raise self._unresponsive() from error
             self._answers.extend(messages)
             if closed and not self._answers:
-                raise ControlError("keeper: the connection is lost")
+                raise ControlError("snapshot server: the connection is lost")
         return self._answers.popleft()
 
-    def _stuck(self) -> ControlError:
+    def _unresponsive(self) -> ControlError:
         seconds = self._reader.sock.gettimeout()
-        return ControlError(f"keeper at {self._socket_path}: says nothing for {seconds:g} s: it is stopped or stuck")
+        return ControlError(
+            f"snapshot server at {self._socket_path}: no answer for {seconds:g} s: it is stopped or stuck"
+        )

@@ -1,6 +1,6 @@
-"""The two buffers that a keeper has for a rank of another node, seen from both ends. Pure.
+"""The two buffers of a peer that hold copies of a rank's windows, seen from both ends. Pure.
 
-The sender decides which buffer a window goes to; the receiver refuses to lose its newest committed window.
+The sender decides which buffer a window goes to; the receiver refuses to overwrite its newest committed window.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ class CopyWindows:
         return iter([window for window in self.buffers if window is not None])
 
     def expect(self, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
-        """The window that a slice which is about to arrive belongs to; the first slice takes the buffer.
+        """Choose the window that an announced slice belongs to; the first slice of a window takes the buffer.
 
         Raises:
             ControlError: the buffer holds the newest committed window.
@@ -61,7 +61,7 @@ class CopyWindows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSlice:
-    """Next: send this slice into that buffer of the peer."""
+    """Send a slice into a buffer of the peer."""
 
     window: HeldWindow
     index: int
@@ -70,7 +70,7 @@ class SendSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommit:
-    """Next: tell the peer that this window, which it holds, is committed."""
+    """Tell the peer that a window which it holds is committed."""
 
     window: HeldWindow
 
@@ -79,7 +79,7 @@ class PeerBuffers:
     """The sending end: what a peer holds of one rank."""
 
     def __init__(self, held: Iterable[StoredWindow] = ()) -> None:
-        """Raises ControlError for a buffer that cannot be."""
+        """Take the peer's own inventory. Raises ControlError for a buffer that cannot be."""
         self.buffers: list[StoredWindow | None] = [None] * NUM_COPY_BUFFERS
         for window in held:
             if window.buffer not in range(NUM_COPY_BUFFERS):
@@ -87,21 +87,21 @@ class PeerBuffers:
             self.buffers[window.buffer] = window
 
     def find(self, key: WindowKey) -> StoredWindow | None:
-        """What the peer has of a window."""
+        """The peer's entry of a window."""
         return next((held for held in self.buffers if held is not None and held.key == key), None)
 
     def num_received(self, window: HeldWindow) -> int:
-        """Slices of a window that the peer has, or will have when it has answered."""
+        """Number of slices of a window that the peer has, or will have when it has answered."""
         found = self.find(window.key)
         return found.num_held if found else 0
 
     def next_action(
         self, own: OwnWindows, generation: int, given_up: Collection[HeldWindow] = ()
     ) -> SendSlice | SendCommit | None:
-        """The next thing to send: a commit first, then slices in order; None while nothing may go.
+        """Choose what to send next: a commit first, then slices in order; None while there is nothing to send.
 
-        Windows of this generation go, and the newest committed one of any generation, so that a new peer gets it;
-        those in ``given_up`` do not.
+        Windows of this generation are sent, and the newest committed one of any generation, so that a new peer gets
+        it; those in ``given_up`` are not.
         """
         committed = self._wanted_commit(own)
         found = None if committed is None else self.find(committed.key)
@@ -117,9 +117,8 @@ class PeerBuffers:
         return None
 
     def _wanted_commit(self, own: OwnWindows) -> HeldWindow | None:
-        """The committed window that the peer should have. A node that comes back may remember an older one than its
-        peer does: that goes only if the job has confirmed in this generation that it went back to it.
-        """
+        # A node that returns may hold an older committed window than its peer does. The peer's is overwritten only if
+        # the job has confirmed in this generation that it went back to the older one.
         window = own.committed
         newest = max((_age(held.key) for held in self.buffers if held is not None and held.committed), default=None)
         is_older = window is not None and newest is not None and _age(window.key) < newest
@@ -133,17 +132,17 @@ class PeerBuffers:
         return None if buffer is None else SendSlice(window=window, index=index, buffer=buffer)
 
     def _choose_buffer(self, live: Collection[WindowKey], generation: int) -> int | None:
-        """A free buffer, or one whose window will never be committed: forgotten here, or of an older generation."""
+        # A free buffer, or one whose window will never be committed: forgotten here, or of an older generation.
         if None in self.buffers:
             return self.buffers.index(None)
         for number, held in enumerate(self.buffers):
-            assert held is not None, "free buffers were looked for"
+            assert held is not None, "no buffer is free"
             if not held.committed and (held.key not in live or held.generation < generation):
                 return number
         return None
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
-        """What was sent counts as held: what cannot be taken ends the connection, and ``read_held`` begins anew."""
+        """Count what was sent as held: a refusal ends the connection, and ``read_held`` replaces this object."""
         if isinstance(action, SendCommit):
             self._note_committed(action.window.key)
             return
@@ -160,7 +159,6 @@ class PeerBuffers:
         )
 
     def _note_committed(self, key: WindowKey) -> None:
-        """The peer marks a window and forgets what that supersedes."""
         for number, held in enumerate(self.buffers):
             if held is not None and is_superseded(held.key, held.committed, key):
                 self.buffers[number] = None
@@ -169,16 +167,11 @@ class PeerBuffers:
 
 
 def _age(key: WindowKey) -> tuple[int, int]:
-    """What later commits have more of."""
     return key.generation, key.start_iteration
 
 
 def read_held(answer: Mapping[str, Any]) -> dict[int, PeerBuffers]:
-    """What a peer said on greeting that it holds, by rank.
-
-    Raises:
-        ControlError: malformed.
-    """
+    """What a peer holds, by rank, from its answer to the greeting. Raises ControlError if it is malformed."""
     by_rank: dict[int, list[StoredWindow]] = {}
     for entry in items(answer, "held"):
         if not isinstance(entry, dict):

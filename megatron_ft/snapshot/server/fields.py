@@ -1,4 +1,4 @@
-"""Fields of messages, checked before anything is done with them."""
+"""Reads fields of messages, within bounds: before any of them is used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,7 @@ MAX_TEXT = 4096
 
 
 def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_ITERATION) -> int:
-    """A whole number within bounds.
-
-    Raises:
-        ControlError: missing, no whole number, or out of bounds.
-    """
+    """Read a whole number. Raises ControlError if it is missing, none, or out of bounds."""
     value = message.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ControlError(f"{name}={value!r}: must be a whole number from {least} to {most}")
@@ -27,11 +23,7 @@ def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int 
 
 
 def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
-    """A string that is not empty, has no control characters and is not too long.
-
-    Raises:
-        ControlError: it is none.
-    """
+    """Read a string. Raises ControlError if it is missing, empty, too long, or has control characters."""
     value = message.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
         raise ControlError(f"{name}={value!r:.100}: must be text of 1 to {most} printable characters")
@@ -39,11 +31,7 @@ def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
 
 
 def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ControlError: it is none.
-    """
+    """Read an object. Raises ControlError if it is none."""
     value = message.get(name)
     if not isinstance(value, dict):
         raise ControlError(f"{name}={value!r:.100}: must be an object")
@@ -51,11 +39,7 @@ def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def items(message: Mapping[str, Any], name: str) -> list[Any]:
-    """A JSON list.
-
-    Raises:
-        ControlError: it is none.
-    """
+    """Read a list. Raises ControlError if it is none."""
     value = message.get(name)
     if not isinstance(value, list):
         raise ControlError(f"{name}={value!r:.100}: must be a list")
@@ -63,11 +47,7 @@ def items(message: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def host_and_port(address: object) -> tuple[str, int]:
-    """``host:port``, the host of IPv6 in brackets.
-
-    Raises:
-        ControlError: it is none.
-    """
+    """Split ``host:port``, the host of IPv6 in brackets. Raises ControlError for anything else."""
     host, colon, port = str(address).rpartition(":")
     if (
         not colon
@@ -82,20 +62,12 @@ def host_and_port(address: object) -> tuple[str, int]:
 
 
 def window_key(message: Mapping[str, Any]) -> WindowKey:
-    """The window that a message is about.
-
-    Raises:
-        ControlError: it names none.
-    """
+    """Read which window a message is about. Raises ControlError if it names none."""
     return WindowKey(start_iteration=integer(message, "start_iteration"), generation=integer(message, "generation"))
 
 
 def stored_window(content: object) -> StoredWindow:
-    """An inventory's entry.
-
-    Raises:
-        ControlError: it is none.
-    """
+    """Read an inventory's entry. Raises ControlError if it is none."""
     try:
         window = StoredWindow.from_json(content)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Memory without a name in any file system: counted, limited before it is taken, there once it is.
+"""Memory files without a name: limited before they are allocated, all pages present once they are.
 
-Taking it lets other threads run, which mapping with ``MAP_POPULATE`` would not: ranks do that for themselves.
+Allocation lets other threads run, which mapping with ``MAP_POPULATE`` would not: ranks do that for themselves.
 """
 
 import mmap
@@ -15,14 +15,10 @@ _USABLE_SHARE = 0.9
 
 
 class Segment:
-    """A mapped memory file. It lives as long as somebody refers to it; a view of it keeps the bytes, not the file."""
+    """A mapped memory file, closed with the last reference to it; a view of it keeps the bytes, not the file."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
-        """Take ``num_bytes`` at once.
-
-        Raises:
-            OSError: the memory is not there.
-        """
+        """Allocate all pages. Raises OSError where there is not so much memory."""
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
@@ -30,7 +26,7 @@ class Segment:
         self.view = memoryview(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED))
 
     def read_only_descriptor(self) -> int:
-        """A new descriptor through which nobody can write."""
+        """Open the file again, for reading only."""
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -38,17 +34,13 @@ class Memory:
     """All segments of a process. Safe to use from threads."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """``limit_bytes``: of all segments together; None: what the machine has available at each allocation."""
+        """Limit all segments together to ``limit_bytes``; None: to what the machine has available each time."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._lock = threading.RLock()
 
     def allocate(self, name: str, num_bytes: int) -> Segment:
-        """Take memory.
-
-        Raises:
-            ControlError: it would exceed the limit, or the machine refuses.
-        """
+        """Allocate a segment. Raises ControlError if it exceeds the limit or the memory of the machine."""
         with self._lock:
             self._check(name, num_bytes)
             self.used_bytes += num_bytes
@@ -64,7 +56,7 @@ class Memory:
         if self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes:
             raise ControlError(
                 f"{name}: {num_bytes} bytes: {self.used_bytes} are in use, at most {self.limit_bytes} may be "
-                "(memory_limit_bytes of the keeper)"
+                "(memory_limit_bytes of the snapshot server)"
             )
         available = available_bytes()
         if num_bytes > available * _USABLE_SHARE:
@@ -76,7 +68,7 @@ class Memory:
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping, by the kernel's estimate.
+    """Estimate the memory that can be allocated without swapping.
 
     Source: proc_meminfo(5), ``MemAvailable``.
     """

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.window import Slice, Window
 
@@ -47,40 +46,21 @@ def is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
     return old != by and (was_committed or is_older)
 
 
-def best(windows: Sequence[HeldWindow], start_iteration: int, generation: int | None = None) -> HeldWindow:
-    """Choose among the complete windows that start at ``start_iteration`` the committed, then the newest one.
-
-    A committed one comes before one that was captured again since, for every rank has the same one.
-
-    Raises:
-        ControlError: there is none.
-    """
-    found = [
-        window
-        for window in windows
-        if window.complete and window.start_iteration == start_iteration and generation in (None, window.generation)
-    ]
-    if not found:
-        raise ControlError(f"start_iteration={start_iteration}: no complete window starts there")
-    return max(found, key=lambda window: (window.committed, window.generation))
-
-
 class OwnWindows:
     """The windows of one rank of this node."""
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
         self.pinned: set[int] = set()
-        """Buffers that somebody reads and needs unchanged."""
-        self._buffers: list[HeldWindow | None] = [None] * NUM_BUFFERS
+        """Buffers that storage reads: they must not change."""
+        self.confirmed: HeldWindow | None = None
+        """The newest window that was committed, or confirmed to be, in this generation."""
         self._order: list[HeldWindow] = []
+        """In the order in which they were begun, at most one for each buffer."""
         self._num_commits = 0
         self._is_new_commit = False
-        self._protected: HeldWindow | None = None
-        """Committed, or confirmed to be, in this generation."""
 
     def __iter__(self) -> Iterator[HeldWindow]:
-        """Windows in the order in which they were begun."""
         return iter(list(self._order))
 
     def __contains__(self, window: HeldWindow) -> bool:
@@ -92,79 +72,67 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Windows stay until they are overwritten or confirmed by a commit; commits count from one again."""
-        self._num_commits, self._is_new_commit, self._protected = 0, False, None
+        """Keep windows until they are overwritten or confirmed by a commit; count commits from one again."""
+        self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
-    def begin(self, buffer: int, window: HeldWindow) -> None:
-        """Give a buffer to a new window. Incomplete windows and an earlier try at the same window are forgotten.
+    def begin(self, window: HeldWindow) -> None:
+        """Give its buffer to a new window. Forgets incomplete windows and an uncommitted one of the same iterations.
 
         Raises:
             ControlError: the buffer is pinned, or holds the newest window that was committed in this generation.
         """
+        buffer, held = window.buffer, self._in_buffer(window.buffer)
         if buffer in self.pinned:
             raise ControlError(f"buffer={buffer}: is being written to storage")
-        held = self._buffers[buffer]
-        if held is not None and held is self._protected:
+        if held is not None and held is self.confirmed:
             raise ControlError(f"buffer={buffer}: holds window {held.start_iteration}, the newest committed one")
-        same = [other for other in self if other.start_iteration == window.start_iteration and not other.committed]
-        for other in [held, *(other for other in self if not other.captured), *same]:
-            self._forget(other)
-        self._buffers[buffer] = window
+        for other in self:
+            is_same = other.start_iteration == window.start_iteration and not other.committed
+            if other is held or is_same or not other.captured:
+                self._order.remove(other)
         self._order.append(window)
 
-    def capture(self, buffer: int, index: int, part: Slice) -> HeldWindow:
+    def capture(self, buffer: int, index: int, part: Slice) -> None:
         """Add a slice to the window of a buffer.
 
         Raises:
-            ControlError: nothing was begun there.
+            ControlError: no window was begun there.
             CheckpointError: the slice does not fit.
         """
-        window = self._buffers[buffer]
+        window = self._in_buffer(buffer)
         if window is None:
-            raise ControlError(f"buffer={buffer}: nothing was begun there")
+            raise ControlError(f"buffer={buffer}: no window was begun there")
         window.check_next(index, part, self.window_bytes)
         window.slices.append(part)
-        return window
 
     def next_unhashed(self) -> tuple[HeldWindow, Slice] | None:
         """The oldest slice whose hashes are not known."""
         waiting = ((window, part) for window in self._order for part in window.slices if part.hashes is None)
         return next(waiting, None)
 
-    def note_acknowledged(self, window: HeldWindow, node: int, num_slices: int) -> None:
-        """A peer holds the first ``num_slices`` of a window."""
-        window.acknowledged[node] = num_slices
-
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
         """Windows of this generation that are complete here and with all ``peers``: buffer to first iteration."""
         return {
             window.buffer: window.start_iteration
-            for window in self._order
-            if window.generation == generation
-            and window.complete
-            and all(window.acknowledged.get(node, 0) == window.num_slices for node in peers)
+            for window in self._of_generation(generation)
+            if window.complete and all(window.acknowledged.get(node, 0) == window.num_slices for node in peers)
         }
 
     def given_up(self, generation: int) -> dict[int, int]:
         """Windows of this generation that a peer will never hold: buffer to first iteration."""
-        return {
-            window.buffer: window.start_iteration
-            for window in self._order
-            if window.generation == generation and window.given_up
-        }
+        return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
         """Bytes of this generation that have yet to reach peers, each peer counted."""
         return sum(
             part.num_bytes
-            for window in self._order
-            if window.generation == generation
+            for window in self._of_generation(generation)
             for node in peers
             for part in window.slices[window.acknowledged.get(node, 0) :]
         )
 
     def commit(self, start_iteration: int, generation: int, captured_in: int | None = None) -> HeldWindow:
-        """Note in ``generation`` that the whole job holds a window: what it supersedes is forgotten.
+        """Note in ``generation`` that the whole job holds a window, and forget what that supersedes.
 
         One that an earlier generation captured, ``captured_in``, is confirmed by it, which does not count for
         ``is_persist_due``: a rank that resumed from elsewhere has nothing to confirm. A window that was captured
@@ -174,13 +142,11 @@ class OwnWindows:
             ControlError: no complete window of that generation starts there.
         """
         captured_in = generation if captured_in is None else captured_in
-        window = best(self._order, start_iteration, captured_in)
+        window = self.find(start_iteration, captured_in)
         self._is_new_commit = not window.committed and captured_in == generation
         self._num_commits += self._is_new_commit
-        for other in self:
-            if is_superseded(other.key, other.committed, window.key):
-                self._forget(other)
-        window.committed, self._protected = True, window
+        self._order = [held for held in self if not is_superseded(held.key, held.committed, window.key)]
+        window.committed, self.confirmed = True, window
         return window
 
     def abandon(self, start_iteration: int, generation: int) -> None:
@@ -193,32 +159,31 @@ class OwnWindows:
         found = [window for window in self._order if window.key == key]
         if not found or found[0].committed:
             raise ControlError(f"start_iteration={start_iteration}: no window that could be given up starts there")
-        self._forget(found[0])
-
-    @property
-    def confirmed(self) -> HeldWindow | None:
-        """The newest window that was committed, or confirmed to be, in this generation."""
-        return self._protected
-
-    @property
-    def confirmed_start(self) -> int:
-        """First iteration of the newest window that was committed, or confirmed to be, in this generation; -1: none."""
-        return -1 if self._protected is None else self._protected.start_iteration
+        self._order.remove(found[0])
 
     def is_persist_due(self, persist_every: int) -> bool:
         """Whether the commit just made is one of every ``persist_every`` of this generation; 0: never."""
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
     def find(self, start_iteration: int, generation: int | None = None) -> HeldWindow:
-        """A complete window.
+        """The complete window that starts at ``start_iteration``; of several the committed, then the newest one.
+
+        A committed one comes before one that was captured again since, for every rank has the same one.
 
         Raises:
             ControlError: there is none.
         """
-        return best(self._order, start_iteration, generation)
+        found = [
+            window
+            for window in self._order
+            if window.complete and window.start_iteration == start_iteration and generation in (None, window.generation)
+        ]
+        if not found:
+            raise ControlError(f"start_iteration={start_iteration}: no complete window starts there")
+        return max(found, key=lambda window: (window.committed, window.generation))
 
-    def _forget(self, window: HeldWindow | None) -> None:
-        if window is None or window not in self:
-            return
-        self._buffers[window.buffer] = None
-        self._order = [other for other in self._order if other is not window]
+    def _in_buffer(self, buffer: int) -> HeldWindow | None:
+        return next((window for window in self._order if window.buffer == buffer), None)
+
+    def _of_generation(self, generation: int) -> Iterator[HeldWindow]:
+        return (window for window in self._order if window.generation == generation)

@@ -1,6 +1,6 @@
-"""Sends the windows of this node's ranks to one peer: a thread, a connection, slices in order.
+"""Replicates the windows of this node's ranks to one peer: a thread, a connection, slices in order.
 
-A slice follows the one before it without waiting for its acknowledgement; answers are taken as they come.
+A slice follows the one before it without waiting for its acknowledgement; answers are read as they arrive.
 """
 
 import threading
@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server.copies import PeerBuffers, SendCommit, SendSlice, read_held
 from megatron_ft.snapshot.server.own_windows import HeldWindow
-from megatron_ft.snapshot.server.peers import announce
+from megatron_ft.snapshot.server.peer_session import announce
 from megatron_ft.snapshot.server.store import OwnRank, Store
 from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.window import Slice
 
 AWAY_SECONDS = 2.0
-"""A peer that cannot be reached for so long while something waits for it is a problem."""
+"""A peer that cannot be reached for so long while slices wait for it is a problem."""
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3
@@ -30,20 +30,20 @@ MAX_UNANSWERED = 4
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something to send, and for which rank."""
+    """A thing to send, and its rank."""
 
     own: OwnRank
     action: SendSlice | SendCommit
 
     @property
     def iteration(self) -> int:
-        """What was captured first goes first."""
+        """Iteration that was captured: the oldest is sent first."""
         index = self.action.index if isinstance(self.action, SendSlice) else 0
         return self.action.window.start_iteration + index
 
 
 class Sender(threading.Thread):
-    """Replicates to one node."""
+    """Replicates to one node until stopped."""
 
     def __init__(self, node: int, address: str, store: Store) -> None:
         super().__init__(name=f"sender-{node}", daemon=True)
@@ -55,22 +55,22 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """Of each rank, what the peer will hold once it has answered."""
+        """For each rank, what the peer will hold once it has answered."""
         self._accepted_bytes: dict[int, int] = {}
-        """Bytes of a window for which the peer has taken memory, of each rank."""
+        """For each rank, the bytes of a window for which the peer has memory."""
         self._unanswered: deque[Work] = deque()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None
         self._num_damaged = 0
         self._given_up: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
-        """Windows that are not sent any more."""
+        """Windows that are not sent any more: they arrived damaged too often."""
         self._reported: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
 
     def stop(self) -> None:
         """End the thread. The store's lock must be held."""
         self._stopped = True
         if self._wire is not None:
-            self._wire.shut_down()
+            self._wire.abort()
         self._store.changed()
 
     def run(self) -> None:
@@ -80,7 +80,7 @@ class Sender(threading.Thread):
         self._disconnect()
 
     def _work_once(self) -> bool:
-        """Whether to go on. Nothing of the work is referred to while the thread waits for more."""
+        # Whether to go on. A function of its own: no local variable may keep memory alive while the thread waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._stopped or self._unanswered or self._next() is not None)
             work = self._next()
@@ -99,7 +99,7 @@ class Sender(threading.Thread):
         return True
 
     def _next(self) -> Work | None:
-        """What to do next, among the ranks that replicate to this node, the oldest iteration first; lock held."""
+        # Choose among the ranks that replicate to this node; the lock is held.
         if self._fenced >= self._store.own_generation:
             return None
         found = []
@@ -113,7 +113,7 @@ class Sender(threading.Thread):
         return min(found, key=lambda work: work.iteration, default=None)
 
     def _connect(self, generation: int) -> None:
-        """Connect, and learn what the peer holds: what was acknowledged before counts no more."""
+        # What the peer says that it holds replaces what it acknowledged before: it may have been restarted.
         self._disconnect()
         about = {"token": self._store.token, "node": self._store.node, "run_id": self._store.run_id}
         greeting = {**about, "generation": generation, "replicates": True}
@@ -127,7 +127,7 @@ class Sender(threading.Thread):
                     continue
                 buffers = self._buffers.setdefault(rank, PeerBuffers())
                 for window in own.windows:
-                    own.windows.note_acknowledged(window, self._node, buffers.num_received(window))
+                    window.acknowledged[self._node] = buffers.num_received(window)
                 own.publish()
 
     def _send(self, work: Work) -> None:
@@ -163,7 +163,7 @@ class Sender(threading.Thread):
         self._sent(work)
 
     def _hashes(self, work: Work, part: Slice) -> Sequence[str]:
-        """Wait for the hashes of a slice; none if it was forgotten meanwhile, and then the peer refuses the bytes."""
+        # None if the window was forgotten meanwhile: then the peer refuses the bytes.
         own, window = work.own, work.action.window
         with self._store.lock:
             self._store.lock.wait_for(
@@ -177,8 +177,8 @@ class Sender(threading.Thread):
         self._unanswered.append(work)
 
     def _take_answer(self) -> None:
-        """Wait for the answer to what was sent first: the peer holds it."""
-        assert self._wire is not None, "something was sent"
+        # Answers arrive in the order of what was sent.
+        assert self._wire is not None, "nothing was sent"
         self._wire.answer()
         work = self._unanswered.popleft()
         self._retry_seconds, self._failing_since = FIRST_RETRY_SECONDS, None
@@ -189,14 +189,12 @@ class Sender(threading.Thread):
             self._num_damaged = 0
             own.replicated_bytes += window.slices[index].num_bytes
             if own.windows is not None and window in own.windows:
-                own.windows.note_acknowledged(window, self._node, index + 1)
+                window.acknowledged[self._node] = index + 1
             own.publish()
 
     def _failed(self, work: Work | None, generation: int, error: ControlError | OSError) -> None:
-        """Decide what a failure means; the window may have been forgotten while it was sent, which is none.
-
-        The connection ends: what the peer holds is asked again.
-        """
+        # The connection ends, and the next one begins with what the peer holds. A window that was forgotten while it
+        # was sent is no failure.
         if not isinstance(error, Refused):
             error = self._refusal() or error
         work = self._unanswered[0] if self._unanswered else work
@@ -222,7 +220,7 @@ class Sender(threading.Thread):
                 self._store.lock.wait(left)
 
     def _refusal(self) -> Refused | None:
-        """What the peer said before it ended the connection, if it did."""
+        # A peer that refuses ends the connection: its reason may still be unread.
         try:
             while self._unanswered and self._wire is not None and self._wire.has_arrived():
                 self._take_answer()
@@ -233,7 +231,7 @@ class Sender(threading.Thread):
         return None
 
     def _damaged(self, work: Work, error: ControlError | OSError) -> None:
-        """Bytes of a window that was begun anew meanwhile are not a problem; others are sent again a few times."""
+        # Bytes of a window that was overwritten meanwhile are no problem; others are sent again a few times.
         if work.own.windows is None or work.action.window not in work.own.windows:
             return
         self._num_damaged += 1
@@ -244,7 +242,7 @@ class Sender(threading.Thread):
             self._note(work, error)
 
     def _note(self, work: Work, error: Exception) -> None:
-        """Report a window's trouble once."""
+        # Once for each window.
         own, window = work.own, work.action.window
         if window in self._reported:
             return
@@ -254,7 +252,6 @@ class Sender(threading.Thread):
         own.publish()
 
     def _disconnect(self) -> None:
-        """What was sent counts no more: ``_connect`` asks what has arrived."""
         self._unanswered.clear()
         self._buffers, self._accepted_bytes = {}, {}
         if self._wire is not None:

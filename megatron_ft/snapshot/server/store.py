@@ -1,14 +1,14 @@
-"""What a node's keeper holds: ranks with their arenas, copies for ranks of other nodes, and the generation.
+"""State of a node's snapshot server: ranks with their arenas, copies for ranks of other nodes, and the generation.
 
 One lock guards all of it and is held only for bookkeeping; bytes are hashed, sent, received and written outside it.
-Whoever changes something that a thread may wait for calls ``changed``.
+A change that a thread may wait for ends with ``changed``.
 """
 
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,20 +25,20 @@ from megatron_ft.snapshot.window import Origin, Slice
 PAGE_BYTES = 4096
 """Size of a status page; windows have a multiple of it."""
 MAX_PROBLEMS = 1000
-"""Problems that wait for their rank to ask; older ones are dropped, and counted in the status page."""
+"""Problems kept until their rank asks; older ones are dropped, and counted in the status page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a rank said about itself and its job."""
+    """A rank and its job, as the rank's greeting describes them."""
 
     origin: Origin
     peers: Mapping[int, str]
-    """Address of every node's keeper, this one's perhaps among them."""
+    """Address of every node's snapshot server; this one's may be among them."""
     peer_nodes: tuple[int, ...]
     """Nodes that hold copies of this rank's windows."""
     persist_every: int
-    """A window in so many is written to storage; 0: none unless asked."""
+    """Every how many commits a window is written to storage; 0: on request only."""
     persist_url: str | None
     num_persisted: int
 
@@ -50,7 +50,7 @@ class OwnRank:
     settings: Settings
     windows: OwnWindows | None = None
     segment: Segment | None = None
-    hang_up: Callable[[], None] | None = None
+    abort: Callable[[], None] | None = None
     """Ends the connection of the process that speaks for the rank."""
     problems: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_PROBLEMS))
     num_problems: int = 0
@@ -71,12 +71,11 @@ class OwnRank:
         return PAGE_BYTES + window.buffer * self.windows.window_bytes
 
     def note_problem(self, what: str, error: object, start_iteration: int) -> None:
-        """Keep a problem until the rank asks for it."""
         self.num_problems += 1
         self.problems.append({"what": what, "error": str(error), "start_iteration": start_iteration})
 
     def give_up(self, window: HeldWindow) -> None:
-        """A peer will never hold ``window``."""
+        """Note that a peer will never hold ``window``."""
         window.given_up = True
         self.publish()
 
@@ -94,9 +93,8 @@ class OwnRank:
             self.num_problems,
             self.persisted_start,
             self.hashed_bytes,
-            time.process_time_ns(),
             sum(1 << buffer for buffer in windows.pinned),
-            windows.confirmed_start,
+            -1 if windows.confirmed is None else windows.confirmed.start_iteration,
             self.persisted_bytes,
             *(replicated.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
             *(given_up.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
@@ -108,12 +106,12 @@ class OwnRank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
-    """What is kept for a rank of another node."""
+    """Windows of a rank of another node, and the memory that they are in."""
 
     windows: CopyWindows
     segment: Segment
     receiving: set[int] = field(default_factory=set)
-    """Buffers into which bytes flow at this moment."""
+    """Buffers that are receiving bytes."""
 
     def offset(self, window: HeldWindow) -> int:
         """First byte of a window within the segment."""
@@ -121,7 +119,7 @@ class Copy:
 
 
 class Store:
-    """All state of a keeper."""
+    """All state of a snapshot server."""
 
     def __init__(self, node: int, token: str, memory: Memory) -> None:
         self.node = node
@@ -132,47 +130,50 @@ class Store:
         self.copies: dict[int, Copy] = {}
         self.run_id: str | None = None
         self.generation = -1
-        """The newest that anybody has spoken of."""
+        """The newest one in any greeting."""
         self.own_generation = -1
-        """The newest that a rank of this node has spoken of."""
+        """The newest one in a greeting of a rank of this node."""
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda peers: None
-        """Called with the addresses of all nodes that shall hold copies, lock held."""
+        """Called with the addresses of all nodes that are to hold copies, lock held."""
 
     def changed(self) -> None:
-        """Wake threads that wait for something to do. The lock must be held."""
+        """Wake the threads that wait for work. The lock must be held."""
         self.lock.notify_all()
 
     def enter(self, run_id: str, generation: int) -> None:
-        """Take note of a generation. The lock must be held.
+        """Check run and generation of a greeting, and advance to a newer generation. The lock must be held.
 
         Raises:
-            Refused: another run than the keeper's, or a generation that is over.
+            Refused: another run than this server's, or a stale generation.
         """
         if self.run_id is not None and run_id != self.run_id:
-            raise Refused(f"run_id={run_id}: this keeper serves run {self.run_id}")
+            raise Refused(f"run_id={run_id}: this snapshot server serves run {self.run_id}")
         self.check_generation(generation)
         self.run_id, self.generation = run_id, generation
 
     def check_generation(self, generation: int) -> None:
-        """Fence: what belongs to a membership that is over is refused. The lock must be held.
+        """Fence: a process of an earlier membership must not change anything. The lock must be held.
 
         Raises:
             Refused: ``generation`` is older than the newest one.
         """
         if generation < self.generation:
-            raise Refused(f"generation={generation}: is over, {self.generation} is the newest", "stale")
+            raise Refused(f"generation={generation}: is stale, {self.generation} is the newest", "stale")
 
-    def welcome(self, settings: Settings, hang_up: Callable[[], None]) -> OwnRank:
-        """A rank of this node has come, perhaps again. The lock must be held. Raises Refused as ``enter``."""
+    def register(self, settings: Settings, abort: Callable[[], None]) -> OwnRank:
+        """Let a new connection speak for a rank of this node; ``abort`` ends it, an earlier one ends now.
+
+        The lock must be held. Raises Refused as ``enter``.
+        """
         origin = settings.origin
         self.enter(origin.run_id, origin.generation)
         self.own_generation = max(self.own_generation, origin.generation)
         own = self.ranks.setdefault(origin.rank, OwnRank(settings=settings))
-        if own.hang_up is not None:
-            own.hang_up()
+        if own.abort is not None:
+            own.abort()
         if own.windows is not None and origin.generation > own.settings.origin.generation:
             own.windows.new_generation()
-        own.settings, own.hang_up = settings, hang_up
+        own.settings, own.abort = settings, abort
         current = [other.settings for other in self.ranks.values() if self.is_current(other)]
         self.on_peers({node: known.peers[node] for known in current for node in known.peer_nodes})
         own.publish()
@@ -180,20 +181,33 @@ class Store:
         return own
 
     def is_current(self, own: OwnRank) -> bool:
-        """Whether a rank belongs to the newest generation of this node."""
         return own.settings.origin.generation == self.own_generation
 
-    def take_arena(self, own: OwnRank, window_bytes: int, *, anew: bool = False) -> tuple[Segment, int]:
-        """The memory of a rank and the size of its windows: what it had, if that is enough, else (or ``anew``) new.
+    @contextmanager
+    def changing(self, own: OwnRank) -> Iterator[OwnWindows]:
+        """Hold the lock while the windows of a rank change; then publish the change.
 
-        What it had goes before new memory is taken. The lock must not be held.
+        Raises:
+            ControlError: the rank has no memory.
+        """
+        with self.lock:
+            if own.windows is None:
+                raise ControlError("no memory was allocated for this rank")
+            yield own.windows
+            own.publish()
+            self.changed()
+
+    def take_arena(self, own: OwnRank, window_bytes: int, *, new: bool = False) -> tuple[Segment, int]:
+        """The memory of a rank and the size of its windows: the present one, if it is large enough and not ``new``.
+
+        The present one is freed before new memory is taken. The lock must not be held.
 
         Raises:
             ControlError: the memory is not there.
         """
         with self.lock:
             is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
-            if own.segment is not None and own.windows is not None and is_enough and not anew:
+            if own.segment is not None and own.windows is not None and is_enough and not new:
                 return own.segment, own.windows.window_bytes
             own.windows = own.segment = None
         name = f"arena-rank-{own.settings.origin.rank}"
@@ -204,7 +218,7 @@ class Store:
         return segment, window_bytes
 
     def take_copy(self, rank: int, window_bytes: int) -> Copy:
-        """New memory for a rank of another node; what it had is given back first. The lock must not be held.
+        """Take new memory for a rank of another node; its present one is freed first. The lock must not be held.
 
         Raises:
             ControlError: the memory is not there.
@@ -216,11 +230,11 @@ class Store:
             self.copies[rank] = Copy(windows=CopyWindows(window_bytes), segment=segment)
             return self.copies[rank]
 
-    def let_go(self, generation: int) -> None:
-        """The whole job holds a window of ``generation``: memory of ranks that were here earlier is given back.
+    def free_older(self, generation: int) -> None:
+        """Free memory that holds only windows of earlier generations, once the whole job has one of ``generation``.
 
-        Only a rank of this node may say so. On a node that has none in ``generation``, windows of the generation
-        before may be the only complete ones for a restart that this node is part of: all of them stay.
+        Call it for a commit of a rank of this node only. On a node without a rank in ``generation``, windows of the
+        generation before may be the only complete ones for a restart with this node: all of them stay.
 
         The lock must be held.
         """
@@ -257,5 +271,4 @@ class Store:
             yield from (("copy", window) for window in copy.windows)
 
     def report(self, text: str) -> None:
-        """A line in the keeper's log."""
-        print(f"keeper {self.node}: {text}", file=sys.stderr, flush=True)
+        print(f"snapshot server {self.node}: {text}", file=sys.stderr, flush=True)

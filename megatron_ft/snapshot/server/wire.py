@@ -1,4 +1,4 @@
-"""Connections between keepers: JSON frames, and raw bytes between them that never pass through Python objects."""
+"""Connections between snapshot servers: JSON frames, and raw bytes that never pass through Python objects."""
 
 import contextlib
 import hmac
@@ -13,9 +13,9 @@ from megatron_ft.snapshot.server.fields import host_and_port
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 30
-"""A connection on which nothing moves for so long, within a frame or while an answer is due, is broken."""
+"""A connection without progress for so long, within a frame or while an answer is due, is broken."""
 GREETING_BYTES = 16 * 1024
-"""The longest first frame that is read from somebody who has not shown the token."""
+"""The longest first frame that is read: before the token is known to be right."""
 
 _HEADER_BYTES = 4
 _CALL_BYTES = 1 << 20
@@ -23,14 +23,13 @@ _CALL_BYTES = 1 << 20
 
 
 class Refused(ControlError):
-    """The other side is there and said no; ``kind`` is ``stale``, ``hash`` or ``refused``."""
+    """The other side refused a request; ``kind`` is ``stale``, ``hash`` or ``refused``."""
 
     def __init__(self, reason: str, kind: str = "refused") -> None:
         super().__init__(reason)
         self.kind = kind
 
     def to_json(self) -> Message:
-        """As an answer."""
         return {"op": "error", "kind": self.kind, "reason": str(self)}
 
 
@@ -48,19 +47,19 @@ class Wire:
         self._stall_seconds = stall_seconds
 
     def send(self, message: Message, *, goes_on: bool = False) -> None:
-        """Send one frame; ``goes_on``: more is sent at once, and the kernel may put both into one packet.
+        """Send one frame; ``goes_on``: more follows at once, and the kernel may put both into one packet.
 
-        Raises OSError when the peer is gone or stands still.
+        Raises OSError when the peer is gone or makes no progress.
         """
         with self._moving():
             self._sock.sendall(encode(message), socket.MSG_MORE if goes_on else 0)
 
     def receive(self, *, most_bytes: int = MAX_FRAME_BYTES, patient: bool = False) -> Message:
-        """The next frame; ``patient`` waits for its beginning without a limit.
+        """Receive a frame; ``patient`` waits for its beginning without a limit.
 
         Raises:
             ControlError: too long, or no JSON object.
-            OSError: the peer is gone, or stands still.
+            OSError: the peer is gone, or makes no progress.
         """
         header = bytearray(_HEADER_BYTES)
         while True:
@@ -84,14 +83,14 @@ class Wire:
         """Send a frame and wait for the answer.
 
         Raises:
-            Refused: the peer said no.
+            Refused: the peer refused the request.
             ControlError, OSError: as ``send`` and ``receive``.
         """
         self.send(message)
         return self.answer()
 
     def answer(self) -> Message:
-        """Wait for an answer; the other side may say ``wait`` before. Raises as ``call``."""
+        """Wait for an answer; the other side may send ``wait`` before. Raises as ``call``."""
         while (answer := self.receive()).get("op") == "wait":
             pass
         if answer.get("op") == "error":
@@ -107,17 +106,14 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send ``view`` as it is: from a mapping this is no slower than ``sendfile``. ``goes_on`` as for ``send``.
-
-        Raises OSError when the peer is gone or stands still.
-        """
+        """Send bytes as they are; from a mapping no slower than ``sendfile``. ``goes_on``, errors as for ``send``."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():
                 view = view[self._sock.send(view[:_CALL_BYTES], flags) :]
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill ``view``. Raises OSError when the peer is gone or stands still."""
+        """Fill ``view``. Raises OSError when the peer is gone or makes no progress."""
         while view.nbytes:
             with self._moving():
                 received = self._sock.recv_into(view[:_CALL_BYTES])
@@ -132,9 +128,9 @@ class Wire:
         except BlockingIOError:
             raise TimeoutError(f"nothing moved for {self._stall_seconds} s") from None
 
-    def shut_down(self) -> None:
+    def abort(self) -> None:
         """Make every call on the connection fail, in whichever thread it waits."""
-        hang_up(self._sock)
+        abort(self._sock)
 
     def close(self) -> None:
         """Close the connection."""
@@ -142,11 +138,11 @@ class Wire:
 
 
 def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
-    """Connect to a keeper and greet it: the connection and its answer.
+    """Connect to a snapshot server and greet it; the connection and the answer.
 
     Raises:
-        Refused: wrong token, other run, or a generation that is over.
-        ControlError, OSError: nobody there, or no keeper.
+        Refused: wrong token, other run, or a stale generation.
+        ControlError, OSError: no connection, or no snapshot server at the other end.
     """
     sock = socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS)
     try:
@@ -157,12 +153,12 @@ def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
         raise
 
 
-def hang_up(sock: socket.socket) -> None:
-    """Shut a connection down, from any thread; one that has ended stays ended."""
+def abort(sock: socket.socket) -> None:
+    """Shut a connection down, from any thread; does nothing where it has ended."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def is_token(given: Any, token: str) -> bool:
-    """Whether ``given`` is the token, in a time that says nothing about where it differs."""
+    """Compare with the token in a time that does not depend on where they differ."""
     return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())

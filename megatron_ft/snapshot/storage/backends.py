@@ -1,4 +1,4 @@
-"""Where windows are kept: a local folder, or an object store reached by URL. Both commit a file in one step.
+"""Stores windows in a local folder or in an object store reached by URL. Both commit a file in one step.
 
 Local: a temporary name, fsync, one rename, fsync of the directory. Object stores (:data:`ATOMIC_PUTS`): one put of a
 whole object, which they show to readers only when it is complete. Other file systems: a temporary name, then one move.
@@ -17,7 +17,8 @@ from megatron_ft.snapshot.storage.files import fsync_directory, naming, write_at
 ATOMIC_PUTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
 """Protocols whose objects appear whole or not at all."""
 
-_TRASH_PREFIX = ".deleted_"
+TRASH_PREFIX = ".deleted_"
+"""Prefix of directories whose deletion has begun."""
 
 Chunks = Iterable[bytes | memoryview]
 
@@ -56,11 +57,11 @@ class Backend(Protocol):
         """Rename a directory. Raises OSError."""
 
     def delete(self, directory: str) -> None:
-        """Remove a directory; a crash in between leaves nothing that counts. Raises OSError."""
+        """Remove a directory; a crash leaves nothing that counts as a window. Raises OSError."""
 
 
 def open_backend(folder: Path | str) -> Backend:
-    """The place a path or a URL names. Raises CheckpointError when the URL's protocol is not installed."""
+    """Open a path or a URL. Raises CheckpointError when the URL's protocol is not installed."""
     text = str(folder)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
@@ -74,41 +75,35 @@ class LocalBackend:
         self.folder = folder
 
     def describe(self, directory: str, name: str = "") -> str:
-        """Full path."""
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Through a temporary name; durable on return."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:
-        """Whether something has the name, a dangling link included."""
         return os.path.lexists(self.folder / directory / name)
 
     def open(self, directory: str, name: str) -> "LocalSource":
-        """No link is followed to the file, and nothing but a regular file is opened."""
         return LocalSource(self.folder / directory / name)
 
     def list_directories(self) -> list[str]:
-        """Links are none."""
         if not self.folder.is_dir():
             return []
         return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False))
 
     def move(self, directory: str, target: str) -> None:
-        """One rename."""
         os.rename(self.folder / directory, self.folder / target)
         fsync_directory(self.folder)
 
     def delete(self, directory: str) -> None:
-        """Renamed first, so that a crash leaves no half of it under its name; leftovers of such crashes go too."""
+        # Renamed first, so that a crash leaves no half of it under its name; leftovers of such crashes go too.
         self._empty_trash()
-        self.move(directory, _TRASH_PREFIX + directory)
+        self.move(directory, TRASH_PREFIX + directory)
         self._empty_trash()
 
     def _empty_trash(self) -> None:
         for name in self.list_directories():
-            if name.startswith(_TRASH_PREFIX):
+            if name.startswith(TRASH_PREFIX):
                 shutil.rmtree(self.folder / name)
 
     def _make(self, directory: str) -> Path:
@@ -136,7 +131,6 @@ class LocalSource:
             raise CheckpointError(f"{path}: not a regular file")
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill ``target``. Raises OSError when the file ends before."""
         done = 0
         with naming(self._path):
             while done < len(target):
@@ -146,14 +140,13 @@ class LocalSource:
                 done += count
 
     def close(self) -> None:
-        """Close the descriptor; a second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
 class RemoteBackend:
-    """A prefix of an object store, or a folder of another file system that fsspec knows."""
+    """A prefix of an object store, or a folder of a file system of fsspec."""
 
     def __init__(self, url: str) -> None:
         import fsspec  # type: ignore[import-untyped]
@@ -166,11 +159,10 @@ class RemoteBackend:
         self._atomic_puts = url.partition("://")[0] in ATOMIC_PUTS
 
     def describe(self, directory: str, name: str = "") -> str:
-        """Full URL."""
         return "/".join(part for part in (self._url, directory, name) if part)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """One put of the whole object, or a temporary name and one move."""
+        # One put of the whole object, or a temporary name and one move.
         target = self._path(directory, name)
         temporary = target if self._atomic_puts else self._path(directory, f".{name}.tmp")
         self._files.makedirs(self._path(directory), exist_ok=True)
@@ -189,7 +181,7 @@ class RemoteBackend:
         file.close()
 
     def _abandon(self, file: Any, path: str) -> None:
-        """Drop what is half written. Closing an upload would put the half: it is marked closed instead."""
+        # Closing an upload would put the half that is written: it is marked closed instead.
         from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 
         if isinstance(file, AbstractBufferedFile):
@@ -200,16 +192,13 @@ class RemoteBackend:
             self._files.rm(path)
 
     def exists(self, directory: str, name: str) -> bool:
-        """Whether there is such an object."""
         self._files.invalidate_cache()
         return bool(self._files.exists(self._path(directory, name)))
 
     def open(self, directory: str, name: str) -> "RemoteSource":
-        """Open an object."""
         return RemoteSource(self._files.open(self._path(directory, name), "rb"), self.describe(directory, name))
 
     def list_directories(self) -> list[str]:
-        """First parts of the names below the prefix."""
         self._files.invalidate_cache()
         try:
             entries = self._files.ls(self._root, detail=True)
@@ -218,11 +207,10 @@ class RemoteBackend:
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     def move(self, directory: str, target: str) -> None:
-        """Object by object where the store has no rename: a window without all its files does not count."""
+        # Object by object where the store has no rename: a window without all its files does not count.
         self._files.mv(self._path(directory), self._path(target), recursive=True)
 
     def delete(self, directory: str) -> None:
-        """Object by object: a window without all its files does not count."""
         self._files.rm(self._path(directory), recursive=True)
 
     def _path(self, *parts: str) -> str:
@@ -238,7 +226,6 @@ class RemoteSource:
         self.num_bytes = int(file.size)
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill ``target``. Raises OSError when the object ends before."""
         self._file.seek(offset)
         done = 0
         while done < len(target):
@@ -249,5 +236,4 @@ class RemoteSource:
             done += len(chunk)
 
     def close(self) -> None:
-        """Close the object."""
         self._file.close()

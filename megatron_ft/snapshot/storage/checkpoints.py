@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.snapshot.storage.backends import TRASH_PREFIX, LocalBackend
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
 from megatron_ft.strict_json import parse_json
 
 LATEST_NAME = "latest"
 _DIRECTORY = re.compile(r"iter_(\d{7,})(?:\.(\d{1,6}))?")
-_TRASH_PREFIX = ".deleted_"
 _SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
 
 
@@ -73,7 +73,7 @@ def is_named(path: Path) -> bool:
 
 
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
-    """All checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
+    """List the checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
     if not folder.is_dir():
         return []
     found = []
@@ -136,7 +136,7 @@ def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tu
 
 
 def other_iteration(path: Path, manifest: Manifest) -> str | None:
-    """Why the directory's name is not that of the iteration its manifest says; None where it is."""
+    """The problem where the directory's name and its manifest disagree on the iteration; None where they agree."""
     named = iteration_of(path)
     if named == manifest.iteration:
         return None
@@ -151,7 +151,7 @@ def move_latest(folder: Path, path: Path, iteration: int) -> None:
 
 
 def read_latest(folder: Path) -> Path | None:
-    """What ``latest`` points at; None without it. Raises CheckpointError when it is damaged."""
+    """Read where ``latest`` points; None without it. Raises CheckpointError when it is damaged."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]
@@ -189,13 +189,8 @@ def _move_latest_back(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Remove a checkpoint: renamed first, so that a crash leaves no half of it under its name."""
-    trash = path.with_name(_TRASH_PREFIX + path.name)
-    if trash.exists():
-        shutil.rmtree(trash)
-    os.rename(path, trash)
-    fsync_directory(path.parent)
-    shutil.rmtree(trash)
+    """Remove a checkpoint; a crash leaves no half of it under its name."""
+    LocalBackend(path.parent).delete(path.name)
 
 
 def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
@@ -205,7 +200,7 @@ def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
     """
     removed = []
     for entry in list(os.scandir(folder)) if folder.is_dir() else []:
-        if entry.name.startswith(_TRASH_PREFIX) and entry.is_dir(follow_symlinks=False):
+        if entry.name.startswith(TRASH_PREFIX) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
             removed.append(Path(entry.path))
     for stored in list_checkpoints(folder):

@@ -1,6 +1,6 @@
 """Durable files: checksummed while they are written, renamed into place only when on disk.
 
-Every byte of a checkpoint passes :func:`_write`, so a test can make any single write call fail.
+All bytes of a checkpoint pass ``_write``, so that a test can make any single write call fail.
 """
 
 import contextlib
@@ -32,13 +32,12 @@ class FileEntry:
 
 
 def _write(descriptor: int, data: memoryview) -> int:
-    """The one place where bytes go to the operating system."""
     return os.write(descriptor, data)
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError of what is done inside name ``path``: system calls on descriptors do not."""
+    """Add ``path`` to an OSError: system calls on descriptors do not name their file."""
     try:
         yield
     except OSError as error:
@@ -65,11 +64,9 @@ class HashedFile(io.RawIOBase):
         self._descriptor = os.open(self.path, flags, 0o644)
 
     def writable(self) -> bool:
-        """Always: the file is write-only."""
         return True
 
     def tell(self) -> int:
-        """Bytes written so far."""
         return self.num_bytes
 
     def write(self, data: Any) -> int:
@@ -88,7 +85,7 @@ class HashedFile(io.RawIOBase):
         return len(view)
 
     def commit(self) -> FileEntry:
-        """Flush to the device, close, and say what was written."""
+        """Flush to the device, close, and describe what was written."""
         with naming(self.path):
             os.fsync(self._descriptor)
         self.close()

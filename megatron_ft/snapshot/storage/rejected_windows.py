@@ -1,7 +1,7 @@
-"""Windows of a run that verify and still were not replayed to the logged iterations: they are not tried again.
+"""Windows of a run that verify, and whose replay still differed from the logged iterations: never tried again.
 
-Kept in ``refused_windows.json`` in the run's folder, by what a window contains and not by its name: a run that went
-back captures windows of the same names anew, and those are others.
+They are listed in ``refused_windows.json`` in the run's folder by their content, not by their names: a run that resumes
+from an earlier iteration captures other windows of the same names.
 """
 
 import json
@@ -22,7 +22,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedWindow:
-    """A window that was refused."""
+    """A window that is not tried again."""
 
     start_iteration: int
     generation: int
@@ -33,7 +33,7 @@ class RejectedWindow:
 
     @classmethod
     def from_json(cls, content: JsonValue) -> "RejectedWindow":
-        """Inverse of ``asdict``. Raises ValueError for anything else."""
+        """Inverse of ``dataclasses.asdict``. Raises ValueError for anything else."""
         names = [entry.name for entry in fields(cls)]
         if not isinstance(content, dict) or sorted(content) != sorted(names):
             raise ValueError(f"{str(content)[:80]}: must be an object of {', '.join(names)}")
@@ -44,7 +44,7 @@ class RejectedWindow:
 
 
 def window_digest(manifests: Sequence[str]) -> str:
-    """What the job's window contains, in 32 hexadecimal digits: checksum over those of all ranks' manifests.
+    """Checksum over what all ranks' parts contain: 32 hexadecimal digits.
 
     A manifest holds the plan, the votes and a checksum of every piece.
     """
@@ -52,7 +52,7 @@ def window_digest(manifests: Sequence[str]) -> str:
 
 
 def read_rejected(run_dir: Path) -> list[RejectedWindow]:
-    """All rejected windows of a run, oldest first; none without the file.
+    """Read all rejected windows of a run, oldest first; none without the file.
 
     Raises:
         CheckpointError: the file cannot be read, or is not what ``add_rejected`` writes.

@@ -1,10 +1,10 @@
-"""The folder of a run's windows: which are complete, which is the newest, which may go.
+"""The folder of a run's windows: the newest that is complete, damage, deletion.
 
 ::
 
     windows/window_0000012/rank-00003.window   complete once all ranks' files verify and belong together
     windows/window_0000012.1/                  captured again by generation 1
-    windows/superseded_window_0000020          set aside by a run that went back before it
+    windows/superseded_window_0000020          set aside by a run that resumed from before it
 """
 
 import re
@@ -69,11 +69,6 @@ class WindowFolder:
                 windows.append(opened.verify() if rank % num_parts == part else opened.window)
         return windows[part]
 
-    def complete(self, start_iteration: int, world_size: int) -> WindowKey | None:
-        """The window that starts at ``start_iteration`` and verifies, of the newest generation; None without one."""
-        same = [stored for stored in self.list_windows() if stored.start_iteration == start_iteration]
-        return self._first_sound(same[::-1], world_size)[0]
-
     def newest(self, world_size: int) -> tuple[WindowKey | None, list[DamageReport]]:
         """The newest window that verifies, and a report on each newer one that did not."""
         return self._first_sound(self.list_windows()[::-1], world_size)
@@ -101,12 +96,9 @@ class WindowFolder:
         return removed
 
     def set_aside_from(self, iteration: int) -> list[str]:
-        """Rename windows that start at ``iteration`` or later, so that a run that went back can write them anew.
+        """Rename windows that start at ``iteration`` or later; the new names.
 
-        Call it before training goes on from ``iteration`` with another history than theirs.
-
-        Returns:
-            the new names.
+        Call it before training resumes at ``iteration`` with another history than theirs: it may write them again.
         """
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 

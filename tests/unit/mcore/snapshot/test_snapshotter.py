@@ -113,11 +113,11 @@ def test_memory_that_is_too_small_is_unmapped_before_more_is_taken(
         served.persister.start()
         allocate, arenas = run.client.allocate, []
 
-        def spy(window_bytes: int, *, anew: bool) -> Any:
+        def spy(window_bytes: int, *, new: bool) -> Any:
             for arena in arenas:
                 with pytest.raises(ValueError, match="released"):
                     arena.status(0)
-            arenas.append(allocate(window_bytes * growth ** len(arenas), anew=anew))
+            arenas.append(allocate(window_bytes * growth ** len(arenas), new=new))
             return arenas[-1]
 
         monkeypatch.setattr(run.client, "allocate", spy)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.snapshot.capture.window_memory import WindowMemory
+from megatron_ft.snapshot.capture.capture import WindowMemory
 from megatron_ft.snapshot.server.client import Arena
 
 PAGE = 4096

@@ -5,11 +5,10 @@ import threading
 from pathlib import Path
 
 from megatron_ft.snapshot.server.client import KeeperClient
-from megatron_ft.snapshot.server.hashing import Hasher
 from megatron_ft.snapshot.server.memory import Memory
-from megatron_ft.snapshot.server.persisting import Persister
-from megatron_ft.snapshot.server.ranks import RankSession
+from megatron_ft.snapshot.server.rank_session import RankSession
 from megatron_ft.snapshot.server.store import Store
+from megatron_ft.snapshot.server.workers import Hasher, Persister
 from tests.unit.snapshot.server.nodes import TOKEN, Cluster
 
 

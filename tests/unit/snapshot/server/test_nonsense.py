@@ -126,6 +126,6 @@ def test_nonsense_from_a_peer(seed: int) -> None:
 
 
 def test_no_torch() -> None:
-    modules = "megatron_ft.snapshot.server.serve, megatron_ft.snapshot.server.client"
+    modules = "megatron_ft.snapshot.server.process, megatron_ft.snapshot.server.client"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

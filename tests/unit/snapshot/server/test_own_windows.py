@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 from megatron_ft.planning.snapshot.pieces import Piece
-from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows, best
+from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.store import PAGE_BYTES
 from megatron_ft.snapshot.window import Slice
 
@@ -43,7 +43,7 @@ def part(start: int, index: int, *, hashed: bool = False, num_bytes: int = 100) 
 
 def full(windows: OwnWindows, start: int, buffer: int, generation: int = 1, *, hashed: bool = True) -> HeldWindow:
     window = new(start, buffer, generation)
-    windows.begin(buffer, window)
+    windows.begin(window)
     for index in range(NUM_SLICES):
         windows.capture(buffer, index, part(start, index, hashed=hashed))
     return window
@@ -66,11 +66,11 @@ def test_the_newest_committed_window_cannot_be_overwritten(windows: OwnWindows) 
     full(windows, 0, 0)
     windows.commit(0, 1)
     with pytest.raises(ControlError, match="newest committed"):
-        windows.begin(0, new(2, 0))
+        windows.begin(new(2, 0))
     full(windows, 2, 1)
     windows.commit(2, 1)
     assert starts(windows) == [2]
-    windows.begin(0, new(4, 0))
+    windows.begin(new(4, 0))
 
 
 def test_a_commit_lets_older_windows_go_and_newer_ones_stay(windows: OwnWindows) -> None:
@@ -90,11 +90,11 @@ def test_an_incomplete_window_cannot_be_committed(windows: OwnWindows) -> None:
 
 
 def test_beginning_forgets_an_incomplete_window_elsewhere(windows: OwnWindows) -> None:
-    windows.begin(0, new(0, 0))
+    windows.begin(new(0, 0))
     windows.capture(0, 0, part(0, 0))
-    windows.begin(1, new(2, 1))
+    windows.begin(new(2, 1))
     assert starts(windows) == [2]
-    with pytest.raises(ControlError, match="nothing was begun"):
+    with pytest.raises(ControlError, match="no window was begun"):
         windows.capture(0, 1, part(0, 1))
 
 
@@ -134,16 +134,16 @@ def test_what_a_new_generation_does_not_confirm_may_be_overwritten(windows: OwnW
         full(windows, 2 * buffer, buffer)
     windows.commit(0, 1)
     windows.new_generation()
-    windows.begin(2, new(4, 2, 2))
+    windows.begin(new(4, 2, 2))
     assert starts(windows) == [0, 2, 4]
     with pytest.raises(ControlError, match="no complete window"):
         windows.commit(0, 2)
     windows.commit(0, 2, captured_in=1)
     with pytest.raises(ControlError, match="newest committed"):
-        windows.begin(0, new(4, 0, 2))
+        windows.begin(new(4, 0, 2))
     assert not windows.is_persist_due(1), "a confirmation is no new commit"
     windows.new_generation()
-    windows.begin(0, new(6, 0, 3))
+    windows.begin(new(6, 0, 3))
     assert windows.committed is None
 
 
@@ -158,7 +158,7 @@ def test_what_a_new_generation_does_not_confirm_may_be_overwritten(windows: OwnW
     ],
 )
 def test_slices_out_of_order_or_place_are_refused(windows: OwnWindows, index: int, change: dict[str, int]) -> None:
-    windows.begin(0, new(0, 0))
+    windows.begin(new(0, 0))
     wrong = part(0, 0)
     for name, value in change.items():
         setattr(wrong, name, value)
@@ -175,10 +175,10 @@ def test_no_slice_after_the_last(windows: OwnWindows) -> None:
 
 def test_replicated_means_complete_here_and_with_every_peer(windows: OwnWindows) -> None:
     window = full(windows, 0, 0, hashed=False)
-    windows.note_acknowledged(window, 1, 2)
-    windows.note_acknowledged(window, 2, 1)
+    window.acknowledged[1] = 2
+    window.acknowledged[2] = 1
     assert windows.waiting_bytes([1, 2], 1) == 100
-    windows.note_acknowledged(window, 2, 2)
+    window.acknowledged[2] = 2
     assert not windows.replicated([1, 2], 1)
     for one in window.slices:
         one.hashes = ("0" * 32,)
@@ -189,7 +189,7 @@ def test_replicated_means_complete_here_and_with_every_peer(windows: OwnWindows)
 
 def test_a_window_given_up_is_named_and_a_newer_one_does_not_stand_for_it(windows: OwnWindows) -> None:
     full(windows, 0, 2).given_up = True
-    windows.note_acknowledged(full(windows, 2, 0), 1, NUM_SLICES)
+    full(windows, 2, 0).acknowledged[1] = NUM_SLICES
     assert windows.replicated([1], 1) == {0: 2}
     assert windows.given_up(1) == {2: 0} and not windows.given_up(2)
 
@@ -208,8 +208,8 @@ def test_only_what_is_not_committed_is_let_go_of(windows: OwnWindows) -> None:
 def test_a_pinned_buffer_is_not_given_away(windows: OwnWindows) -> None:
     windows.pinned.add(1)
     with pytest.raises(ControlError, match="buffer=1: is being written"):
-        windows.begin(1, new(0, 1))
-    windows.begin(0, new(0, 0))
+        windows.begin(new(0, 1))
+    windows.begin(new(0, 0))
 
 
 def test_the_oldest_slice_is_hashed_first(windows: OwnWindows) -> None:
@@ -235,14 +235,15 @@ def test_every_nth_commit_of_a_generation_is_due(windows: OwnWindows) -> None:
     assert not windows.is_persist_due(1)
 
 
-def test_of_several_the_committed_then_the_newest_is_best() -> None:
-    old, committed, newest = new(0, 0, 1), new(0, 1, 2), new(0, 2, 3)
-    for window in (old, committed, newest):
-        window.slices = [part(0, 0, hashed=True), part(0, 1, hashed=True)]
-    assert best([old, newest], 0) is newest
-    committed.committed = True
-    assert best([old, committed, newest], 0) is committed
-    assert best([old, committed, newest], 0, generation=1) is old
+def test_of_several_the_committed_then_the_newest_is_found(windows: OwnWindows) -> None:
+    old = full(windows, 0, 0, 1)
+    windows.commit(0, 1)
+    full(windows, 0, 1, 2)
+    assert windows.find(0) is old
+    newest = full(windows, 0, 1, 3)
+    old.committed = False
+    assert windows.find(0) is newest
+    assert windows.find(0, generation=1) is old
 
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "fill", "commit"]), st.integers(0, 2)), max_size=60))
@@ -253,7 +254,7 @@ def test_a_committed_window_stays_until_the_next(choices: list[tuple[str, int]])
         held = {window.buffer: window for window in windows}
         if what == "begin" and not (buffer in held and held[buffer].committed):
             start += NUM_SLICES
-            windows.begin(buffer, new(start, buffer))
+            windows.begin(new(start, buffer))
         elif what == "fill" and buffer in held and not held[buffer].captured:
             index = len(held[buffer].slices)
             windows.capture(buffer, index, part(held[buffer].start_iteration, index, hashed=True))

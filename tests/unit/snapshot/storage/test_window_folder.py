@@ -40,7 +40,6 @@ def key(iteration: int, generation: int = 0) -> WindowKey:
 def test_nothing_there(folder: Path | str) -> None:
     assert WindowFolder(folder).list_windows() == []
     assert WindowFolder(folder).newest(WORLD_SIZE) == (None, [])
-    assert WindowFolder(folder).complete(20, WORLD_SIZE) is None
 
 
 def test_the_newest_that_verifies_and_reports_on_the_others(folder: Path | str) -> None:
@@ -52,8 +51,6 @@ def test_the_newest_that_verifies_and_reports_on_the_others(folder: Path | str) 
     assert found == sound
     assert [report.path for report in damaged] == [windows.describe(key(30))]
     assert rank_name(1) in damaged[0].reason
-    assert windows.complete(30, WORLD_SIZE) is None
-    assert windows.complete(10, WORLD_SIZE) == key(10)
 
 
 def test_another_generation_of_a_window_is_newer(folder: Path | str) -> None:
@@ -61,7 +58,7 @@ def test_another_generation_of_a_window_is_newer(folder: Path | str) -> None:
     windows = WindowFolder(folder)
     assert windows.newest(WORLD_SIZE) == (second, [])
     save(folder, 20, generation=2, ranks=range(1))
-    assert windows.complete(20, WORLD_SIZE) == second
+    assert windows.newest(WORLD_SIZE)[0] == second
     assert windows.list_windows()[0] == first
 
 

@@ -1,4 +1,4 @@
-"""The keeper's process: listens for ranks of its node and for keepers of others until its parent has gone.
+"""The process of a node's snapshot server: serves ranks of its node and other nodes' servers until its parent ends.
 
 The main thread only accepts; every connection, the hashing, each peer and the storage have threads of their own.
 """
@@ -21,13 +21,12 @@ from typing import Any
 from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
 from megatron_ft.framing import read_line
 from megatron_ft.snapshot.server.fields import MAX_BYTES, MAX_RANK, integer, text
-from megatron_ft.snapshot.server.hashing import Hasher
 from megatron_ft.snapshot.server.memory import Memory
-from megatron_ft.snapshot.server.peers import PeerSessions
-from megatron_ft.snapshot.server.persisting import Persister
-from megatron_ft.snapshot.server.ranks import RankSession
+from megatron_ft.snapshot.server.peer_session import PeerSessions
+from megatron_ft.snapshot.server.rank_session import RankSession
 from megatron_ft.snapshot.server.sender import Sender
 from megatron_ft.snapshot.server.store import Store
+from megatron_ft.snapshot.server.workers import Hasher, Persister
 
 MIN_TOKEN_LENGTH = 32
 MAX_LINE_BYTES = 64 * 1024
@@ -37,30 +36,26 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperSpec:
-    """What a keeper is told through its standard input."""
+    """Settings of a snapshot server, one line of JSON on its standard input."""
 
     socket_path: str
-    """Where ranks of the node find it; its directory must be of mode 0700."""
+    """Socket for the ranks of the node; its directory must be of mode 0700."""
     interface: str
-    """Address of this node on which other keepers find it."""
+    """Address of this node for other nodes' servers."""
     token: str
-    """Of the job; every connection must show it first."""
+    """Secret of the job; every connection must present it first."""
     node: int
     memory_limit_bytes: int | None = None
-    """Of arenas and copies together; None: what the machine has available when they are taken."""
+    """Limit of arenas and copies together; None: what the machine has available when they are allocated."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "KeeperSpec":
-        """Read and check.
-
-        Raises:
-            MegatronFtError: a value is missing or cannot be.
-        """
+        """Read and check. Raises MegatronFtError for a value that is missing or cannot be."""
         token, limit = text(content, "token"), content.get("memory_limit_bytes")
         if len(token) < MIN_TOKEN_LENGTH:
             raise ControlError(f"token: must have at least {MIN_TOKEN_LENGTH} characters")
         if unknown := sorted(content.keys() - set(cls.__slots__)):
-            raise ControlError(f"{unknown[0]}: is no field of a keeper's spec")
+            raise ControlError(f"{unknown[0]}: is no field of a snapshot server's settings")
         return cls(
             socket_path=text(content, "socket_path", most=107),
             interface=check_interface(text(content, "interface")),
@@ -71,14 +66,10 @@ class KeeperSpec:
 
 
 class Keeper:
-    """The main thread, and the table of senders."""
+    """The main thread: listeners, and one sender for each peer."""
 
     def __init__(self, spec: KeeperSpec) -> None:
-        """Listen; ``serve`` begins to answer.
-
-        Raises:
-            ControlError: an address or the socket's directory cannot be used.
-        """
+        """Listen. Raises ControlError if an address or the socket's directory cannot be used."""
         self._spec = spec
         self._store = Store(spec.node, spec.token, Memory(spec.memory_limit_bytes))
         self._store.on_peers = self._set_peers
@@ -91,7 +82,7 @@ class Keeper:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def serve(self) -> None:
-        """Accept until standard input closes."""
+        """Accept connections until standard input closes."""
         for worker in (Hasher(self._store), self._persister):
             worker.start()
         with selectors.DefaultSelector() as selector:
@@ -109,7 +100,7 @@ class Keeper:
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            self._store.report(f"a connection was lost before it was taken: {error}")
+            self._store.report(f"a connection was lost before it was accepted: {error}")
             return
         if listener is self._ranks:
             RankSession(connection, self._store, self._persister).start()
@@ -123,7 +114,7 @@ class Keeper:
         Path(self._spec.socket_path).unlink(missing_ok=True)
 
     def _set_peers(self, peers: Mapping[int, str]) -> None:
-        """Have one sender for each peer, at its newest address; the store's lock is held."""
+        # The lock of the store is held.
         for node, sender in list(self._senders.items()):
             if peers.get(node) != sender.address:
                 sender.stop()
@@ -135,11 +126,7 @@ class Keeper:
 
 
 def check_interface(interface: str) -> str:
-    """Refuse addresses that mean every interface.
-
-    Raises:
-        ConfigError: ``interface`` is a wildcard.
-    """
+    """Remove brackets. Raises ConfigError for an address that means every interface."""
     host = interface.strip("[]")
     try:
         unspecified = ipaddress.ip_address(host).is_unspecified
@@ -178,13 +165,13 @@ def _listen_for_peers(interface: str) -> socket.socket:
 def _read_spec() -> KeeperSpec:
     line = read_line(sys.stdin.fileno(), most=MAX_LINE_BYTES)
     if not line.endswith(b"\n"):
-        raise ControlError("standard input has no line with the keeper's spec")
+        raise ControlError("standard input must have a line with the snapshot server's settings")
     try:
         content = json.loads(line)
     except ValueError as error:
-        raise ControlError(f"the keeper's spec is no JSON: {error}") from None
+        raise ControlError(f"the snapshot server's settings are no JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ControlError("the keeper's spec must be a JSON object")
+        raise ControlError("the snapshot server's settings must be a JSON object")
     return KeeperSpec.from_json(content)
 
 
@@ -195,20 +182,21 @@ def _die_with_parent() -> None:
 
 
 def _end_with_traceback(arguments: threading.ExceptHookArgs) -> None:
-    """A thread that fails in a way nobody thought of ends the keeper: a node without one is seen, half a one is not."""
+    # An unexpected error in one thread ends the process: a node without a snapshot server is noticed, a server that
+    # does only a part of its work is not.
     sys.excepthook(arguments.exc_type, arguments.exc_value or arguments.exc_type(), arguments.exc_traceback)
     os._exit(1)
 
 
 def main() -> int:
-    """Entry of the process."""
+    """Run the process; its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.excepthook = _end_with_traceback
     try:
         _die_with_parent()
         keeper = Keeper(_read_spec())
     except MegatronFtError as error:
-        print(f"keeper: {error}", file=sys.stderr, flush=True)
+        print(f"snapshot server: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     print(json.dumps({"address": keeper.address}), flush=True)
     try:

@@ -1,4 +1,4 @@
-"""Serves one connection of another node's keeper: takes its slices, answers what is here, in a thread of its own."""
+"""Serves connections of other nodes' snapshot servers: receives slices, answers inventories, each in a thread."""
 
 import socket
 import threading
@@ -8,22 +8,25 @@ from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
+import xxhash
+
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import Message
 from megatron_ft.snapshot.server import fields
 from megatron_ft.snapshot.server.copies import NUM_COPY_BUFFERS
-from megatron_ft.snapshot.server.hashing import receive_hashed
 from megatron_ft.snapshot.server.own_windows import HeldWindow
 from megatron_ft.snapshot.server.store import PAGE_BYTES, Copy, Store
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token
 from megatron_ft.snapshot.window import Slice, Window
 
-MAX_STRANGERS = 64
-"""Connections that may be open without having shown the token: one more, and the oldest of them is closed."""
+MAX_UNAUTHENTICATED = 64
+"""Connections that may be open before they have presented the token: one more, and the oldest of them is closed."""
 GREETING_SECONDS = 10.0
-"""A connection that has not shown the token by then is closed, however slowly it speaks."""
+"""A connection that has not presented the token by then is closed, also one that sends slowly."""
 REPLACE_SECONDS = 10.0
-SIGN_OF_LIFE_SECONDS = 5.0
+KEEPALIVE_SECONDS = 5.0
+_ARRIVING_BYTES = 1 << 20
+"""Received at a time: what is hashed next is still in the processor's cache."""
 
 
 class PeerSessions:
@@ -32,55 +35,51 @@ class PeerSessions:
     def __init__(self) -> None:
         self._of_node: dict[int, PeerSession] = {}
         self._lock = threading.Lock()
-        self._strangers: dict[PeerSession, float] = {}
-        """Since when they are connected, the oldest first."""
+        self._unauthenticated: dict[PeerSession, float] = {}
+        """Time of connection, the oldest first."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection; the oldest stranger goes where there are too many."""
+        """Serve a new connection; the oldest unauthenticated one is closed where there are too many."""
         session = PeerSession(sock, store, self)
         with self._lock:
-            oldest = next(iter(self._strangers)) if len(self._strangers) >= MAX_STRANGERS else None
+            oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
             if oldest is not None:
-                del self._strangers[oldest]
-            self._strangers[session] = time.monotonic()
+                del self._unauthenticated[oldest]
+            self._unauthenticated[session] = time.monotonic()
         if oldest is not None:
-            oldest.hang_up()
+            oldest.abort()
         session.start()
 
     def greeted(self, session: "PeerSession") -> None:
-        """A stranger has shown the token, or has gone."""
+        """Note that a connection has presented the token, or has ended."""
         with self._lock:
-            self._strangers.pop(session, None)
+            self._unauthenticated.pop(session, None)
 
     def expire(self) -> float | None:
-        """Close connections of strangers that have had their time; seconds until the next one has, None without any."""
+        """Close unauthenticated connections that are late; seconds until the next one is, None without any."""
         now = time.monotonic()
         with self._lock:
-            late = [session for session, since in self._strangers.items() if now - since >= GREETING_SECONDS]
+            late = [session for session, since in self._unauthenticated.items() if now - since >= GREETING_SECONDS]
             for session in late:
-                del self._strangers[session]
-            since = next(iter(self._strangers.values()), None)
+                del self._unauthenticated[session]
+            since = next(iter(self._unauthenticated.values()), None)
         for session in late:
-            session.hang_up()
+            session.abort()
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
-        """End the earlier connection of a node before the new one is served: two must not write to one buffer.
-
-        Raises:
-            ControlError: the earlier one does not end.
-        """
+        """End the earlier connection of a node: two must not write to one buffer. Raises ControlError if it lasts."""
         with self._lock:
             earlier, self._of_node[node] = self._of_node.get(node), session
         if earlier is not None:
-            earlier.hang_up()
+            earlier.abort()
             earlier.join(REPLACE_SECONDS)
             if earlier.is_alive():
                 raise ControlError(f"node={node}: its earlier connection is still in use")
 
 
 class PeerSession(threading.Thread):
-    """One TCP connection that somebody opened."""
+    """One accepted TCP connection."""
 
     def __init__(self, sock: socket.socket, store: Store, sessions: PeerSessions) -> None:
         super().__init__(name="peer", daemon=True)
@@ -89,12 +88,12 @@ class PeerSession(threading.Thread):
         self._sessions = sessions
         self._generation = -1
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """End the connection, from another thread."""
-        self._wire.shut_down()
+        self._wire.abort()
 
     def run(self) -> None:
-        """Answer until the other side has gone."""
+        """Answer until the other side closes."""
         try:
             if self._answer(self._greet):
                 while self._answer(self._serve_one):
@@ -105,7 +104,7 @@ class PeerSession(threading.Thread):
             self._wire.close()
 
     def _answer(self, serve: Callable[[], None]) -> bool:
-        """Whether the connection can go on."""
+        # Whether the connection can go on: after a refusal the two ends may disagree on what follows.
         try:
             serve()
         except (ControlError, CheckpointError) as error:
@@ -154,10 +153,10 @@ class PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Announced, received, verified, acknowledged: what fails leaves the copy as far as it was.
+        """Receive, verify and acknowledge an announced slice; a failure leaves the copy without it.
 
-        One that ``waits`` may take memory, and is sent after ``go``; the bytes of others follow their announcement.
-        The hashes come last: bytes travel while they are computed.
+        A slice that ``waits`` may need memory: its bytes follow ``go``. Those of others follow the announcement. The
+        hashes come last: bytes travel while they are computed.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
@@ -188,24 +187,24 @@ class PeerSession(threading.Thread):
         self._wire.send({"op": "ack"})
 
     def _copy_of(self, rank: int, window_bytes: int, *, may_take: bool) -> Copy:
-        """Where its slices go. Much memory takes longer to get than a silent connection lasts."""
+        # Much memory takes longer to allocate than the sender waits without a message.
         with self._store.lock:
             copy = self._store.copies.get(rank)
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
         if not may_take:
-            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes was asked for")
+            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes was requested")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._store.take_copy, rank, window_bytes)
             while not taken.done():
-                if not futures.wait([taken], SIGN_OF_LIFE_SECONDS).done:
+                if not futures.wait([taken], KEEPALIVE_SECONDS).done:
                     self._wire.send({"op": "wait"})
             return taken.result()
 
     def _reserve(self, rank: int, copy: Copy, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
         with self._store.lock:
             if self._store.copies.get(rank) is not copy:
-                raise ControlError(f"rank={rank}: its memory was given back meanwhile")
+                raise ControlError(f"rank={rank}: its memory was freed meanwhile")
             if incoming.buffer in copy.receiving:
                 raise ControlError(f"buffer={incoming.buffer}: is being filled through another connection")
             window = copy.windows.expect(incoming, index, part)
@@ -217,7 +216,7 @@ class PeerSession(threading.Thread):
         key = fields.window_key(message)
         with self._store.lock:
             if rank not in self._store.copies:
-                raise ControlError(f"rank={rank}: nothing is kept for it")
+                raise ControlError(f"rank={rank}: no copy of it is here")
             self._store.copies[rank].windows.commit(key)
         self._wire.send({"op": "ack"})
 
@@ -239,7 +238,7 @@ class PeerSession(threading.Thread):
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """The message before the bytes of a slice. Topology and plan go with the first one only."""
+    """The message before the bytes of a slice. Only the first slice's has topology and plan."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}
@@ -249,7 +248,7 @@ def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> 
 
 
 def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
-    """The window that an announced slice belongs to, without slices, and the slice.
+    """Inverse of ``announce``: the window without slices, and the slice without hashes.
 
     Raises:
         ControlError, CheckpointError: a field is missing or cannot be.
@@ -259,3 +258,22 @@ def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWin
         raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
     return HeldWindow(**vars(window), buffer=buffer), Slice.from_json(message.get("record"), hashed=False)
+
+
+def receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:
+    """Receive a slice into ``payload`` and hash each piece while its bytes are still in the cache."""
+    received, hashes = 0, []
+    for piece in part.pieces:
+        digest, position = xxhash.xxh3_128(), piece.offset
+        while position < piece.end:
+            if received <= position:
+                target = min(part.num_bytes, received + _ARRIVING_BYTES)
+                receive_into(payload[received:target])
+                received = target
+                continue
+            stop = min(piece.end, received)
+            digest.update(payload[position:stop])
+            position = stop
+        hashes.append(digest.hexdigest())
+    receive_into(payload[received:])
+    return tuple(hashes)

@@ -1,4 +1,4 @@
-"""Writes windows to storage: a thread, one window at a time, from the memory they were captured into."""
+"""The threads that hash captured slices and write windows to storage."""
 
 import threading
 from collections import deque
@@ -9,10 +9,46 @@ from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.store import OwnRank, Store
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.window import Slice
+
+
+class Hasher(threading.Thread):
+    """Computes the hashes of slices, oldest first; each piece in one call, which lets other threads run."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(name="hasher", daemon=True)
+        self._store = store
+
+    def run(self) -> None:
+        """Hash until the process ends."""
+        while True:
+            self._hash_one()
+
+    def _hash_one(self) -> None:
+        # A function of its own: no local variable may keep memory alive while the thread waits.
+        with self._store.lock:
+            self._store.lock.wait_for(lambda: self._next() is not None)
+            found = self._next()
+            assert found is not None, "woken without work"
+            own, window, part = found
+            payload = own.view(window, part)
+        hashes = part.hash_pieces(payload)
+        with self._store.lock:
+            part.hashes = hashes
+            own.hashed_bytes += part.num_bytes
+            own.publish()
+            self._store.changed()
+
+    def _next(self) -> tuple[OwnRank, HeldWindow, Slice] | None:
+        for own in self._store.ranks.values():
+            found = None if own.windows is None else own.windows.next_unhashed()
+            if found is not None:
+                return own, *found
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Due:
+class _Write:
     own: OwnRank
     windows: OwnWindows
     window: HeldWindow
@@ -21,22 +57,22 @@ class _Due:
 
 
 class Persister(threading.Thread):
-    """Every window that was asked for is written, in order; its buffer is pinned from the request on."""
+    """Writes requested windows in order, from the memory they were captured into: pinned from the request on."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="persister", daemon=True)
         self._store = store
-        self._due: deque[_Due] = deque()
+        self._due: deque[_Write] = deque()
 
     def request(self, own: OwnRank, window: HeldWindow) -> None:
         """Write a window soon, unless it is about to be. The store's lock must be held."""
-        assert own.windows is not None and own.settings.persist_url is not None, "no window, or no place to write it to"
+        assert own.windows is not None and own.settings.persist_url is not None, "no window, or nowhere to write it"
         if any(due.window is window for due in self._due):
             return
         payload = [own.view(window, part) for part in window.slices]
         own.windows.pinned.add(window.buffer)
         url = own.settings.persist_url
-        self._due.append(_Due(own=own, windows=own.windows, window=window, payload=payload, url=url))
+        self._due.append(_Write(own=own, windows=own.windows, window=window, payload=payload, url=url))
         own.publish()
 
     def is_due(self, own: OwnRank) -> bool:
@@ -49,7 +85,7 @@ class Persister(threading.Thread):
             self._write_one()
 
     def _write_one(self) -> None:
-        """A function of its own, so that no memory is referred to while the thread waits."""
+        # A function of its own: no local variable may keep memory alive while the thread waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._due)
             due = self._due[0]
@@ -65,9 +101,9 @@ class Persister(threading.Thread):
             due.own.publish()
             self._store.changed()
         if error is None:
-            self._retain(due)
+            self._delete_old(due)
 
-    def _write(self, due: _Due) -> Exception | None:
+    def _write(self, due: _Write) -> Exception | None:
         try:
             write_window(due.url, due.window, due.payload)
         except (CheckpointError, OSError) as error:
@@ -75,13 +111,13 @@ class Persister(threading.Thread):
             return error
         return None
 
-    def _retain(self, due: _Due) -> None:
-        """Delete what is too old: rank 0 for all, and nothing where all are to be kept."""
+    def _delete_old(self, due: _Write) -> None:
+        """Delete what is too old: rank 0 for all ranks; nothing where all windows are kept."""
         window, num_persisted = due.window, due.own.settings.num_persisted
         if window.rank != 0 or num_persisted == 0:
             return
         try:
-            # Its own part of the reading: other ranks' files are opened, not read through.
+            # Only this rank's share of the payload is read; the other files are opened and compared.
             WindowFolder(due.url).retain(num_persisted, window.world_size, part=0, num_parts=window.world_size)
         except (CheckpointError, OSError) as error:
             with self._store.lock:

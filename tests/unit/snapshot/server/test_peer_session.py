@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_ft.errors import ControlError
-from megatron_ft.snapshot.server import peers
+from megatron_ft.snapshot.server import peer_session
 from megatron_ft.snapshot.server.memory import Memory, Segment
-from megatron_ft.snapshot.server.peers import PeerSessions
+from megatron_ft.snapshot.server.peer_session import PeerSessions
 from megatron_ft.snapshot.server.store import Store
 from megatron_ft.snapshot.server.wire import Wire
 from tests.unit.snapshot.server.nodes import TOKEN
@@ -25,7 +25,7 @@ class SlowMemory(Memory):
         self.go_on = threading.Event()
 
     def allocate(self, name: str, num_bytes: int) -> Segment:
-        assert self.go_on.wait(60), "nobody let it go on"
+        assert self.go_on.wait(60), "timed out"
         return super().allocate(name, num_bytes)
 
 
@@ -44,7 +44,7 @@ def greeted(listener: socket.socket, store: Store, sessions: PeerSessions) -> Wi
 
 
 def test_taking_much_memory_is_not_standing_still(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SIGN_OF_LIFE_SECONDS", 0.2)
+    monkeypatch.setattr(peer_session, "KEEPALIVE_SECONDS", 0.2)
     memory = SlowMemory()
     wire = greeted(listener, Store(0, TOKEN, memory), PeerSessions())
     timer = threading.Timer(3.0, memory.go_on.set)
@@ -68,50 +68,50 @@ def test_a_second_connection_of_a_node_ends_the_first(listener: socket.socket) -
     second.close()
 
 
-def test_a_new_connection_takes_the_place_of_the_oldest_stranger(
+def test_a_new_connection_replaces_the_oldest_unauthenticated_one(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(peer_session, "MAX_UNAUTHENTICATED", 2)
     store, sessions = Store(0, TOKEN, Memory()), PeerSessions()
-    strangers = []
+    waiting = []
     for _ in range(2):
-        strangers.append(socket.create_connection(listener.getsockname(), timeout=20))
+        waiting.append(socket.create_connection(listener.getsockname(), timeout=20))
         sessions.accept(listener.accept()[0], store)
-        strangers[-1].sendall(b"\0")  # a byte now and then, as if more came
+        waiting[-1].sendall(b"\0")  # a byte now and then, as if more came
     wire = greeted(listener, store, sessions)
-    assert strangers[0].recv(1) == b"", "the oldest one"
+    assert waiting[0].recv(1) == b"", "the oldest one"
     second = greeted(listener, store, sessions)
     assert second.call({"op": "inventory", "rank": 0})["windows"] == []
-    assert sessions.expire() is not None, "the other stranger has its place yet: who has shown the token needs none"
-    strangers[1].close()
-    for opened in (strangers[0], wire, second):
+    assert sessions.expire() is not None, "the other one still counts, those with the token do not"
+    waiting[1].close()
+    for opened in (waiting[0], wire, second):
         opened.close()
 
 
-def test_a_stranger_that_speaks_slowly_has_a_limited_time(
+def test_an_unauthenticated_connection_has_a_limited_time(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sessions, store = PeerSessions(), Store(0, TOKEN, Memory())
     wire = greeted(listener, store, sessions)
     assert sessions.expire() is None
-    stranger = socket.create_connection(listener.getsockname(), timeout=20)
+    waiting = socket.create_connection(listener.getsockname(), timeout=20)
     sessions.accept(listener.accept()[0], store)
-    stranger.sendall(b"\0")
+    waiting.sendall(b"\0")
     left = sessions.expire()
-    assert left is not None and 0 < left <= peers.GREETING_SECONDS
-    monkeypatch.setattr(peers, "GREETING_SECONDS", 0.0)
+    assert left is not None and 0 < left <= peer_session.GREETING_SECONDS
+    monkeypatch.setattr(peer_session, "GREETING_SECONDS", 0.0)
     assert sessions.expire() is None
-    assert stranger.recv(1) == b""
+    assert waiting.recv(1) == b""
     assert wire.call({"op": "inventory", "rank": 0})["windows"] == []
-    stranger.close()
+    waiting.close()
     wire.close()
 
 
-def test_a_stranger_that_has_gone_is_not_counted(listener: socket.socket) -> None:
+def test_an_unauthenticated_connection_that_has_ended_is_not_counted(listener: socket.socket) -> None:
     sessions = PeerSessions()
     socket.create_connection(listener.getsockname(), timeout=20).close()
     sessions.accept(listener.accept()[0], Store(0, TOKEN, Memory()))
     deadline = time.monotonic() + 20
     while sessions.expire() is not None:
-        assert time.monotonic() < deadline, "a stranger that left is still counted"
+        assert time.monotonic() < deadline, "a connection that has ended is still counted"
         time.sleep(0.01)

@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -11,16 +12,18 @@ from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 from megatron_ft.planning.snapshot.pieces import align
-from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server import fields
-from megatron_ft.snapshot.server.asking import ask_inventories, fetch_window
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
-from megatron_ft.snapshot.server.memory import Segment
-from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
-from megatron_ft.snapshot.server.persisting import Persister
+from megatron_ft.snapshot.server.memory import Memory, Segment
+from megatron_ft.snapshot.server.own_windows import HeldWindow
 from megatron_ft.snapshot.server.store import PAGE_BYTES, OwnRank, Settings, Store
-from megatron_ft.snapshot.server.wire import Refused, hang_up, is_token
+from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
+from megatron_ft.snapshot.server.workers import Persister
 from megatron_ft.snapshot.window import Origin, Slice
+
+_MAX_INQUIRIES = 16
+"""Peers that are asked for their inventories at the same time."""
+_OK = {"op": "ok"}
 
 
 class RankSession(threading.Thread):
@@ -34,10 +37,10 @@ class RankSession(threading.Thread):
         self._persister = persister
         self._own: OwnRank | None = None
         self._settings: Settings | None = None
-        self._is_alone = False
+        self._rank_listens = True
 
     def run(self) -> None:
-        """Answer until the rank has gone or is replaced."""
+        """Answer until the rank's process has ended or is replaced."""
         try:
             closed = False
             while not closed:
@@ -49,17 +52,14 @@ class RankSession(threading.Thread):
         except (ControlError, OSError) as error:
             self._store.report(f"a rank's connection ends: {error}")
         finally:
-            self._leave()
+            with self._store.lock:
+                if self._own is not None and self._own.abort == self.abort:
+                    self._own.abort = None
+                self._reader.close()
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """End the connection, from another thread."""
-        hang_up(self._sock)
-
-    def _leave(self) -> None:
-        with self._store.lock:
-            if self._own is not None and self._own.hang_up == self.hang_up:
-                self._own.hang_up = None
-            self._reader.close()
+        abort(self._sock)
 
     def _serve(self, message: Message) -> None:
         descriptors: list[int] = []
@@ -70,22 +70,22 @@ class RankSession(threading.Thread):
         except (ControlError, CheckpointError) as error:
             answer = Refused(str(error)).to_json()
         try:
-            self._say(answer, descriptors)
+            self._send(answer, descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         if self._own is None:
             raise ControlError(f"greeting refused: {answer.get('reason')}")
 
-    def _say(self, answer: Message, descriptors: list[int]) -> None:
-        """Answer, as long as the rank listens. What it said before it died is served all the same."""
-        if self._is_alone:
+    def _send(self, answer: Message, descriptors: list[int]) -> None:
+        # A rank may die right after its last requests: they are served all the same, and not answered.
+        if not self._rank_listens:
             return
         try:
             send(self._sock, answer, descriptors)
         except OSError as error:
-            self._store.report(f"a rank does not hear its answers: {error}")
-            self._is_alone = True
+            self._store.report(f"a rank takes no answers any more: {error}")
+            self._rank_listens = False
 
     def _answer(self, message: Message, descriptors: list[int]) -> Message:
         operation = message.get("op")
@@ -118,70 +118,59 @@ class RankSession(threading.Thread):
             raise ControlError("the first message must be hello")
         settings = read_settings(message)
         if fields.integer(message, "node", most=fields.MAX_RANK) != self._store.node:
-            raise ControlError(f"node={message['node']}: this keeper is of node {self._store.node}")
+            raise ControlError(f"node={message['node']}: must be {self._store.node}, the node of this server")
         with self._store.lock:
-            self._own, self._settings = self._store.welcome(settings, self.hang_up), settings
+            self._own, self._settings = self._store.register(settings, self.abort), settings
         return {"op": "welcome"}
 
     def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
-        anew = bool(fields.integer(message, "anew", most=1)) if "anew" in message else False
-        segment, taken_bytes = self._store.take_arena(own, window_bytes, anew=anew)
+        segment, taken_bytes = self._store.take_arena(own, window_bytes, new=message.get("new") is True)
         descriptors.append(os.dup(segment.descriptor))
         sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
         return {"op": "memory", **sizes}
 
     def _begin(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
         window = HeldWindow(
             **vars(own.settings.origin),
             start_iteration=fields.integer(message, "start_iteration"),
             num_slices=fields.integer(message, "num_slices", least=1, most=fields.MAX_SLICES),
             plan=fields.mapping(message, "plan"),
-            buffer=buffer,
+            buffer=fields.integer(message, "buffer", most=NUM_BUFFERS - 1),
         )
-        with self._store.lock:
-            _windows(own).begin(buffer, window)
-            own.publish()
-            self._store.changed()
-        return {"op": "ok"}
+        with self._store.changing(own) as windows:
+            windows.begin(window)
+        return _OK
 
     def _captured(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        part = Slice.from_json(message.get("record"), hashed=False)
         buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
-        with self._store.lock:
-            _windows(own).capture(buffer, fields.integer(message, "slice", most=fields.MAX_SLICES), part)
-            own.publish()
-            self._store.changed()
-        return {"op": "ok"}
+        index = fields.integer(message, "slice", most=fields.MAX_SLICES)
+        part = Slice.from_json(message.get("record"), hashed=False)
+        with self._store.changing(own) as windows:
+            windows.capture(buffer, index, part)
+        return _OK
 
     def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        with self._store.lock:
-            windows = _windows(own)
-            generation = own.settings.origin.generation
-            captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
-            window = windows.commit(fields.integer(message, "start_iteration"), generation, captured_in)
+        generation, start = own.settings.origin.generation, fields.integer(message, "start_iteration")
+        captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
+        with self._store.changing(own) as windows:
+            window = windows.commit(start, generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
-            self._store.let_go(window.generation)
-            own.publish()
-            self._store.changed()
-        return {"op": "ok"}
+            self._store.free_older(window.generation)
+        return _OK
 
     def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        with self._store.lock:
-            _windows(own).abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
-            own.publish()
-            self._store.changed()
-        return {"op": "ok"}
+        with self._store.changing(own) as windows:
+            windows.abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
+        return _OK
 
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        with self._store.lock:
+        with self._store.changing(own) as windows:
             if own.settings.persist_url is None:
-                raise ControlError("persist_url=null: must name a place to write windows to")
-            self._persister.request(own, _windows(own).find(fields.integer(message, "start_iteration")))
-            self._store.changed()
-        return {"op": "ok"}
+                raise ControlError("persist_url=null: must be a path or URL to write windows to")
+            self._persister.request(own, windows.find(fields.integer(message, "start_iteration")))
+        return _OK
 
     def _flush(self, own: OwnRank, _: Message, __: list[int]) -> Message:
         with self._store.lock:
@@ -198,38 +187,46 @@ class RankSession(threading.Thread):
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         with self._store.lock:
             windows = [asdict(window) for window in self._store.inventory(rank)]
-        if message.get("ask_peers") is True:
-            others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
-            found, problems = ask_inventories(others, self._greeting(own), rank)
-            windows += found
-            for problem in problems:
-                self._store.report(f"windows of rank {rank}: {problem}")
+        others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
+        if message.get("ask_peers") is True and others:
+            with ThreadPoolExecutor(min(_MAX_INQUIRIES, len(others))) as pool:
+                greeting = self._greeting(own)
+                answers = pool.map(lambda peer: self._ask_inventory(*peer, greeting, rank), sorted(others.items()))
+                windows += [window for found in answers for window in found]
         return {"op": "inventory", "windows": windows}
 
+    def _ask_inventory(self, node: int, address: str, greeting: Message, rank: int) -> list[dict[str, Any]]:
+        try:
+            wire, _ = connect(address, greeting)
+            try:
+                found = fields.items(wire.call({"op": "inventory", "rank": rank}), "windows")
+                return [asdict(fields.stored_window(entry)) for entry in found]
+            finally:
+                wire.close()
+        except (ControlError, OSError) as error:
+            # A peer that is lost has no windows any more: the restart goes on with what the others have.
+            self._store.report(f"windows of rank {rank} on node {node}: {error}")
+            return []
+
     def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
-        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
-        key = fields.window_key(message)
+        rank, key = fields.integer(message, "rank", most=fields.MAX_RANK), fields.window_key(message)
         node = fields.integer(message, "node", most=fields.MAX_RANK)
         if node == self._store.node:
             with self._store.lock:
                 segment, offset, window = self._store.find(rank, key)
             description, num_bytes = window.to_json(), window.num_bytes
+        elif node not in own.settings.peers:
+            raise ControlError(f"node={node}: must be one of {sorted(own.settings.peers)}")
         else:
-            segment, description = self._fetch_from(own, node, rank, key)
+            request = {"op": "fetch", "rank": rank, **asdict(key)}
+            try:
+                address = own.settings.peers[node]
+                segment, description = fetch_window(address, self._greeting(own), request, self._store.memory)
+            except OSError as error:
+                raise ControlError(f"node={node}: {key} of rank {rank} did not arrive: {error}") from error
             offset, num_bytes = 0, segment.num_bytes
         descriptors.append(segment.read_only_descriptor())
         return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}
-
-    def _fetch_from(self, own: OwnRank, node: int, rank: int, key: WindowKey) -> tuple[Segment, dict[str, Any]]:
-        if node not in own.settings.peers:
-            raise ControlError(f"node={node}: must be one of {sorted(own.settings.peers)}")
-        request = {"rank": rank, **asdict(key)}
-        try:
-            return fetch_window(own.settings.peers[node], self._greeting(own), request, self._store.memory)
-        except OSError as error:
-            raise ControlError(
-                f"node={node}: window {key.start_iteration} of rank {rank} did not arrive: {error}"
-            ) from error
 
     def _greeting(self, own: OwnRank) -> Message:
         origin = own.settings.origin
@@ -237,17 +234,29 @@ class RankSession(threading.Thread):
         return {"token": self._store.token, "node": self._store.node, **about}
 
 
-def _windows(own: OwnRank) -> OwnWindows:
-    if own.windows is None:
-        raise ControlError("no memory was allocated for this rank")
-    return own.windows
+def fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
+    """Fetch a window that another server holds into memory of its own; the rank that asked verifies it.
+
+    Raises:
+        ControlError, OSError: it is not there, or does not arrive.
+    """
+    wire, _ = connect(address, greeting)
+    try:
+        answer = wire.call(request)
+        num_bytes = fields.integer(answer, "num_bytes", most=fields.MAX_BYTES)
+        segment = memory.allocate("fetched", max(1, num_bytes))
+        wire.send({"op": "go"})
+        wire.receive_into(segment.view[:num_bytes])
+        return segment, fields.mapping(answer, "window")
+    finally:
+        wire.close()
 
 
 def read_settings(message: Message) -> Settings:
-    """What a rank's greeting says.
+    """A rank's greeting, checked.
 
     Raises:
-        ControlError: a field is missing or cannot be.
+        ControlError, CheckpointError: a field is missing or cannot be.
     """
     world_size = fields.integer(message, "world_size", least=1, most=fields.MAX_RANK)
     origin = Origin(
