@@ -165,7 +165,7 @@ def _start_window(trainer: Any, folder: Path, samples: Any) -> tuple[int | None,
         return None, True, str(error)
     if window is None:
         return None, True, ""
-    start = window.manifest.start_iteration
+    start = window.window.start_iteration
     is_equal = start in ITERATIONS and window_payload(OWN, start) == tuple(map(bytes, window.slices))
     return start, is_equal, ""
 

@@ -79,7 +79,7 @@ def _piece_problem(piece: Piece) -> str | None:
 
 @dataclass(slots=True, kw_only=True)
 class Slice:
-    """What was captured of one state."""
+    """The captured part of one state."""
 
     iteration: int
     """Iterations whose updates the state holds."""
@@ -88,7 +88,7 @@ class Slice:
     num_bytes: int
     """Bytes, those between and after the pieces included."""
     header: Mapping[str, Any]
-    """What replay needs beside tensors: the vote, histories, counters. Strict JSON."""
+    """State that replay needs beside tensors: the vote, histories, counters. Strict JSON."""
     pieces: tuple[Piece, ...]
     """In order of offset."""
     hashes: tuple[str, ...] | None = None
@@ -179,7 +179,7 @@ class Slice:
 
 @dataclass(kw_only=True)
 class Origin:
-    """Who captured a window, and at which layout."""
+    """The rank that captured a window, its run, membership and layout."""
 
     run_id: str
     """Random name of the run; in format 1 the name of its folder."""
@@ -218,7 +218,7 @@ class Window(Origin):
 
     @property
     def key(self) -> WindowKey:
-        """What the parts of all ranks have in common."""
+        """Identity that the parts of all ranks share."""
         return WindowKey(start_iteration=self.start_iteration, generation=self.generation)
 
     @property

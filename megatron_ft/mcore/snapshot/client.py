@@ -74,7 +74,7 @@ def share_addresses(context: RankContext, agreement: Agreement) -> RankContext:
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:
-    """Where this run's windows are persisted: a path or a URL."""
+    """Path or URL for this run's persisted windows."""
     url = config.snapshot.persist_url
     return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
 
@@ -104,7 +104,7 @@ def open_restorer(
 
 
 def _report_problem(trainer: "Trainer", record: Record) -> None:
-    """What else a region finds is part of a recovery that is reported as a whole."""
+    # Everything else is part of a recovery that is reported as a whole.
     if isinstance(record, SnapshotProblem):
         trainer.report_own(record)
 
@@ -142,7 +142,7 @@ def restart_snapshots(trainer: "Trainer") -> None:
 
 
 def _slice_header(trainer: "Trainer", index: int) -> dict[str, str]:
-    """What a replay needs besides tensors; it begins with slice 0."""
+    # A replay begins with slice 0: it has everything besides tensors.
     if index > 0:
         return {}
     placement = None if trainer.placement is None else trainer.placement.to_json()

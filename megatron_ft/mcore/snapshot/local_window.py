@@ -18,7 +18,7 @@ from megatron_ft.snapshot.window import Window
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
 SETTINGS = "settings"
-"""What the header of a slice holds, as JSON text: a manifest is strict JSON, which has no NaN."""
+"""Entries of a slice's header, as JSON text: a manifest is strict JSON, which has no NaN."""
 
 _REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
 _OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
@@ -33,8 +33,8 @@ class LocalWindow:
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Where it came from. ``where`` is ``own`` only if the buffer is in this rank's present memory; otherwise
-    ``buffer`` is the one of that memory that must not be overwritten yet, its newest committed window's."""
+    """Its origin. ``where`` is ``own`` only if ``buffer`` is in this rank's present memory; otherwise ``buffer`` is the
+    one of that memory that must not be overwritten yet, its newest committed window's."""
 
     @property
     def plan(self) -> WindowPlan:

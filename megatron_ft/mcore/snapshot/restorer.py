@@ -233,7 +233,7 @@ class SnapshotRestorer:
         return [*found, *self._persisted_windows()]
 
     def _is_in_arena(self, window: StoredWindow) -> bool:
-        """Whether this rank's memory holds the window, and not that of a rank on a node which this one replaces."""
+        """Whether this rank's memory holds the window, not memory on a node that this one replaces."""
         return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:

@@ -17,7 +17,7 @@ _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWindow:
-    """A window of one rank that a node's memory or storage holds; an entry of inventories."""
+    """A window of one rank in a node's memory or on storage; an entry of inventories."""
 
     start_iteration: int
     generation: int

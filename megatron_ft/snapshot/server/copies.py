@@ -70,7 +70,7 @@ class SendSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommit:
-    """Tell the peer that a window which it holds is committed."""
+    """Report to the peer that a window which it holds is committed."""
 
     window: HeldWindow
 
@@ -171,7 +171,7 @@ def _age(key: WindowKey) -> tuple[int, int]:
 
 
 def read_held(answer: Mapping[str, Any]) -> dict[int, PeerBuffers]:
-    """What a peer holds, by rank, from its answer to the greeting. Raises ControlError if it is malformed."""
+    """Buffers of a peer by rank, from its answer to the greeting. Raises ControlError if it is malformed."""
     by_rank: dict[int, list[StoredWindow]] = {}
     for entry in items(answer, "held"):
         if not isinstance(entry, dict):

@@ -204,7 +204,7 @@ class RankSession(threading.Thread):
             finally:
                 wire.close()
         except (ControlError, OSError) as error:
-            # A peer that is lost has no windows any more: the restart goes on with what the others have.
+            # A peer that is lost has no windows any more: the restart uses those of the others.
             self._store.report(f"windows of rank {rank} on node {node}: {error}")
             return []
 

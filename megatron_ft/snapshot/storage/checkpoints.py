@@ -5,7 +5,7 @@
     checkpoints/iter_0000030/        complete once it holds a manifest
     checkpoints/iter_0000030.1/      saved again after the first one (a run that went back and forth)
     checkpoints/damaged_iter_0000020 set aside by a resume that found it damaged
-    checkpoints/foreign_iter_0000050 set aside by a resume: of another run, or of another iteration than its name says
+    checkpoints/foreign_iter_0000050 set aside by a resume: of another run, or its name is of another iteration
     checkpoints/latest               JSON; the newest complete checkpoint, for people and tools
 """
 
@@ -117,8 +117,8 @@ def start_directory(folder: Path, iteration: int) -> Path:
 def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path | None, list[DamageReport]]:
     """The newest checkpoint that passes ``check``, and a report on each newer one that did not.
 
-    Directories without a manifest are leftovers of a save that never finished, and renamed ones hold another iteration
-    than their names say: both are reported too.
+    Directories without a manifest are leftovers of a save that never finished, and renamed ones hold an iteration that
+    is not in their names: both are reported too.
     """
     reports = []
     for stored in reversed(list_checkpoints(folder)):

@@ -2,7 +2,7 @@
 
 A directory with a readable manifest is a complete checkpoint. It is JSON, carries its own checksum,
 and is verified (sizes, then checksums of all files) before anything else opens a file: the data
-files hold pickle, which must never be read from bytes that nobody vouches for.
+files hold pickle, which must never be read from bytes without a verified checksum.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import xxhash
 from megatron_ft.config.identity import Settings
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage.files import FileEntry, hash_file, write_atomically
+from megatron_ft.strict_json import decode
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -31,7 +32,7 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is and which files, byte for byte, it consists of."""
+    """A checkpoint: its run, its iteration, and its files byte for byte."""
 
     run_id: str
     """Random name of the run that wrote it; in format 1, which has none, the name of its folder."""
@@ -46,7 +47,7 @@ class Manifest:
     consumed_samples: int
     """Samples read up to there."""
     settings: Settings
-    """What the run's data, model, optimizer and schedule were: concern to key to value; empty in format 1."""
+    """The run's data, model, optimizer and schedule: concern to key to value; empty in format 1."""
     software: dict[str, str]
     """Versions of the packages that wrote it."""
     files: tuple[FileEntry, ...]
@@ -55,7 +56,7 @@ class Manifest:
     """Version of this layout."""
 
     def validate(self) -> None:
-        """Raises CheckpointError when a name, size or checksum cannot be one of ours."""
+        """Raises CheckpointError when a name, size or checksum cannot be one of this project."""
         seen: set[str] = set()
         for entry in self.files:
             check_name(entry.name)
@@ -83,7 +84,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Raises CheckpointError on anything :meth:`to_bytes` would not have written."""
+        """Inverse of ``to_bytes``. Raises CheckpointError for anything else."""
         body = parse_object(content)
         claimed = body.pop("manifest_xxh3_128", None)
         version = body.get("format_version")
@@ -97,7 +98,7 @@ class Manifest:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """A manifest's JSON object. Raises CheckpointError unless it is UTF-8, has no key twice, no NaN and no infinity."""
+    """Parse a JSON object. Raises CheckpointError unless it is UTF-8, with distinct keys and finite numbers."""
     try:
         body = json.loads(content.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -120,7 +121,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises CheckpointError naming ``directory`` when there is no readable manifest of ours."""
+    """Read a checkpoint's manifest. Raises CheckpointError naming ``directory`` when there is none that can be read."""
     path = directory / MANIFEST_NAME
     try:
         status = os.lstat(path)
@@ -200,43 +201,21 @@ def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 def _parse(body: dict[str, Any]) -> Manifest:
     try:
-        files = tuple(
-            FileEntry(
-                name=_typed(entry["name"], str),
-                num_bytes=_typed(entry["num_bytes"], int),
-                xxh3_128=_typed(entry["xxh3_128"], str),
-            )
-            for entry in body["files"]
-        )
-        return Manifest(
-            **_about_run(body),
-            generation=_typed(body["generation"], int),
-            topology={key: _typed(value, int) for key, value in body["topology"].items()},
-            iteration=_typed(body["iteration"], int),
-            consumed_samples=_typed(body["consumed_samples"], int),
-            software={key: _typed(value, str) for key, value in body["software"].items()},
-            files=files,
-            format_version=body["format_version"],
-        )
-    except (KeyError, TypeError, AttributeError) as error:
+        if body["format_version"] == 1:
+            decode(str, body["config_digest"], "config_digest")
+            body = {**body, "run_name": body["run_id"], "settings": {}}
+        settings = body["settings"]
+        if type(settings) is not dict or not all(type(values) is dict for values in settings.values()):
+            raise TypeError("settings must be an object of objects")
+        files = tuple(FileEntry(**_decoded(FileEntry, entry)) for entry in body["files"])
+        return Manifest(**_decoded(Manifest, body, "settings", "files"), settings=settings, files=files)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"manifest lacks a field or has one of another type: {error}") from None
 
 
-def _about_run(body: dict[str, Any]) -> dict[str, Any]:
-    run_id = _typed(body["run_id"], str)
-    if body["format_version"] == 1:
-        _typed(body["config_digest"], str)
-        return {"run_id": run_id, "run_name": run_id, "settings": {}}
-    settings = _typed(body["settings"], dict)
-    for values in settings.values():
-        _typed(values, dict)
-    return {"run_id": run_id, "run_name": _typed(body["run_name"], str), "settings": settings}
-
-
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is not a {kind.__name__}")
-    return value
+def _decoded(kind: type[FileEntry] | type[Manifest], content: dict[str, Any], *without: str) -> dict[str, Any]:
+    names = {entry.name: entry.type for entry in fields(kind) if entry.name not in without}
+    return {name: decode(hint, content[name], name) for name, hint in names.items()}
 
 
 def _body_checksum(body: dict[str, Any]) -> str:

@@ -86,7 +86,7 @@ def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None)
 
 
 class WindowFile:
-    """A rank's file, open. Bytes are read when they are asked for and checked before they are handed out."""
+    """A rank's open file. Bytes are read on request, and checked before they are returned."""
 
     def __init__(self, where: str, open_source: Callable[[], Source], expect: Mapping[str, object]) -> None:
         self.path = where
@@ -106,7 +106,7 @@ class WindowFile:
         return self._payload_start + self.window.num_bytes
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
-        """The bytes of slice ``index``, all of them checked, in ``into`` (of its size) or in memory of their own.
+        """Read and check slice ``index``, into ``into`` (of its size) or into new memory.
 
         Raises:
             CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may hold
@@ -179,7 +179,7 @@ def _head(window: Window) -> bytes:
 
 
 def _chunks(head: bytes, window: Window, payload: Sequence[memoryview], where: str) -> Iterator[bytes | memoryview]:
-    """All bytes of the file in order; a slice's are checked before the first of them is handed out."""
+    """All bytes of the file in order; each slice is checked before its first byte is returned."""
     yield head
     position = 0
     for part, view in zip(window.slices, payload, strict=True):
@@ -200,7 +200,7 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
-    """Whether the very file is there already. Raises CheckpointError for a sound one of other content."""
+    """Whether the same file is there already. Raises CheckpointError for a sound one of other content."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)
@@ -215,7 +215,7 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
 
 
 def _read_head(source: Source) -> tuple[Window, int]:
-    """(window, first byte of the payload) of a file whose size is as they say."""
+    """(window, first byte of the payload), once the file's size agrees with them."""
     size = source.num_bytes
     if size < _HEADER.size:
         raise CheckpointError(f"{size} bytes: too short for a window")
