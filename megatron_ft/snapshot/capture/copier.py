@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -46,23 +46,6 @@ class CopyBatch:
         return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
 
 
-class Copier(Protocol):
-    """One batch at a time."""
-
-    def start(self, batch: CopyBatch) -> None:
-        """Start to copy; returns at once."""
-
-    def wait(self) -> float:
-        """Wait until the batch is copied; the seconds of waiting, 0 without a batch."""
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds the last batch took to copy, from its start."""
-
-    def close(self) -> None:
-        """End the copier; no batch may be under way."""
-
-
 class ThreadCopier:
     """Copies in a thread of its own, without the interpreter's lock while bytes move."""
 
@@ -73,19 +56,25 @@ class ThreadCopier:
         self._done = threading.Semaphore(0)
         self._under_way = False
         self._failure: BaseException | None = None
-        self._busy_seconds = 0.0
+        self.busy_seconds = 0.0
+        """Duration of the last batch's copies, from its start."""
         self.cpu_seconds = 0.0
         """CPU time of the copying thread so far."""
         self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
         self._thread.start()
 
     def start(self, batch: CopyBatch) -> None:
+        """Start to copy; returns at once. One batch at a time."""
         assert not self._under_way, "a batch is under way"
         self._batch, self._under_way = batch, True
         self._wake.release()
 
     def wait(self) -> float:
-        # Raises what the copying thread has raised.
+        """Wait until the batch is copied; the seconds of waiting, 0 without a batch.
+
+        Raises:
+            BaseException: raised by the copying thread.
+        """
         if not self._under_way:
             return 0.0
         began = time.perf_counter()
@@ -95,11 +84,8 @@ class ThreadCopier:
             raise self._failure
         return time.perf_counter() - began
 
-    @property
-    def busy_seconds(self) -> float:
-        return self._busy_seconds
-
     def close(self) -> None:
+        """End the copier; no batch may be under way."""
         assert not self._under_way, "a batch is under way"
         self._closed = True
         self._wake.release()
@@ -115,7 +101,7 @@ class ThreadCopier:
                 self._copy()
             except BaseException as failure:  # noqa: BLE001 - raised again in wait()
                 self._failure = failure
-            self._busy_seconds = time.perf_counter() - began
+            self.busy_seconds = time.perf_counter() - began
             self.cpu_seconds = time.thread_time()
             self._done.release()
 
@@ -126,7 +112,7 @@ class ThreadCopier:
 
 
 class StreamCopier:
-    """Copies on a CUDA stream of its own into memory that was pinned with ``pin``; adds no device memory.
+    """Copies on a CUDA stream of its own into memory that was pinned with ``pin``; methods as ``ThreadCopier``.
 
     Sources in host memory are copied by the host in ``start``: the host writes them itself, so they hold at that moment
     what they held when the device's sources were queued. The ``step`` of PyTorch's Adam is such a source.
@@ -145,7 +131,7 @@ class StreamCopier:
         self._began = cuda.Event(enable_timing=True)
         self._ended = cuda.Event(enable_timing=True)
         self._batch: CopyBatch | None = None
-        self._busy_seconds = 0.0
+        self.busy_seconds = 0.0
 
     def start(self, batch: CopyBatch) -> None:
         # After what the computing stream has queued so far.
@@ -168,15 +154,14 @@ class StreamCopier:
         self._cuda.current_stream(self._device).wait_event(self._ended)
         self._ended.synchronize()
         self._batch = None
-        self._busy_seconds = self._began.elapsed_time(self._ended) / 1000
+        self.busy_seconds = self._began.elapsed_time(self._ended) / 1000
         return time.perf_counter() - began
-
-    @property
-    def busy_seconds(self) -> float:
-        return self._busy_seconds
 
     def close(self) -> None:
         assert self._batch is None, "a batch is under way"
+
+
+Copier = ThreadCopier | StreamCopier
 
 
 def open_copier(device: torch.device) -> Copier:

@@ -48,15 +48,9 @@ def items(message: Mapping[str, Any], name: str) -> list[Any]:
 
 def host_and_port(address: object) -> tuple[str, int]:
     """Split ``host:port``, the host of IPv6 in brackets. Raises ControlError for anything else."""
-    host, colon, port = str(address).rpartition(":")
-    if (
-        not colon
-        or not host.strip("[]")
-        or not port.isascii()
-        or not port.isdigit()
-        or len(port) > 5
-        or not 0 < int(port) < 65536
-    ):
+    host, _, port = str(address).rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536
+    if not host.strip("[]") or not is_port:
         raise ControlError(f"address {address!r:.100}: must be host:port")
     return host.strip("[]"), int(port)
 

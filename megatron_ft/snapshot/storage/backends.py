@@ -9,7 +9,7 @@ import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage.files import fsync_directory, naming, write_atomically
@@ -23,79 +23,41 @@ TRASH_PREFIX = ".deleted_"
 Chunks = Iterable[bytes | memoryview]
 
 
-class Source(Protocol):
-    """One file, open for reading."""
-
-    num_bytes: int
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill ``target``. Raises OSError when the file ends before."""
-
-    def close(self) -> None:
-        """Close it."""
-
-
-class Backend(Protocol):
-    """A folder of directories of files. Directories are one name, or empty for the folder itself."""
-
-    def describe(self, directory: str, name: str = "") -> str:
-        """Full path or URL, for messages."""
-
-    def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Write a file; readers see all of it or what was there. Raises OSError, and what the chunks raise."""
-
-    def exists(self, directory: str, name: str) -> bool:
-        """Whether something has the name."""
-
-    def open(self, directory: str, name: str) -> Source:
-        """Open a regular file. Raises OSError or CheckpointError."""
-
-    def list_directories(self) -> list[str]:
-        """Names of the directories in the folder; none if it is missing."""
-
-    def move(self, directory: str, target: str) -> None:
-        """Rename a directory. Raises OSError."""
-
-    def delete(self, directory: str) -> None:
-        """Remove a directory; a crash leaves nothing that counts as a window. Raises OSError."""
-
-
-def open_backend(folder: Path | str) -> Backend:
-    """Open a path or a URL. Raises CheckpointError when the URL's protocol is not installed."""
-    text = str(folder)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    return RemoteBackend(text) if "://" in text else LocalBackend(Path(text))
-
-
 class LocalBackend:
-    """A folder of the local file system, or of one that is mounted."""
+    """A folder of the local file system, or of one that is mounted. Directories are one name, or empty for itself."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def describe(self, directory: str, name: str = "") -> str:
+        """Full path or URL, for messages."""
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
+        """Write a file; readers see all of it or its former content. Raises OSError, and what the chunks raise."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:
+        """Whether something has the name, a dangling link included."""
         return os.path.lexists(self.folder / directory / name)
 
     def open(self, directory: str, name: str) -> "LocalSource":
+        """Open a regular file; links are not followed. Raises OSError or CheckpointError."""
         return LocalSource(self.folder / directory / name)
 
     def list_directories(self) -> list[str]:
+        """Names of the directories in the folder without links; none if it is missing."""
         if not self.folder.is_dir():
             return []
         return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False))
 
     def move(self, directory: str, target: str) -> None:
+        """Rename a directory. Raises OSError."""
         os.rename(self.folder / directory, self.folder / target)
         fsync_directory(self.folder)
 
     def delete(self, directory: str) -> None:
+        """Remove a directory; a crash leaves nothing that counts as a window. Raises OSError."""
         # Renamed first, so that a crash leaves no half of it under its name; leftovers of such crashes go too.
         self._empty_trash()
         self.move(directory, TRASH_PREFIX + directory)
@@ -131,6 +93,7 @@ class LocalSource:
             raise CheckpointError(f"{path}: not a regular file")
 
     def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target``. Raises OSError when the file ends before."""
         done = 0
         with naming(self._path):
             while done < len(target):
@@ -140,13 +103,14 @@ class LocalSource:
                 done += count
 
     def close(self) -> None:
+        """Close the file; a second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
 class RemoteBackend:
-    """A prefix of an object store, or a folder of a file system of fsspec."""
+    """A prefix of an object store, or a folder of a file system of fsspec; methods as ``LocalBackend``."""
 
     def __init__(self, url: str) -> None:
         import fsspec  # type: ignore[import-untyped]
@@ -237,3 +201,15 @@ class RemoteSource:
 
     def close(self) -> None:
         self._file.close()
+
+
+Backend = LocalBackend | RemoteBackend
+Source = LocalSource | RemoteSource
+
+
+def open_backend(folder: Path | str) -> Backend:
+    """Open a path or a URL. Raises CheckpointError when the URL's protocol is not installed."""
+    text = str(folder)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    return RemoteBackend(text) if "://" in text else LocalBackend(Path(text))
