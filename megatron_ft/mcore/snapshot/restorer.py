@@ -93,6 +93,7 @@ class SnapshotRestorer:
         if self._client is None and self._folder is None:
             return None
         mine = [asdict(window) for window in self._held_windows()]
+        # From here on every rank computes with the same lists, and so takes the same decisions.
         everyone = self._agreement.gather([mine, self._other_settings])
         stored = [[StoredWindow.from_json(window) for window in windows] for windows, _ in everyone]
         other_settings: list[tuple[int, str]] = everyone[0][1]
@@ -110,6 +111,7 @@ class SnapshotRestorer:
                 if source.kind == "nothing":
                     self._note_unusable(reasons)
                 return None
+            # Ranks open their parts alone, and must then agree: if one part is bad, all ranks try the next source.
             window, error = self._open(source)
             if error is not None:
                 self._report_problem(f"load {source.kind}", error)
@@ -121,6 +123,7 @@ class SnapshotRestorer:
             if any(errors):
                 continue
             assert window is not None, "without an error it was opened"
+            # By content: a window that was captured again under the same name deserves a try.
             self._chosen_digest = window_digest(self._agreement.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
             if rejection is None:

@@ -130,6 +130,7 @@ class Snapshotter:
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         is_here = window.where == "own"
         if is_here:
+            # Confirmed in this generation, or the server may give its buffer to the next window.
             self._client.committed(start, captured_in=window.generation)
             self._lengths[start] = window.num_slices
         self._opened = self._open(self._engine.iteration, is_resumed=is_here)
@@ -144,6 +145,7 @@ class Snapshotter:
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
         assert opened is not None and memory is not None, "resumed"
         shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
+        # Both answers are gathered: a rank that captured alone would have a window that can never be committed.
         if self._agreement.any(window_bytes(whole, shards) > memory.arena.window_bytes):
             return self._report_plan_problem(iteration, "the whole state does not fit the buffers, and is not captured")
         if not self._agreement.all(bool(self._window_report().has_free_buffer)):

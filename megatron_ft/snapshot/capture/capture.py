@@ -82,6 +82,7 @@ class WindowCapture:
         self._client = client
         self._copier = copier
         self._slices = _lay_out(plan, shards)
+        # Prepared once for every buffer: starting a slice must not cost time in proportion to its pieces.
         self._batches = [[self._batch(part, buffer, source) for part in self._slices] for buffer in buffers]
         self._under_way: tuple[int, int, Slice] | None = None
         """Buffer, index and description of the slice that is being copied."""

@@ -34,6 +34,7 @@ class CopyWindows:
             ControlError: the buffer holds the newest committed window.
             CheckpointError: the slice is not the next one, or does not fit.
         """
+        # The announced window is kept only with its first slice: that one alone has topology and plan.
         held = self.buffers[incoming.buffer]
         if held is not None and held.key == incoming.key and index > 0:
             held.check_next(index, part, self.window_bytes)

@@ -22,6 +22,7 @@ class Segment:
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
+        # A page that is missing later would be a SIGBUS in whichever process touches it.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.view = memoryview(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED))
 

@@ -86,6 +86,8 @@ class OwnWindows:
             raise ControlError(f"buffer={buffer}: is being written to storage")
         if held is not None and held is self.confirmed:
             raise ControlError(f"buffer={buffer}: holds window {held.start_iteration}, the newest committed one")
+        # A rank fills one window at a time: an incomplete one will never be completed, and an uncommitted one of the
+        # same iterations is of a history that the job has left.
         for other in self:
             is_same = other.start_iteration == window.start_iteration and not other.committed
             if other is held or is_same or not other.captured:
@@ -145,6 +147,7 @@ class OwnWindows:
         window = self.find(start_iteration, captured_in)
         self._is_new_commit = not window.committed and captured_in == generation
         self._num_commits += self._is_new_commit
+        # The committed window survives, and newer ones of its generation, which are still being replicated.
         self._order = [held for held in self if not is_superseded(held.key, held.committed, window.key)]
         window.committed, self.confirmed = True, window
         return window

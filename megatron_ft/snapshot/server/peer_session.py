@@ -178,6 +178,7 @@ class PeerSession(threading.Thread):
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
             part.hashes = hashes
+            # Receiving took time: a newer generation may have fenced this connection meanwhile.
             with self._store.lock:
                 self._store.check_generation(self._generation)
                 window.slices.append(part)
@@ -205,6 +206,7 @@ class PeerSession(threading.Thread):
         with self._store.lock:
             if self._store.copies.get(rank) is not copy:
                 raise ControlError(f"rank={rank}: its memory was freed meanwhile")
+            # An earlier connection that could not be ended may still write to the buffer.
             if incoming.buffer in copy.receiving:
                 raise ControlError(f"buffer={incoming.buffer}: is being filled through another connection")
             window = copy.windows.expect(incoming, index, part)
@@ -232,6 +234,7 @@ class PeerSession(threading.Thread):
             segment, offset, window = self._store.find(rank, fields.window_key(message))
             description, num_bytes = window.to_json(), window.num_bytes
         self._wire.send({"op": "window", "window": description, "num_bytes": num_bytes})
+        # The other end allocates memory first, which may take long.
         if self._wire.receive(patient=True).get("op") != "go":
             raise ControlError("a window is sent on go")
         self._wire.send_bytes(segment.view[offset : offset + num_bytes])

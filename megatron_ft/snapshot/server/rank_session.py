@@ -93,6 +93,7 @@ class RankSession(threading.Thread):
             return self._hello(message)
         with self._store.lock:
             self._store.check_generation(self._settings.origin.generation)
+            # Another process has greeted for this rank since: requests that were on their way must not count.
             if self._own.settings is not self._settings:
                 raise Refused("another process speaks for this rank now", "stale")
         answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
@@ -157,6 +158,7 @@ class RankSession(threading.Thread):
             window = windows.commit(start, generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
+            # Only now: until the whole job has a window of this generation, a restart may need those before it.
             self._store.free_older(window.generation)
         return _OK
 

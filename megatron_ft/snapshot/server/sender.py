@@ -154,6 +154,7 @@ class Sender(threading.Thread):
         waits = self._accepted_bytes.get(rank) != window_bytes
         wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits}, goes_on=not waits)
         if waits:
+            # Answers arrive in order: those of earlier slices come before ``go``.
             while self._unanswered:
                 self._take_answer()
             wire.answer()
@@ -205,6 +206,7 @@ class Sender(threading.Thread):
             if kind == "hash":
                 self._damaged(work, error)
                 return
+            # The peer has seen a newer generation: nothing is sent before a rank of this node has joined it.
             if kind == "stale":
                 self._fenced = generation
                 self._note(work, error)

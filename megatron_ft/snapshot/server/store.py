@@ -99,6 +99,7 @@ class OwnRank:
             *(replicated.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
             *(given_up.get(buffer, -1) for buffer in range(NUM_BUFFERS)),
         )
+        # The rank reads whole words without a lock, commits before pinned buffers: so pinned buffers are written first.
         page = self.segment.view[: len(values) * 8].cast("q")
         for index, value in enumerate(values):
             page[index] = value
@@ -169,6 +170,7 @@ class Store:
         self.enter(origin.run_id, origin.generation)
         self.own_generation = max(self.own_generation, origin.generation)
         own = self.ranks.setdefault(origin.rank, OwnRank(settings=settings))
+        # A process that was replaced may still be alive; two must not begin windows in one arena.
         if own.abort is not None:
             own.abort()
         if own.windows is not None and origin.generation > own.settings.origin.generation:
@@ -209,6 +211,7 @@ class Store:
             is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
             if own.segment is not None and own.windows is not None and is_enough and not new:
                 return own.segment, own.windows.window_bytes
+            # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
             own.windows = own.segment = None
         name = f"arena-rank-{own.settings.origin.rank}"
         segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
@@ -240,6 +243,7 @@ class Store:
         """
         for rank, copy in list(self.copies.items()):
             generations = [window.generation for window in copy.windows]
+            # A copy without windows is new: its first slice is about to arrive.
             if generations and max(generations) < generation and not copy.receiving:
                 del self.copies[rank]
         for rank, own in list(self.ranks.items()):

@@ -69,6 +69,7 @@ class Persister(threading.Thread):
         assert own.windows is not None and own.settings.persist_url is not None, "no window, or nowhere to write it"
         if any(due.window is window for due in self._due):
             return
+        # The views keep the memory, the pin keeps its content: the rank must not begin a window there meanwhile.
         payload = [own.view(window, part) for part in window.slices]
         own.windows.pinned.add(window.buffer)
         url = own.settings.persist_url

@@ -116,6 +116,7 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
             for chunk in (content,) if isinstance(content, bytes) else content:
                 file.write(chunk)
             entry = file.commit()
+        # The content is on the device before its name is: after a crash the name has all of it or does not exist.
         os.rename(directory / temporary, directory / name)
     except BaseException:
         (directory / temporary).unlink(missing_ok=True)

@@ -64,6 +64,7 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
     directory, name = window_name(window.key), rank_name(window.rank)
     where = backend.describe(directory, name)
     try:
+        # A restart may write a window again: a file that is sound and equal is not touched, for others may read it.
         if not _is_there(backend, directory, name, window):
             backend.write(directory, name, _chunks(head, window, payload, where))
     except OSError as error:
@@ -223,6 +224,7 @@ def _read_head(source: Source) -> tuple[Window, int]:
     if magic != MAGIC:
         raise CheckpointError(f"magic {magic!r}: not a window of this project")
     check_version(version)
+    # Checked before memory is allocated: the length is not covered by a checksum yet.
     if length > min(size - _HEADER.size, MAX_MANIFEST_BYTES):
         raise CheckpointError(f"manifest of {length} bytes in a file of {size}")
     content = _read_bytes(source, _HEADER.size, length)

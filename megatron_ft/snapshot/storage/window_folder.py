@@ -90,6 +90,7 @@ class WindowFolder:
         while candidates and found < num_windows:
             stored, _ = self._first_sound([candidates.pop()], world_size, part, num_parts)
             found += stored is not None
+        # With fewer sound windows than that, the older ones are all there is: they stay.
         removed = candidates if found == num_windows else []
         for stored in removed:
             self._delete(stored)
