@@ -13,9 +13,8 @@ import xxhash
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import Message
 from megatron_ft.snapshot.server import fields
-from megatron_ft.snapshot.server.copies import NUM_COPY_BUFFERS
-from megatron_ft.snapshot.server.own_windows import HeldWindow
 from megatron_ft.snapshot.server.store import PAGE_BYTES, Copy, Store
+from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, HeldWindow
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token
 from megatron_ft.snapshot.window import Slice, Window
 

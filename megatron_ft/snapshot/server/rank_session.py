@@ -15,8 +15,8 @@ from megatron_ft.planning.snapshot.pieces import align
 from megatron_ft.snapshot.server import fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
 from megatron_ft.snapshot.server.memory import Memory, Segment
-from megatron_ft.snapshot.server.own_windows import HeldWindow
 from megatron_ft.snapshot.server.store import PAGE_BYTES, OwnRank, Settings, Store
+from megatron_ft.snapshot.server.windows import HeldWindow
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
 from megatron_ft.snapshot.server.workers import Persister
 from megatron_ft.snapshot.window import Origin, Slice

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_ft.errors import ControlError
-from megatron_ft.snapshot.server.copies import PeerBuffers, SendCommit, SendSlice, read_held
-from megatron_ft.snapshot.server.own_windows import HeldWindow
 from megatron_ft.snapshot.server.peer_session import announce
 from megatron_ft.snapshot.server.store import OwnRank, Store
+from megatron_ft.snapshot.server.windows import HeldWindow, PeerBuffers, SendCommit, SendSlice, read_held
 from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.window import Slice
 

@@ -16,9 +16,8 @@ from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.snapshot.server.copies import NUM_COPY_BUFFERS, CopyWindows
 from megatron_ft.snapshot.server.memory import Memory, Segment
-from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
+from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, CopyWindows, HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Origin, Slice
 

@@ -5,8 +5,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.store import OwnRank, Store
+from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Slice

@@ -7,9 +7,16 @@ import pytest
 
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.snapshot.server.copies import CopyWindows, PeerBuffers, SendCommit, SendSlice, read_held
-from megatron_ft.snapshot.server.own_windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.store import PAGE_BYTES
+from megatron_ft.snapshot.server.windows import (
+    CopyWindows,
+    HeldWindow,
+    OwnWindows,
+    PeerBuffers,
+    SendCommit,
+    SendSlice,
+    read_held,
+)
 from tests.unit.snapshot.server.test_own_windows import NUM_SLICES, full, new, part
 
 WINDOW_BYTES = NUM_SLICES * PAGE_BYTES
