@@ -291,7 +291,7 @@ def find_listeners(console: psutil.Process, run_dir: Path, forkserver: str) -> L
         processes.append(process)
         if "megatron_ft.control.agent" in words:
             agents += unix_listeners(process)
-        elif "megatron_ft.runtime.keeper" in words:
+        elif "megatron_ft.snapshot.server" in words:
             keepers += [*unix_listeners(process), *tcp_listeners(process)]
     assert len(agents) == NUM_NODES, f"{len(agents)} sockets of agents"
     access = read_address(run_dir)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import CheckpointError, RecoveryError
-from megatron_ft.mcore.loop.held_window import VOTE
-from megatron_ft.runtime.storage.refusals import read_refusals
-from megatron_ft.runtime.storage.window_folder import WindowFolder
-from megatron_ft.runtime.storage.windows import open_window, rank_name, write_window
+from megatron_ft.mcore.snapshot.local_window import VOTE
+from megatron_ft.snapshot.storage.rejected_windows import read_rejected
+from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from tests.helpers.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_job_that_is_gone_goes_on_from_storage_and_passes_damage_over(
     newest, reports = folder.newest(2)
     assert newest is not None and not reports
     older = [stored for stored in folder.list_windows() if stored < newest]
-    path = died.run_dir / "windows" / newest.name / "rank-00001.window"
+    path = died.run_dir / "windows" / window_name(newest) / "rank-00001.window"
     content = bytearray(path.read_bytes())
     content[-5000] ^= 1
     path.write_bytes(content)
@@ -195,7 +195,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     newest, _ = WindowFolder(died.run_dir / "windows").newest(2)
     assert newest is not None
     for rank in range(2):
-        alter_vote(died.run_dir / "windows" / newest.name / rank_name(rank))
+        alter_vote(died.run_dir / "windows" / window_name(newest) / rank_name(rank))
     resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "launch.max_restarts=3")
     assert resumed.exit_code == 0, resumed.output
     refused, chosen = of_kind(resumed, "recovery_started")
@@ -205,7 +205,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     assert f"iteration {newest.start_iteration}:" in declined and "was replayed to something else: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
-    assert [refusal.start_iteration for refusal in read_refusals(resumed.run_dir)] == [newest.start_iteration]
+    assert [window.start_iteration for window in read_rejected(resumed.run_dir)] == [newest.start_iteration]
     assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
 
 
@@ -220,9 +220,9 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
     assert newest is not None
     for stored in folder.list_windows():
         if stored != newest:
-            shutil.rmtree(died.run_dir / "windows" / stored.name)
+            shutil.rmtree(died.run_dir / "windows" / window_name(stored))
     for rank in range(2):
-        alter_vote(died.run_dir / "windows" / newest.name / rank_name(rank))
+        alter_vote(died.run_dir / "windows" / window_name(newest) / rank_name(rank))
     codes = [RecoveryError.exit_code, CheckpointError.exit_code]
     while codes:
         stopped = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
@@ -236,10 +236,10 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
 def alter_vote(path: Path) -> None:
     """Let a sound file say another loss of the first iteration that a replay of it runs."""
     with open_window(path) as opened:
-        manifest, payload = opened.manifest, [opened.read_slice(index) for index in range(opened.manifest.num_slices)]
-    slices = list(manifest.slices)
+        window, payload = opened.window, [opened.read_slice(index) for index in range(opened.window.num_slices)]
+    slices = list(window.slices)
     vote = json.loads(slices[1].header[VOTE])
     vote["loss"] = math.nextafter(vote["loss"], math.inf)
     slices[1] = dataclasses.replace(slices[1], header={**slices[1].header, VOTE: json.dumps(vote)})
     path.unlink()
-    write_window(path.parents[1], dataclasses.replace(manifest, slices=tuple(slices)), payload)
+    write_window(path.parents[1], dataclasses.replace(window, slices=slices), payload)

@@ -30,14 +30,14 @@ from megatron_ft.mcore.loop.migration import move_experts
 from megatron_ft.mcore.loop.placing import PlacementKeeper
 from megatron_ft.mcore.loop.presence import Presence, Previous, choose_holding
 from megatron_ft.mcore.loop.trainer import Trainer
-from megatron_ft.mcore.loop.windows import take_snapshots_anew
 from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.optimizer.state_view import NamedState, put_state
+from megatron_ft.mcore.snapshot.client import restart_snapshots
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
-from megatron_ft.runtime.storage.checkpoints import directory_name
 from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.snapshot.storage.checkpoints import directory_name
 
 
 def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:
@@ -188,7 +188,7 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     trainer.rounded_off = common.rounded_off
     _note_formed(trainer, held, previous, is_stopped=common.stopped is not None)
     trainer.keep_copies()
-    take_snapshots_anew(trainer)
+    restart_snapshots(trainer)
     # What is said of this membership from here on holds on every rank: all have formed it.
     trainer.agreement.any(False)
     if carried is None and common.stopped is not None:

@@ -14,10 +14,10 @@ from megatron_ft.control.worker import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import Record, RecoveryStarted
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
-from megatron_ft.mcore.loop.held_window import CONFIG
 from megatron_ft.mcore.loop.starting import check_start_over, find_source, newest_iteration
-from tests.unit.mcore.loop.test_recovering import OWN, OneRank, recovery, save
-from tests.unit.runtime.storage.conftest import make_checkpoint
+from megatron_ft.mcore.snapshot.local_window import CONFIG
+from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
+from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 AUTO = RunConfig(name="run", resume="auto")
 
