@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.operators import OperatorId
+from megatron_ft.operators import Kind, OperatorId
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.layout import LaneLimits, choose_layout
 from megatron_ft.planning.state.holdings import STORAGE, Holdings, Medium, Needs
@@ -103,7 +103,7 @@ def _layer(layer: int) -> list[Parameter]:
     return found
 
 
-def _dense(name: str, layer: int, size: int, kind: Any = "non_expert", *, is_split: bool = True) -> Parameter:
+def _dense(name: str, layer: int, size: int, kind: Kind = "non_expert", *, is_split: bool = True) -> Parameter:
     return Parameter(name=name, operator=OperatorId(layer=layer, kind=kind), num_elements=size, is_split=is_split)
 
 

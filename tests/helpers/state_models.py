@@ -16,15 +16,19 @@ def model(
     num_experts: int = 2,
     is_tied: bool = False,
     expert_tensor_size: int = 1,
+    scale: int = 1,
 ) -> ModelState:
-    """One layer per chunk: a split matrix, a repeated norm, experts of two matrices; an embedding, a head."""
+    """One layer per chunk: a split matrix, a repeated norm, experts of two matrices; an embedding, a head.
+
+    Sizes are odd numbers of elements, times ``scale``.
+    """
     stages = []
     last = num_stages * num_chunks
     for stage in range(num_stages):
         chunks = []
         for chunk in range(num_chunks):
             layer = chunk * num_stages + stage + 1
-            chunks.append(tuple(_chunk(layer, last, num_experts, is_tied)))
+            chunks.append(tuple(_chunk(layer, last, num_experts, is_tied, scale)))
         stages.append(tuple(chunks))
     return ModelState(
         chunks=tuple(stages),
@@ -35,30 +39,35 @@ def model(
     )
 
 
-def _chunk(layer: int, last: int, num_experts: int, is_tied: bool) -> list[Parameter]:
+def _chunk(layer: int, last: int, num_experts: int, is_tied: bool, scale: int) -> list[Parameter]:
     embedding = Parameter(
         name="embedding.weight",
         operator=OperatorId(layer=0, kind="embedding"),
-        num_elements=90,
+        num_elements=90 * scale,
         is_split=True,
         is_shared_embedding=is_tied,
     )
     found = [embedding] if layer == 1 else []
     rest = OperatorId(layer=layer, kind="non_expert")
-    found.append(Parameter(name=f"layers.{layer}.qkv", operator=rest, num_elements=75, is_split=True))
+    found.append(Parameter(name=f"layers.{layer}.qkv", operator=rest, num_elements=75 * scale, is_split=True))
     found.append(
         Parameter(
-            name=f"layers.{layer}.norm", operator=rest, num_elements=7, is_split=False, dtype="float32", weight_bytes=4
+            name=f"layers.{layer}.norm",
+            operator=rest,
+            num_elements=7 * scale,
+            is_split=False,
+            dtype="float32",
+            weight_bytes=4,
         )
     )
     for expert in range(num_experts):
         operator = OperatorId(layer=layer, kind="expert", expert=expert)
         for name, size in (("fc1", 40), ("fc2", 23)):
             name = f"layers.{layer}.experts.{expert}.{name}"
-            found.append(Parameter(name=name, operator=operator, num_elements=size, is_split=True))
+            found.append(Parameter(name=name, operator=operator, num_elements=size * scale, is_split=True))
     if layer == last:
         head = Parameter(
-            name="head.weight", operator=OperatorId(layer=last + 1, kind="head"), num_elements=90, is_split=True
+            name="head.weight", operator=OperatorId(layer=last + 1, kind="head"), num_elements=90 * scale, is_split=True
         )
         found.append(embedding if is_tied else head)
     return found

@@ -1,12 +1,16 @@
-"""Transfer plans carried out element by element, by the simplest means: what tests compare the planner with."""
+"""Transfer plans carried out on arrays, by the simplest means: what tests compare the planner with."""
 
+import zlib
 from collections import defaultdict
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.holdings import STORAGE, Holdings, Medium, Needs
 from megatron_ft.planning.state.tensors import StateTensor
-from megatron_ft.planning.state.transfers import TransferPlan, plan_transfers
+from megatron_ft.planning.state.transfers import Kept, Transfer, TransferPlan, plan_transfers
 
 Element = tuple[StateTensor, int, int]
 """Tensor, element, iteration: the identity of a bit pattern."""
@@ -37,24 +41,40 @@ def needed_elements(needs: Needs) -> set[tuple[int, Element]]:
     return {(row.rank, (row.tensor, e, row.iteration)) for row in needs for e in range(row.start, row.stop)}
 
 
-def carry_out(plan: TransferPlan, holdings: Holdings) -> dict[tuple[int, Element], Element]:
-    """What every rank has in each needed place afterwards, taken from what its source holds; once each."""
-    held = held_elements(holdings)
-    received: dict[tuple[int, Element], Element] = {}
+Memory = dict[tuple[int, StateTensor, int], npt.NDArray[np.int64]]
+"""By rank, tensor and iteration the elements that a rank has; garbage where it has none."""
+
+
+def bits(tensor: StateTensor, iteration: int) -> npt.NDArray[np.int64]:
+    """The elements of a tensor after an iteration: no two tensors, iterations or places have the same."""
+    salt = zlib.crc32(f"{tensor} {iteration}".encode())
+    return salt * 1_000_000 + np.arange(tensor.num_elements, dtype=np.int64)
+
+
+def carry_out(plan: TransferPlan, holdings: Holdings) -> tuple[Memory, Memory]:
+    """What every rank has in place afterwards, copied from what sources hold; and how often each element came."""
+    memory: dict[tuple[int, Medium, StateTensor, int], npt.NDArray[np.int64]] = {}
+    for row in holdings:
+        garbage = np.full(row.tensor.num_elements, -1 - row.rank, dtype=np.int64)
+        held = memory.setdefault((row.rank, row.medium, row.tensor, row.iteration), garbage)
+        held[row.start : row.stop] = bits(row.tensor, row.iteration)[row.start : row.stop]
+    result: Memory = {}
+    times: Memory = {}
+
+    def put(source: int, target: int, moved: Transfer | Kept) -> None:
+        key = (target, moved.tensor, moved.iteration)
+        place = slice(moved.start, moved.stop)
+        result.setdefault(key, np.zeros(moved.tensor.num_elements, dtype=np.int64))[place] = memory[
+            source, moved.medium, moved.tensor, moved.iteration
+        ][place]
+        times.setdefault(key, np.zeros(moved.tensor.num_elements, dtype=np.int64))[place] += 1
+
     for rank in sorted(set(plan.kept.rank.tolist())):
         for kept in plan.kept_by(rank):
-            for place in range(kept.start, kept.stop):
-                element = (kept.tensor, place, kept.iteration)
-                assert held[element].get(rank) == kept.medium, f"rank {rank} keeps {element}, which it lacks"
-                assert (rank, element) not in received, f"rank {rank} keeps {element} twice"
-                received[rank, element] = element
+            put(rank, rank, kept)
     for transfer in plan.transfers():
-        for place in range(transfer.start, transfer.stop):
-            element = (transfer.tensor, place, transfer.iteration)
-            assert held[element].get(transfer.source) == transfer.medium, f"{transfer}: the source lacks {place}"
-            assert (transfer.target, element) not in received, f"{transfer}: {place} comes twice"
-            received[transfer.target, element] = element
-    return received
+        put(transfer.source, transfer.target, transfer)
+    return result, times
 
 
 def check_plan(plan: TransferPlan, holdings: Holdings, needs: Needs) -> None:
@@ -62,7 +82,14 @@ def check_plan(plan: TransferPlan, holdings: Holdings, needs: Needs) -> None:
     plan.validate()
     held = held_elements(holdings)
     wanted = needed_elements(needs)
-    assert set(carry_out(plan, holdings)) == wanted
+    result, times = carry_out(plan, holdings)
+    came = {(rank, (of, int(e), i)) for (rank, of, i), count in times.items() for e in np.flatnonzero(count)}
+    assert came == wanted
+    for key, count in times.items():
+        assert count.max() == 1, f"{key} has elements that came twice"
+        assert (result[key] == bits(key[1], key[2]))[count == 1].all(), (
+            f"{key} has elements that are not what they were"
+        )
     in_flight: dict[tuple[int, int], int] = defaultdict(int)
     for transfer in plan.transfers():
         for place in range(transfer.start, transfer.stop):

@@ -23,6 +23,10 @@ class LaneLimits:
     """Lanes must be a multiple of it: those that Megatron's expert groups span, where experts have no slots."""
     fewest: int = 1
     """Lanes that give every expert a slot."""
+    num_expert_ranks: int | None = None
+    """EP times expert TP, where experts have no slots: ranks of a stage that differ by it hold the same experts."""
+    optimizer_bytes: tuple[int, int] = (1, 1)
+    """Optimizer state of a stage without its experts, and of its experts: their ratio decides between lanes."""
 
     @classmethod
     def of(
@@ -33,6 +37,7 @@ class LaneLimits:
         num_expert_ranks: int = 1,
         num_experts: int = 0,
         num_slots_per_rank: int | None = None,
+        optimizer_bytes: tuple[int, int] = (1, 1),
     ) -> "LaneLimits":
         """Limits of a job with groups like those of ``layout``.
 
@@ -42,7 +47,12 @@ class LaneLimits:
         """
         size = layout.group_size
         if num_slots_per_rank is None:
-            return cls(most=most, multiple=num_expert_ranks // gcd(num_expert_ranks, size))
+            return cls(
+                most=most,
+                multiple=num_expert_ranks // gcd(num_expert_ranks, size),
+                num_expert_ranks=num_expert_ranks,
+                optimizer_bytes=optimizer_bytes,
+            )
         return cls(most=most, fewest=max(1, -(-num_experts // (num_slots_per_rank * size))))
 
 
@@ -62,8 +72,8 @@ def choose_layout(
 
     Where enough processes stand by, they take the lost places and the layout stays. Otherwise there are as many lanes
     as whole groups allow: groups whose members all live, and groups made of other living processes of one node. Groups
-    keep their stage as far as lanes go, and of the ways to number lanes in the order they had, the one that keeps most
-    optimizer state where it is. Half groups and groups that are left over stand by as hot spares.
+    keep their stage and the experts of their lane as far as lanes go, and get lanes in the order they had, so that most
+    optimizer state stays where it is. Half groups and groups that are left over stand by as hot spares.
 
     Args:
         former: the layout that committed the newest iteration.
@@ -168,7 +178,7 @@ def _arranged(
     surplus: list[_Group] = []
     for stage in range(former.num_stages):
         members = sorted((g for g in groups if g.stage == stage), key=lambda group: (group.lane, group.ranks))
-        lanes, left = _lanes_of(members, former.num_lanes, num_lanes, limits.multiple)
+        lanes, left = _lanes_of(members, _Overlap(former.num_lanes, num_lanes, former.group_size, limits))
         stages.append(lanes)
         surplus += left
     pool = sorted(pool, key=lambda group: group.ranks) + surplus
@@ -180,19 +190,18 @@ def _arranged(
     return result
 
 
-def _lanes_of(
-    members: Sequence[_Group], num_before: int, num_lanes: int, period: int
-) -> tuple[list[Group | None], list[_Group]]:
+def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Group | None], list[_Group]]:
     """A stage's lanes with its own groups, and its groups that have no lane.
 
-    Lanes that differ by a multiple of ``period`` hold the same experts: weights of experts weigh more than shards of
+    Lanes that differ by a multiple of the period hold the same experts: weights of experts weigh more than shards of
     optimizer state, so groups stay in their class of lanes where they can.
     """
+    num_lanes, period = overlap.num_lanes, overlap.limits.multiple
     lanes: list[Group | None] = [None] * num_lanes
     left: list[_Group] = []
     for offset in range(period):
         alike = [group for group in members if group.lane % period == offset]
-        chosen = _in_order([group.lane for group in alike], num_before, num_lanes, period, offset)
+        chosen = _in_order([group.lane for group in alike], overlap, offset)
         for place, lane in chosen.items():
             lanes[lane] = alike[place].ranks
         others = [group for place, group in enumerate(alike) if place not in chosen]
@@ -206,12 +215,13 @@ def _lanes_of(
     return lanes, left[len(empty) :]
 
 
-def _in_order(before: Sequence[int], num_before: int, num_lanes: int, period: int, offset: int) -> dict[int, int]:
+def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[int, int]:
     """Lane by place in ``before`` (rising former lanes), rising too, so that most optimizer state stays.
 
     A lane's optimizer shard is its fraction of each bucket, so lanes share state where their fractions overlap. Each
     former lane overlaps with few new ones; among these the heaviest rising chain is found in O(n log n).
     """
+    num_before, num_lanes, period = overlap.num_before, overlap.num_lanes, overlap.limits.multiple
     best = _PrefixMaximum(num_lanes)
     chains: list[tuple[int, int, int]] = []  # (place, lane, chain before it)
     for place, lane in enumerate(before):
@@ -219,8 +229,8 @@ def _in_order(before: Sequence[int], num_before: int, num_lanes: int, period: in
         last = -(-(lane + 1) * num_lanes // num_before) + period
         found = []
         for new in range(max(0, first), min(num_lanes, last)):
-            weight = _overlap(lane, num_before, new, num_lanes, period)
-            if new % period == offset and weight:
+            weight = overlap.weight(lane, new) if new % period == offset else 0
+            if weight:
                 total, chain = best.below(new)
                 found.append((total + weight, new, chain))
         for total, new, chain in found:  # after all were asked: a group has one lane
@@ -234,14 +244,35 @@ def _in_order(before: Sequence[int], num_before: int, num_lanes: int, period: in
     return chosen
 
 
-def _overlap(lane: int, num_before: int, new: int, num_lanes: int, period: int) -> int:
-    """Weight of what a group keeps: experts' shards, which are larger, before those of the rest."""
-    dense = max(0, min((lane + 1) * num_lanes, (new + 1) * num_before) - max(lane * num_lanes, new * num_before))
-    if period == 1:
-        return dense
-    blocks, new_blocks, block, new_block = num_before // period, num_lanes // period, lane // period, new // period
-    low, high = max(block * new_blocks, new_block * blocks), min((block + 1) * new_blocks, (new_block + 1) * blocks)
-    return max(0, high - low) * num_before * num_lanes + dense
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """What a group of a former lane keeps of its optimizer shards at a new lane."""
+
+    num_before: int
+    num_lanes: int
+    group_size: int
+    limits: LaneLimits
+
+    def weight(self, lane: int, new: int) -> int:
+        """Bytes that stay, up to one factor; a shard is the same fraction of every bucket."""
+        dense_bytes, expert_bytes = self.limits.optimizer_bytes
+        dense = _shared(lane, self.num_before, new, self.num_lanes)
+        every = self.limits.num_expert_ranks
+        if every is None:
+            return dense
+        before, after = self.num_before * self.group_size // every, self.num_lanes * self.group_size // every
+        expert = 0
+        for place in range(self.group_size):
+            (block, part), (new_block, new_part) = (divmod(at * self.group_size + place, every) for at in (lane, new))
+            expert += _shared(block, before, new_block, after) if part == new_part else 0
+        # Of the one a lane has a part per lane, of the other a part per block and class: one common denominator.
+        return dense * dense_bytes * before * after * every + expert * expert_bytes * self.num_before * self.num_lanes
+
+
+def _shared(part: int, num_parts: int, other: int, num_others: int) -> int:
+    """Overlap of one of ``num_parts`` equal parts with one of ``num_others``, times both numbers."""
+    low, high = max(part * num_others, other * num_parts), min((part + 1) * num_others, (other + 1) * num_parts)
+    return max(0, high - low)
 
 
 class _PrefixMaximum:

@@ -191,6 +191,8 @@ class Holdings:
 
     def take(self, rows: npt.NDArray[Any]) -> "Holdings":
         """Rows by number or by mask."""
+        if rows.dtype == np.bool_ and rows.all():
+            return self
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 

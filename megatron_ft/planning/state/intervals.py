@@ -15,6 +15,14 @@ def expand(counts: Column) -> tuple[Rows, Column]:
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(ends - counts, counts)
 
 
+def distinct(values: Column) -> Column:
+    """The values, ascending, once each."""
+    values = np.sort(values)
+    is_first = np.ones(len(values), dtype=np.bool_)
+    is_first[1:] = values[1:] != values[:-1]
+    return values[is_first]
+
+
 def union(starts: Column, stops: Column) -> tuple[Column, Column]:
     """The elements that any interval has, as disjoint intervals in order. Neighbours that only touch stay apart."""
     starts, stops = np.sort(starts), np.sort(stops)

@@ -21,8 +21,10 @@ from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 WEIGHT = "weight"
 """Kind of the compute weights."""
-ADAM_KINDS = (("master", 4), ("exp_avg", 4), ("exp_avg_sq", 4))
-"""Kinds that a mixed-precision AdamW updates, with the bytes of an element. Step counts are host state."""
+ADAM_KINDS = (("adam", 12),)
+"""What a mixed-precision AdamW updates, with its bytes per element: ``master``, ``exp_avg`` and ``exp_avg_sq``. The
+three lie side by side on every rank, so they are planned as one kind and moved as three tensors. Step counts are the
+same for all elements: host state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.state.intervals import distinct
 from megatron_ft.planning.state.tensors import Column
 
 BUCKET_MULTIPLE = 128
@@ -114,7 +115,7 @@ def _cut(ranges: Column, edges: Column, num_shards: int) -> ShardRanges:
     """Cut ``[parameters, 2]`` at ``edges``, where one shard after the other begins, round and round."""
     places = np.argsort(ranges[:, 0], kind="stable")
     ranges = ranges[places]
-    points = np.unique(np.concatenate([edges, ranges.ravel()]))
+    points = distinct(np.concatenate([edges, ranges.ravel()]))
     starts, stops = points[:-1], points[1:]
     parameter = np.searchsorted(ranges[:, 0], starts, side="right") - 1
     inside = (parameter >= 0) & (starts < ranges[parameter, 1])

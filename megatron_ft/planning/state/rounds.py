@@ -54,13 +54,16 @@ def _first_fit(source: Column, target: Column, sizes: Column, limit_bytes: int) 
     is_open_below = limit_bytes - limit_bytes // PIECES_PER_LIMIT
     rounds = []
     for sender, receiver, size in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
-        pair = (receiver,) if sender == STORAGE else (sender, receiver)
-        turn = max(first_open[rank] for rank in pair)
-        while any(turn < len(used[rank]) and used[rank][turn] + size > limit_bytes for rank in pair):
+        here = used[receiver]
+        there = here if sender == STORAGE else used[sender]
+        turn = first_open[receiver]
+        if there is not here and first_open[sender] > turn:
+            turn = first_open[sender]
+        room = limit_bytes - size
+        while (turn < len(here) and here[turn] > room) or (turn < len(there) and there[turn] > room):
             turn += 1
         rounds.append(turn)
-        for rank in pair:
-            of_rank = used[rank]
+        for rank, of_rank in ((receiver, here),) if there is here else ((receiver, here), (sender, there)):
             if turn >= len(of_rank):
                 of_rank.extend([0] * (turn + 1 - len(of_rank)))
             of_rank[turn] += size

@@ -7,13 +7,12 @@ however many they are, and nothing is done for a pair of ranks that no transfer 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.state.holdings import STORAGE, Holdings, Medium, Needs
-from megatron_ft.planning.state.intervals import expand, split, union
+from megatron_ft.planning.state.holdings import Holdings, Medium, Needs
+from megatron_ft.planning.state.intervals import distinct, expand, split, union
 from megatron_ft.planning.state.tensors import Column, TensorIndex
 
 ENOUGH_SENDERS = 64
@@ -74,19 +73,21 @@ def match(needs: Needs, holdings: Holdings) -> Matched:
     kept: list[Pieces] = []
     remote: list[Pieces] = []
     missing: list[Pieces] = []
-    for iteration in np.unique(needs.iteration).tolist():
+    for iteration in distinct(needs.iteration).tolist():
         wanted = needs.iteration == iteration
         sound = holdings.take(holdings.iteration == iteration)
         left = _lines(index, needs.rank[wanted], needs.tensor[wanted], needs.start[wanted], needs.stop[wanted])
         left = union(*left)
-        for medium in np.unique(sound.medium[sound.rank != STORAGE]).tolist():
-            own = sound.take((sound.medium == medium) & (sound.rank != STORAGE))
+        by_medium = {medium: sound.take(sound.medium == int(medium)) for medium in Medium}
+        for medium, own in by_medium.items():
+            if medium is Medium.STORAGE or not len(own):
+                continue
             cover = union(*_lines(index, own.rank, own.tensor, own.start, own.stop))
             inside, outside = split(*left, *cover)
             kept.append(_pieces(index, inside[1], inside[2], iteration, medium))
             left = outside[1:]
-        for medium in np.unique(sound.medium).tolist():
-            found, left = _match_others(index, left, sound.take(sound.medium == medium), iteration, sets)
+        for others in by_medium.values():
+            found, left = _match_others(index, left, others, iteration, sets)
             remote += found
         missing.append(_pieces(index, *left, iteration, -1))
     return Matched(
@@ -177,29 +178,44 @@ def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, 
     is_new = is_first.copy()
     is_new[1:] |= ranks[1:] != ranks[:-1]
     starts, stops, ranks, is_first = starts[is_new], stops[is_new], ranks[is_new], is_first[is_new]
-    bounds = np.append(np.flatnonzero(is_first), len(ranks)).tolist()
-    numbers = [sets.number(ranks[begin:end]) for begin, end in pairwise(bounds)]
+    numbers = _numbers(ranks, np.append(np.flatnonzero(is_first), len(ranks)).astype(np.int64), sets)
     starts, stops = starts[is_first], stops[is_first]
-    edges = np.unique(np.concatenate([starts, stops]))
+    edges = distinct(np.concatenate([starts, stops]))
     first, last = np.searchsorted(edges, starts), np.searchsorted(edges, stops)
     rows, places = expand(last - first)
     segments = first[rows] + places
     by_segment = np.argsort(segments, kind="stable")
-    in_order, of_range = segments[by_segment], np.array(numbers, dtype=np.int64)[rows[by_segment]]
+    segments, of_range = segments[by_segment], numbers[rows[by_segment]]
+    counts = np.bincount(segments, minlength=len(edges))
     senders = np.full(len(edges), -1, dtype=np.int64)
-    for segment, chosen in _groups(in_order, of_range):
+    is_alone = counts[segments] == 1
+    senders[segments[is_alone]] = of_range[is_alone]
+    for segment, chosen in _groups(segments[~is_alone], of_range[~is_alone]):
         senders[segment] = sets.union(chosen)
     return edges, senders
 
 
+def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
+    """Number of each set of ``ranks`` from one bound to the next."""
+    sizes = np.diff(bounds)
+    numbers = np.zeros(len(sizes), dtype=np.int64)
+    is_single = sizes == 1
+    of_single = ranks[bounds[:-1][is_single]]
+    known = distinct(of_single)
+    single = np.array([sets.number(known[place : place + 1]) for place in range(len(known))], dtype=np.int64)
+    numbers[is_single] = single[np.searchsorted(known, of_single)]
+    for place in np.flatnonzero(~is_single).tolist():
+        numbers[place] = sets.number(ranks[bounds[place] : bounds[place + 1]])
+    return numbers
+
+
 def _groups(segments: Column, numbers: Column) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Each segment with the distinct set numbers of the ranges that cover it, ascending."""
-    ends = np.append(np.flatnonzero(np.diff(segments)) + 1, len(segments)).tolist()
+    ends = (np.flatnonzero(np.diff(segments, append=-1)) + 1).tolist()
     places, values = segments.tolist(), numbers.tolist()
     begin = 0
     for end in ends:
-        chosen = values[begin:end]
-        yield places[begin], tuple(chosen) if len(chosen) == 1 else tuple(sorted(set(chosen)))
+        yield places[begin], tuple(sorted(set(values[begin:end])))
         begin = end
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_ft.planning.state.balance import share
 from megatron_ft.planning.state.declined import Declined, MissingState
 from megatron_ft.planning.state.holdings import STORAGE, Holdings, Medium, Needs
-from megatron_ft.planning.state.intervals import expand, union
+from megatron_ft.planning.state.intervals import distinct, expand, union
 from megatron_ft.planning.state.rounds import cut_and_stage
 from megatron_ft.planning.state.sources import Matched, Pieces, match
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
@@ -282,7 +282,7 @@ def _missing(missing: Pieces, holdings: Holdings) -> tuple[MissingState, ...]:
     """What nobody has, tensor by tensor, once however many ranks need it."""
     index = holdings.index
     found = []
-    for iteration in np.unique(missing.iteration).tolist():
+    for iteration in distinct(missing.iteration).tolist():
         rows = missing.iteration == iteration
         starts, stops = union(missing.start[rows], missing.stop[rows])
         is_joined = np.concatenate([[False], starts[1:] == stops[:-1]]) if len(starts) else np.zeros(0, dtype=bool)
@@ -292,7 +292,7 @@ def _missing(missing: Pieces, holdings: Holdings) -> tuple[MissingState, ...]:
         end = np.append(begin[1:], len(starts)) - 1
         for tensor, start, stop in zip(tensors[begin].tolist(), starts[begin], stops[end], strict=True):
             base = int(index.starts[tensor])
-            others = np.unique(holdings.iteration[holdings.tensor == tensor]).tolist()
+            others = distinct(holdings.iteration[holdings.tensor == tensor]).tolist()
             found.append(
                 MissingState(
                     tensor=index.tensors[tensor],
