@@ -1,4 +1,4 @@
-"""A window in a snapshot server's memory that is pinned here: what is copied there from the GPU, other processes read."""
+"""A window in a snapshot server's memory that is pinned here: other processes read what the GPU wrote there."""
 
 import json
 import subprocess
