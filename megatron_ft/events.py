@@ -121,6 +121,8 @@ class RanksReady(Record):
     """Seconds rank 0 took to build its part and to load what the run continues from."""
     world_size: int | None = None
     """Ranks that are ready."""
+    process_ids: tuple[int, ...] | None = None
+    """Process of each rank, numbered by its node's operating system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

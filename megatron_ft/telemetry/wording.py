@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from megatron_ft import events
 from megatron_ft.events import Record
 
+_MOST_PROCESSES_NAMED = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
@@ -25,7 +27,7 @@ def note(record: Record) -> Note | None:
         case events.RunStarted():
             return Note(level="info", text=_started(record))
         case events.RanksReady():
-            return Note(level="info", text=f"all ranks ready after {seconds(record.seconds)}")
+            return Note(level="info", text=f"all ranks ready after {seconds(record.seconds)}{_processes(record)}")
         case events.IterationSkipped():
             return Note(level="warning", text=f"iteration {record.iteration} skipped: {record.reason}")
         case events.Evaluation():
@@ -174,6 +176,13 @@ def _started(record: events.RunStarted) -> str:
     if record.resumed_from_iteration is not None:
         origin = f", continues after iteration {record.resumed_from_iteration}"
     return f"{record.run_name}: {record.model}, {ranks}{nodes}{device}{origin}"
+
+
+def _processes(record: events.RanksReady) -> str:
+    process_ids = record.process_ids or ()
+    if not 0 < len(process_ids) <= _MOST_PROCESSES_NAMED:
+        return ""
+    return f"; process ids by rank: {' '.join(map(str, process_ids))}"
 
 
 def _cost(record: events.CheckpointSaved) -> str:
