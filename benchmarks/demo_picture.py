@@ -3,7 +3,7 @@
     python -m benchmarks.demo_picture
 
 Two windows of a terminal (tmux, 100 columns): one runs the demo, the other kills a process that the first one names,
-with ``kill -9``. Both are drawn as they stand once the lost node is back. It fails if an iteration was lost or repeated.
+with ``kill -9``. Both are drawn once the lost node has joined again. A lost or repeated iteration is an error.
 """
 
 import argparse
@@ -101,7 +101,9 @@ def play(folder: Path) -> str:
         assert processes is not None, "they were just there"
         (run,) = set((ROOT / "runs").glob("*")) - before
         metrics, events = run / "metrics.jsonl", run / "events.jsonl"
-        wait_for(lambda: _iteration(metrics) >= KILL_AT_ITERATION, lambda: not ended.exists(), "the iteration to kill at")
+        wait_for(
+            lambda: _iteration(metrics) >= KILL_AT_ITERATION, lambda: not ended.exists(), "the iteration to kill at"
+        )
         tmux("new-window", "-d", "-n", "kill", "-c", str(ROOT), *_SHELL)
         tmux("send-keys", "-t", "kill", f"kill -9 {processes[KILLED_RANK]}", "Enter")
 

@@ -103,9 +103,7 @@ ROWS = (
     Row(
         claims=("kill-to-commit",),
         ours=lambda results: _kills(results, "ours"),
-        others=lambda results: (
-            f"torchft {_kills(results, 'torchft')}; torchrun {_kills(results, 'torchrun')}"
-        ),
+        others=lambda results: f"torchft {_kills(results, 'torchft')}; torchrun {_kills(results, 'torchrun')}",
     ),
     Row(claims=tuple(_KILLED), ours=_equal, others=lambda _: "-"),
     Row(claims=("recovery-speed",), ours=_less_time, others=lambda _: "rollback of all stages"),
