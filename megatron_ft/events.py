@@ -16,6 +16,9 @@ from megatron_ft.records import schema as schema
 from megatron_ft.snapshot_events import *  # noqa: F403
 from megatron_ft.strict_json import JsonValue, decode, to_number
 
+_MOST_PROCESSES_NAMED = 8
+"""On one line of the terminal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics(Record):
@@ -93,9 +96,13 @@ class RanksReady(Record):
     """Seconds rank 0 took to build its part and to load what the run continues from."""
     world_size: int | None = None
     """Ranks that are ready."""
+    process_ids: tuple[int, ...] | None = None
+    """Process of each rank, numbered by its node's operating system."""
 
     def describe(self) -> Note:
-        return Note("info", f"all ranks ready after {seconds(self.seconds)}")
+        named = self.process_ids or ()
+        shown = f"; process ids by rank: {' '.join(map(str, named))}" if 0 < len(named) <= _MOST_PROCESSES_NAMED else ""
+        return Note("info", f"all ranks ready after {seconds(self.seconds)}{shown}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The training loop of one rank: iterations, reports, evaluations, checkpoints, and when to stop."""
 
+import os
 import time
 from dataclasses import asdict
 from functools import partial
@@ -146,7 +147,9 @@ class Trainer:
             self.snapshots = take_snapshots(
                 self, client, None if window is None else (window.stored, window.plan_in_force)
             )
-        self.report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
+        process_ids = tuple(self.agreement.gather(os.getpid()))
+        seconds = time.monotonic() - started
+        self.report(RanksReady(seconds=seconds, world_size=self.context.world_size, process_ids=process_ids))
 
     def use(self, groups: Groups) -> None:
         """Agree, save and tell as a rank of ``groups``."""

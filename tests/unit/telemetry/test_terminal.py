@@ -277,6 +277,17 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
             "warning",
             "upstream log is full from iteration 16 on: no stage can replay alone until a later window is committed",
         ),
+        (events.RanksReady(seconds=0.42), "info", "all ranks ready after 0.42 s"),
+        (
+            events.RanksReady(seconds=0.42, process_ids=(31, 30)),
+            "info",
+            "all ranks ready after 0.42 s; process ids by rank: 31 30",
+        ),
+        (
+            events.RanksReady(seconds=0.42, process_ids=tuple(range(9))),
+            "info",
+            "all ranks ready after 0.42 s",
+        ),
         (stage_recovery("replays"), "good", "rank 2 of stage 1 replayed 5 iterations up to 12 in 0.80 s"),
     ],
 )
