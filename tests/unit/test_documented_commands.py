@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from tests.unit.runtime.storage.conftest import make_checkpoint
+from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 import pretrain_moe
 from benchmarks.claims import load_claims

@@ -26,7 +26,7 @@ def test_the_exponent_is_the_slope_between_logarithms() -> None:
 
 
 def test_cases_plan_what_they_say() -> None:
-    rows = {case.name: measure(case, 64, 1) for case in cases(mixtral(), 64)}
+    rows = {case.name: measure(case, 128, 1) for case in cases(mixtral(), 128)}
     assert rows["spare node, same layout"]["most_received_bytes"] > rows["spare node, same layout"]["most_sent_bytes"]
     assert rows["dense checkpoint"]["most_sent_bytes"] == 0
     assert all(row["transfers"] > RANKS_PER_NODE for row in rows.values())

@@ -139,6 +139,11 @@ def test_who_holds_something_alone_is_spared_elsewhere() -> None:
     assert plan.sent_bytes() == {0: 24, 1: 24, 2: 24}
 
 
+def test_holders_of_overlapping_ranges_share_what_both_have() -> None:
+    plan = planned(have(held(0, 0, 8), held(1, 4, 12), held(1, 9, 12)), want(need(5, 0, 12)))
+    assert plan.sent_bytes() == {0: 24, 1: 24}
+
+
 def test_a_window_brings_operators_of_the_iterations_at_which_it_captured_them() -> None:
     holdings = have(
         held(0, 0, 12, iteration=7, medium=Medium.OWN_WINDOW),
