@@ -1,4 +1,4 @@
-"""The page for users of Megatron-LM names keys and options that exist. ``test_documented_commands`` runs its example."""
+"""The page for users of Megatron-LM names only keys and options that exist."""
 
 import re
 from pathlib import Path
