@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The page for users of Megatron-LM names keys that exist; ``test_documented_commands`` runs its example."""
-=======
 """The page for users of Megatron-LM names only keys and options that exist."""
->>>>>>> readme-docs
 
 import re
 from pathlib import Path
