@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 import pretrain_moe
 from benchmarks.claims import load_claims
@@ -29,6 +28,7 @@ from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import ControlError
 from megatron_ft.events import Metrics, RanksReady, RunFinished, RunStarted
 from tests.unit.corpus.test_tokenizers import small_gpt2
+from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
