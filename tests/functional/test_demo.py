@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.jobs import REPOSITORY
 from tests.unit.test_documented_commands import commands_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(240)]
 
 NUM_ITERATIONS = 40
 KILL_AFTER_ITERATION = 5
