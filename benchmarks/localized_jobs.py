@@ -166,7 +166,7 @@ def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
                 for place, phase in enumerate(phases, start=half)
             ]
             pairs = _pairs(layout, rng)
-            groups = singles + (pairs[:2] if quick else pairs[half::2])
+            groups = singles + (pairs[:1] if quick else pairs[half::2])
             rng.shuffle(groups)
             faults = _in_order(groups, rng)
             jobs.append(FaultJob(number=len(jobs), layout=layout, num_spares=half, faults=faults))
