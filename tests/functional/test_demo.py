@@ -49,6 +49,6 @@ def test_a_killed_rank_costs_no_iteration(tmp_path: Path) -> None:
     text = "".join(lines)
     assert job.returncode == 0, text
     assert killed is not None and f"rank {KILLED_RANK} on node {KILLED_RANK} died in iteration" in text
-    assert re.search(r"3 ranks on nodes \[0, 1, 3\] go on after iteration \d+", text), text
+    assert re.search(r"3 ranks on nodes \[0, 1, 3\] continue after iteration \d+", text), text
     records = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records] == list(range(1, NUM_ITERATIONS + 1))
