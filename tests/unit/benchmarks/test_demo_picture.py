@@ -25,4 +25,4 @@ def test_text_and_colours_of_a_terminal_are_in_its_picture() -> None:
 def test_the_picture_in_the_readme_shows_the_kill_and_the_return() -> None:
     text = texts(PICTURE.read_text(encoding="utf-8"))
     assert "$ python pretrain_moe.py experiment=survive_a_kill" in text and "$ kill -9 " in text
-    assert "3 ranks on nodes [0, 1, 3] go on after iteration" in text and "[2] of them joining" in text
+    assert "3 ranks on nodes [0, 1, 3] continue after iteration" in text and "[2] of them joining" in text
