@@ -1,4 +1,4 @@
-"""What this machine lacks for a job, before the job is submitted to it: each finding with its mend.
+"""What this machine lacks for a job, before the job is submitted to it: each finding with its fix.
 
     python -m tools.doctor model=moe_tiny launch.num_nodes=2 snapshot=sparse_window
     srun --nodes=1 python -m tools.doctor --nodes-here 1 <the job's overrides>
@@ -46,11 +46,11 @@ def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding
         needs = needs_of(config, plan, nodes_here=nodes_here)
     except ConfigError as refusal:
         subject = "data" if isinstance(refusal, DataError) else "configuration"
-        mend = "change what it names; the checks of the job's needs were left out"
-        found.append(error(subject, str(refusal), mend))
+        fix = "change what it names; the checks of the job's needs were left out"
+        found.append(error(subject, str(refusal), fix))
     device = "cpu" if needs is None else needs.device
     wants = needs is not None and needs.uses_transformer_engine
-    found += check_software(software, device=device, wants_transformer_engine=wants)
+    found += check_software(software, device=device, needs_transformer_engine=wants)
     return [*found, *_examine_machine(needs)]
 
 

@@ -1,4 +1,4 @@
-"""Figures of how evenly the router spreads tokens over a layer's experts."""
+"""Balance figures: how evenly the router spreads tokens over a layer's experts."""
 
 import math
 from collections.abc import Sequence

@@ -89,4 +89,4 @@ SOFTWARE = SoftwareFacts(
 
 def judged(findings: Sequence[Finding]) -> list[Finding]:
     """Those that are more than facts."""
-    return [finding for finding in findings if finding.level != "told"]
+    return [finding for finding in findings if finding.level != "info"]

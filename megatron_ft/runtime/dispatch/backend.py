@@ -1,4 +1,4 @@
-"""What every dispatch backend offers, and the choice among them.
+"""Interface of dispatch backends, and the choice among them.
 
 Notation of this folder and of ``csrc/dispatch/``:
 
@@ -34,10 +34,10 @@ KEY = "placement.dispatch_backend"
 
 
 class DispatchBackend(Protocol):
-    """One way to compute a dispatch. All give the same bits; inputs may lie on any device the backend knows."""
+    """One way to compute a dispatch. All give the same bits; inputs may lie on any device the backend supports."""
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """How many tokens go where, the same on every rank (Lazarus algorithm 1, in integers).
+        """Compute how many tokens go where, the same on every rank (Lazarus algorithm 1, in integers).
 
         ``counts`` int64 [E, N]: tokens each rank routes to each expert. ``replicas`` int64 [E, N]: copies of
         each expert on each rank. Returns int64 [E, N, N]: tokens of expert e on rank i for the copy on rank j.
@@ -48,7 +48,7 @@ class DispatchBackend(Protocol):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [E, N, N] of this very routing.
+        """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [E, N, N] of this routing.
 
         The tokens of an expert, in token order, fill its copies in the order: this rank, then the others
         ascending. ``local_experts``: the L distinct experts this rank holds, ascending.

@@ -1,4 +1,4 @@
-"""The dispatch in torch operators: what the other backends must equal, on any device."""
+"""Dispatch in torch operators, on any device: the other backends must equal it."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class ReferenceDispatch(RowOperations):
     """Clear and slow; notation in ``backend.py``."""
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """Ask ``planning.dispatch``, on the host; the result is on the device of ``counts``."""
+        """Call ``planning.dispatch`` on the host; the result is on the device of ``counts``."""
         check_schedule(counts, replicas)
         planned = rule.schedule(counts.cpu().numpy(), replicas.cpu().numpy())
         return torch.from_numpy(planned).to(counts.device)

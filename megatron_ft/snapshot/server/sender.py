@@ -54,9 +54,9 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """For each rank, what the peer will hold once it has answered."""
+        """Expected content of the peer by rank, once it has answered."""
         self._accepted_bytes: dict[int, int] = {}
-        """For each rank, the bytes of a window for which the peer has memory."""
+        """Bytes of a window that the peer has memory for, by rank."""
         self._unanswered: deque[Work] = deque()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None

@@ -37,7 +37,7 @@ class Settings:
     peer_nodes: tuple[int, ...]
     """Nodes that hold copies of this rank's windows."""
     persist_every: int
-    """Every how many commits a window is written to storage; 0: on request only."""
+    """Number of commits per window written to storage; 0: on request only."""
     persist_url: str | None
     num_persisted: int
 

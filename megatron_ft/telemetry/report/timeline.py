@@ -116,7 +116,7 @@ class Timeline:
     begin: float
     end: float
     lanes: tuple[Lane, ...]
-    """By stage, then by rank; processes that are gone come last."""
+    """Lanes by stage, then by rank; processes that are gone come last."""
     instants: tuple[Instant, ...]
     """The one from which time counts comes first."""
 
@@ -272,7 +272,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
 
 
 def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
-    """From the decision until the rank trains; spans that are drawn behind others come first."""
+    """List spans from the decision until the rank trains; spans drawn behind others come first."""
 
     def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[Span]:
         until, length = instant(end), duration(length)

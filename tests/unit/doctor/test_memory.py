@@ -44,7 +44,7 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, needs, level, what = CAUSES[cause]
     (finding,) = judged(check_memory(replace(MEMORY, **facts), replace(NEEDS, **needs)))
     assert (finding.level, what in finding.what) == (level, True), finding
-    assert finding.mend
+    assert finding.fix
 
 
 FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -69,7 +69,7 @@ def test_a_hard_limit_is_not_ours_to_raise() -> None:
     for hard, expected in ((512, "in the shell"), (300, "administrator")):
         facts = replace(MEMORY, **limits(open_files=(300, hard)))
         (finding,) = judged(check_memory(facts, NEEDS))
-        assert expected in finding.mend
+        assert expected in finding.fix
 
 
 def write(root: Path, files: dict[str, str]) -> None:

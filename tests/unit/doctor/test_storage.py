@@ -25,7 +25,7 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, needs, level, what = CAUSES[cause]
     (finding,) = judged(check_storage(replace(STORAGE, **facts), replace(NEEDS, **needs)))
     assert (finding.level, what in finding.what) == (level, True), finding
-    assert finding.mend
+    assert finding.fix
 
 
 @pytest.mark.parametrize("facts", [{}, {"free_bytes": 13 * GIB}, {"options": ("rw", "barrier=1")}])
