@@ -42,7 +42,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return f"{self.num_ranks} ranks, {self.ratio}:1" + (", one copy" if self.num_copies == 1 else "")
 
     @property

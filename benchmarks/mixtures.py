@@ -77,7 +77,7 @@ class Mixtures:
         self.copies.sum()
 
     def compare(self) -> dict[str, Any]:
-        """What each make computes against the first, and the bytes it sends."""
+        """Compare the results of each make with the first, and the bytes it sends."""
         results, sent = {}, {}
         for name in self.layers:
             with _counting(self.group) as counted:
@@ -199,7 +199,7 @@ def _fill(module: torch.nn.Module, seed: int) -> None:
 
 @contextmanager
 def _counting(group: dist.ProcessGroup) -> Iterator[list[int]]:
-    """Bytes that this rank hands to other ranks in all-to-alls, whoever calls them."""
+    """Count bytes that this rank sends to other ranks in all-to-alls, whatever calls them."""
     counted, exchange = [0], dist.all_to_all_single
 
     def count(

@@ -42,7 +42,7 @@ class RealController:
 
     @property
     def num_replaced(self) -> int:
-        """How often another controller had to take over."""
+        """Number of times another controller had to take over."""
         return sum(event["event"] == "replaced" for event in self.events)
 
     @property
@@ -57,7 +57,7 @@ class RealController:
 def real_controller(
     run_dir: Path, num_nodes: int, ranks_per_node: int, *, num_descriptors: int | None = None
 ) -> Iterator[RealController]:
-    """Start a controller whose job goes on with one node; it ends with the block.
+    """Start a controller whose job can continue with one node; it ends with the block.
 
     Args:
         num_descriptors: soft and hard limit of open files of its process; None: as here.

@@ -45,9 +45,9 @@ class Job:
     most_nodes: int
     console: "subprocess.Popen[bytes] | None" = None
     began: float = 0.0
-    """When the present one was started, by the wall clock."""
+    """Start of the present one, by the wall clock."""
     starts: list[float] = dataclasses.field(default_factory=list)
-    """When each was."""
+    """Start of each."""
 
     @property
     def run_dir(self) -> Path:
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def _log(self) -> Path:
-        """What the consoles print."""
+        """Output of the launchers."""
         return self.folder / f"{self.name}.log"
 
     def alive(self) -> bool:

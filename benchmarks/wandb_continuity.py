@@ -1,9 +1,9 @@
 """Claim ``wandb-continuity``: wandb has one run of a job that was killed and started again, each iteration once.
 
-Each job of three nodes is killed whole, three times: console, controller, agents, keepers, ranks and wandb's own
-process get a SIGKILL at once, at a random moment of an iteration, with all that wandb had not written yet. Each time
-the run is continued (``run.resume=must``) from a dense checkpoint some iterations back, so that iterations are run
-again. In the last job the rank of node 0, which reports, is killed at a random moment while the others train on. Then
+Each job of three nodes is killed whole, three times: launcher, controller, agents, snapshot servers, ranks and wandb's
+own process get a SIGKILL at once, at a random moment of an iteration, with all that wandb had not written yet. Each
+time the run is continued (``run.resume=must``) from a dense checkpoint some iterations back, so that iterations are run
+again. In the last job the rank of node 0, which reports, is killed at a random moment while the others continue. Then
 wandb's offline folders are read back by wandb's own reader (``wandb_readback.py``). A job counts when its events show
 every fault.
 """
@@ -122,10 +122,10 @@ def train_and_kill(job: Job, rng: random.Random) -> None:
 
 
 def kill_at_once(job: Job) -> None:
-    """All processes of the job, as the death of their machine would. Returns when none is left.
+    """Kill all processes of the job, as the death of their machine would. Returns when none is left.
 
     Raises:
-        TimeoutError: one lives on.
+        TimeoutError: a process stays alive.
     """
     console = psutil.Process(job.console.pid)
     with processes_of(job.run_dir, range(NUM_NODES), 1) as found:

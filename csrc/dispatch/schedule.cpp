@@ -7,7 +7,7 @@ namespace megatron_ft::dispatch {
 namespace {
 
 // One expert: sent [N, N], zero before, from counts [N] and replicas [N]. Left-over tokens and left-over room are
-// intervals on one line; two fingers walk along it.
+// intervals of one axis, scanned by two indices.
 void schedule_expert(const Shares& shares, const int64_t* counts, const int64_t* replicas, int64_t num_ranks,
                      int64_t* sent) {
     int64_t own_copy = 0, to = -1, to_copy = 0, room = 0;

@@ -1,4 +1,4 @@
-// How many tokens go where. The rule is stated in megatron_ft/planning/dispatch.py.
+// Computes how many tokens go where. The rule is stated in megatron_ft/planning/dispatch.py.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ void schedule(const int64_t* counts, const int64_t* replicas, int64_t num_expert
 DISPATCH_ANYWHERE inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 DISPATCH_ANYWHERE inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// What the copies of one expert take: `share` tokens each, one more for `rest` of them from copy `first` on,
+// Tokens of the copies of one expert: `share` tokens each, one more for `rest` of them from copy `first` on,
 // cyclically.
 struct Shares {
     int64_t share, rest, first, copies;

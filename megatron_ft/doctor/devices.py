@@ -61,7 +61,8 @@ def _ask_memory() -> int | None:
 
 
 def smallest_memory(answer: str) -> int | None:
-    """Bytes of the smallest GPU in an answer of ``nvidia-smi``, a line of MiB for each; None where it says nothing."""
+    """Parse the bytes of the smallest GPU from ``nvidia-smi``'s answer, a line of MiB for each; None
+    without a figure."""
     sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
     return min(sizes, default=None)
 
@@ -100,7 +101,7 @@ def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Fin
         found.append(warning("environment", what, f"unset {name}, unless it is intended"))
     if needs.environment:
         names = " ".join(f"{name}={value}" for name, value in needs.environment.items())
-        found.append(info("environment", f"ranks get, where nobody sets it: {names}"))
+        found.append(info("environment", f"ranks get, unless it is set: {names}"))
     return found
 
 

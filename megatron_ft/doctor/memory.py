@@ -119,20 +119,20 @@ def check_memory(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    needed, keepers = needs.host_bytes * needs.nodes_here, needs.keeper_bytes * needs.nodes_here
+    needed, for_servers = needs.host_bytes * needs.nodes_here, needs.snapshot_server_bytes * needs.nodes_here
     limit, free, whose = facts.total_bytes, facts.available_bytes, "this machine"
     if facts.cgroup_limit_bytes is not None and facts.cgroup_limit_bytes < limit:
         limit, whose = facts.cgroup_limit_bytes, "the control group (container, Slurm step) of this shell"
         free = min(free, limit - facts.cgroup_used_bytes)
     nodes = f"{needs.nodes_here} node{'s' if needs.nodes_here > 1 else ''} here"
-    for_keepers = f", {amount(keepers)} of it for windows and copies" if keepers else ""
-    what = f"{nodes} need {amount(needed)}{for_keepers} (estimated); {whose} has {amount(limit)}, {amount(free)} free"
+    of_it = f", {amount(for_servers)} of it for windows and copies" if for_servers else ""
+    what = f"{nodes} need {amount(needed)}{of_it} (estimated); {whose} has {amount(limit)}, {amount(free)} free"
     less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
-    if keepers:
+    if for_servers:
         less += "; snapshot.num_peer_copies counts most for windows"
     if needed > limit:
         return [error("memory", what, less)]
-    if keepers > free * USABLE_SHARE:
+    if for_servers > free * USABLE_SHARE:
         return [error("memory", f"{what}: snapshot servers would refuse", f"end what holds memory, or {less}")]
     if needed > free:
         return [warning("memory", what, f"end what holds memory, or {less}")]

@@ -37,7 +37,7 @@ class JobNeeds:
     uses_transformer_engine: bool
     host_bytes: int
     """Host memory of one node, windows and peers' copies included."""
-    keeper_bytes: int
+    snapshot_server_bytes: int
     """Memory of one node's snapshot server: windows of its ranks and copies for others."""
     largest_file_bytes: int
     """Largest memory file of a snapshot server; 0 without snapshots."""
@@ -58,7 +58,7 @@ class JobNeeds:
     starts_elsewhere: bool = False
     """Whether nodes are other machines than the one that starts the job."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that ranks get on CUDA where nobody has set them."""
+    """Variables that ranks get on CUDA unless they are set already."""
 
     @property
     def ranks_here(self) -> int:
@@ -94,7 +94,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         device_reason=plan.device_reason,
         uses_transformer_engine=_uses_transformer_engine(config),
         host_bytes=plan.host_bytes_per_node,
-        keeper_bytes=0 if snapshot is None else snapshot.host_bytes,
+        snapshot_server_bytes=0 if snapshot is None else snapshot.host_bytes,
         largest_file_bytes=0 if snapshot is None else NUM_OWN_BUFFERS * snapshot.window_bytes,
         checkpoint_bytes=plan.num_parameters * _bytes_per_parameter(config),
         num_checkpoints=_num_checkpoints(config),

@@ -27,7 +27,7 @@ NEEDS = JobNeeds(
     device_reason="training.device=cpu",
     uses_transformer_engine=False,
     host_bytes=8 * GIB,
-    keeper_bytes=2 * GIB,
+    snapshot_server_bytes=2 * GIB,
     largest_file_bytes=GIB,
     checkpoint_bytes=4 * GIB,
     num_checkpoints=3,

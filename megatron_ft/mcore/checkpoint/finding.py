@@ -75,7 +75,7 @@ class CheckpointFinder:
         own."""
         notes = [self._not_own(directory, manifest)]
         if manifest.format_version == 1:
-            notes.append("format 1 says nothing of data, model, optimizer and schedule: they cannot be compared")
+            notes.append("format 1 does not record data, model, optimizer and schedule: they cannot be compared")
         else:
             notes += map(str, differences(manifest.settings, self._identity.settings))
         return tuple(note for note in notes if note is not None)

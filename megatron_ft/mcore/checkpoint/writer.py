@@ -94,7 +94,7 @@ class Planner:
 
 @contextmanager
 def _without_manager_process() -> Iterator[None]:
-    """Megatron's writer asks for a queue between processes while planning; a thread needs none."""
+    """Replace the queue between processes that Megatron's writer creates while planning; a thread needs none."""
     module: Any = filesystem_async
     before, module._results_queue = module._results_queue, object()
     try:

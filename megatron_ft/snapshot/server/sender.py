@@ -112,7 +112,7 @@ class Sender(threading.Thread):
         return min(found, key=lambda work: work.iteration, default=None)
 
     def _connect(self, generation: int) -> None:
-        # What the peer says that it holds replaces what it acknowledged before: it may have been restarted.
+        # The peer's own list replaces what it acknowledged before: it may have been restarted.
         self._disconnect()
         about = {"token": self._store.token, "node": self._store.node, "run_id": self._store.run_id}
         greeting = {**about, "generation": generation, "replicates": True}

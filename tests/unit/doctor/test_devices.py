@@ -48,7 +48,7 @@ def test_the_environment_of_ranks_is_printed_and_what_is_set_otherwise_is_a_warn
     needs = replace(CUDA, environment={"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"})
     assert check_environment({}, NEEDS) == []
     (fact,) = check_environment({"NCCL_PROTO": "Simple"}, needs)
-    assert (fact.level, fact.what) == ("info", "ranks get, where nobody sets it: NCCL_ALGO=Ring NCCL_PROTO=Simple")
+    assert (fact.level, fact.what) == ("info", "ranks get, unless it is set: NCCL_ALGO=Ring NCCL_PROTO=Simple")
     (finding,) = judged(check_environment({"NCCL_ALGO": "Tree"}, needs))
     assert finding.level == "warning" and finding.what.startswith("NCCL_ALGO=Tree is set; this job would set")
 
