@@ -105,13 +105,14 @@ slurm-packages:  ## install Debian's Slurm for test-slurm, where this user may
 	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null; \
 	  else echo "no Slurm here, and nothing that could install it (root, apt-get): tests/slurm skip themselves"; fi
 
-checks: $(VENV)/installed-dev  ## format, lint, types, import rules, house rules, tables
+checks: $(VENV)/installed-dev  ## format, lint, types, import rules, conventions, sizes, tables
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy $(STRICT)
 	PYTHONPATH=. $(VENV)/bin/lint-imports
-	$(PY) -m pytest -q tests/unit/test_house.py tests/unit/tools/test_lock_requirements.py
+	$(PY) -m pytest -q tests/unit/test_house.py tests/unit/test_language.py tests/unit/tools/test_lock_requirements.py
+	$(PY) -m tools.code_size
 	$(PY) -m benchmarks.tables --check
 
 format: $(VENV)/installed-dev  ## rewrite files to the project's format

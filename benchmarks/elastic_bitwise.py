@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figure = (
         f"{counts.passed} of {counts.planned} killed nodes ({num_whole} whole) in {len(jobs)} jobs of {NUM_NODES} "
         f"nodes ({num_jobs['rejoin']} with nodes that come back, {num_jobs['halving']} down to half, "
-        f"{num_jobs['at_once']} with several at once): {counts.passed - declined} times the surviving processes continued, "
+        f"{num_jobs['at_once']} with several at once): {counts.passed - declined} times the survivors continued, "
         f"equal in every bit to the scripted history, {declined} times an expert had no copy left and a checkpoint "
         f"served, equal in every bit to a run that loads it; {finished} iterations finished after their vote, no "
         f"committed one lost ({num_untold} without a report: the reporter died before it); losses within "

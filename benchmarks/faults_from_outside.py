@@ -330,7 +330,7 @@ def judge(
     figure = (
         f"{len(proven)} faults in {len(jobs)} running jobs: {len(survived)} of {len(foretold)} survived that "
         f"can_recover said are ({100 * share:.0f} %), {healthy} healthy nodes lost; {times}; "
-        f"{len(proven) - len(foretold)} predicted to be too much; {sum(job.kills_launcher for job in jobs)} launchers killed"
+        f"{len(proven) - len(foretold)} predicted fatal; {sum(job.kills_launcher for job in jobs)} launchers killed"
     )
     return finish(
         out,

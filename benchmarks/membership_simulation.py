@@ -23,7 +23,7 @@ MIN_SCHEDULES = 1000
 TRIED = ("reform", "finished", "undone", "restart", "declined", "joined nodes", "left nodes", "replaced nodes")
 TRIED += ("hung ranks found", "silent nodes", "sent again", "filled places", "places filled by their own node")
 TRIED += ("replayed ranks",)
-"""What has to happen often, or nothing was shown."""
+"""Events that must happen often, or the simulation proves nothing."""
 
 
 def simulate(seeds: Sequence[int]) -> tuple[Counter[str], list[dict[str, Any]]]:

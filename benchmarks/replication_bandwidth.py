@@ -33,7 +33,7 @@ MIB = 1 << 20
 SLICE_BYTES = tuple(size * MIB for size in (1, 4, 16, 64))
 NUM_SLICES = 4
 PAIRS_BYTES, MAX_PAIRS, QUICK_PAIRS, WARM_UP = 8 << 30, 201, 7, 6
-"""As many pairs as move so many bytes, within limits: small trials scatter more, and cost less."""
+"""Bytes that decide the number of pairs, within limits: small trials scatter more, and cost less."""
 PIECE_BYTES = MIB
 WAIT_SECONDS, POLL_SECONDS = 60.0, 5e-5
 

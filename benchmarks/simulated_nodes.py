@@ -33,7 +33,7 @@ class Nodes:
         self.starts: dict[int, int] = {}
         """Start that each node's present ranks belong to."""
         self.words, self.orders = [0.0] * most, [0.0] * most
-        """When the last message from and to each node arrives: they keep their order."""
+        """Arrival time of the last message from and to each node: messages keep their order."""
         self.cut_until = [0.0] * most
         """End of each node's partition: nothing reaches it, nothing leaves it."""
 

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ID,
         passed=not failed,
         figure=(
-            f"{len(trials) - len(failed)} of {len(trials)} jobs on a cluster of six nodes continued without a new start, "
+            f"{len(trials) - len(failed)} of {len(trials)} jobs on six nodes continued without a new start, "
             f"equal in every bit to their reference ({', '.join(strategies)})"
         ),
         threshold="all equal, atol=0; one console each",

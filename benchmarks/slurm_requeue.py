@@ -23,7 +23,7 @@ from tests.helpers.jobs import forkserver
 ID = "slurm-requeue"
 SEED = 20261123
 NUM_TRIES, QUICK_TRIES = 3, 1
-"""Without progress."""
+"""Attempts without progress."""
 WARM = "megatron_ft.mcore.loop.main:warm"
 
 

@@ -32,9 +32,9 @@ from tests.helpers.jobs import forkserver
 ID = "wandb-continuity"
 NUM_JOBS, QUICK_JOBS = 4, 1
 NUM_KILLS, QUICK_KILLS = 3, 1
-"""Of each whole job."""
+"""Kills of each whole job."""
 LEAST_ITERATIONS, MOST_ITERATIONS = 3, 12
-"""That an attempt reports before it is killed, drawn between these: after few of them wandb has written nothing yet."""
+"""Range of the reports of an attempt before it is killed: after few of them wandb has written nothing yet."""
 SAVE_INTERVAL = 4
 """Iterations from one checkpoint to the next; a kill comes one to three after one."""
 NUM_NODES = 3

@@ -1,4 +1,4 @@
-"""File system checks of the run's folder: can it be written, locked and flushed, how fast, and is there room?"""
+"""File system checks of the run's folder: can it be written, locked and flushed, how fast, and is space left?"""
 
 import fcntl
 import os

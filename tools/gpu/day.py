@@ -64,7 +64,7 @@ class Day:
         """Report exceptions in a part of the stage as problems, so that the other parts are run."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the day goes on and the report names it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the day continues and the report names it
             traceback.print_exc()
             self.check(False, f"{name}: {describe(error)}")
 

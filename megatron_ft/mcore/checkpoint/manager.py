@@ -65,7 +65,7 @@ class CheckpointManager:
 
     All methods are collective over ``group`` (the whole job) and are called by every rank in the
     same order. A save that fails on any rank is reported as ``checkpoint_failed``, its directory is
-    removed, and training goes on: the checkpoints before it are untouched.
+    removed, and training continues: the checkpoints before it are untouched.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class CheckpointManager:
     def load(self, state: TrainingState, directory: Path) -> LoadResult:
         """Verify ``directory``, then fill ``state`` from it; no file is opened by Megatron before.
 
-        Raises CheckpointError when it is damaged, is not ours and ``checkpoint.trust`` is off, or does
+        Raises CheckpointError when it is damaged, is not this project's and ``checkpoint.trust`` is off, or does
         not hold exactly what this model and optimizer need.
         """
         began = time.monotonic()

@@ -13,7 +13,7 @@ NO_ROW = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DispatchHandle:
-    """Where every row of one dispatch goes and comes from. Index tensors are int64 on the tokens' device.
+    """Source and destination of every row of one dispatch. Index tensors are int64 on the tokens' device.
 
     ``send_splits`` N ints: rows this rank sends to each rank; they sum to S.
     ``recv_splits`` N ints: rows it gets from each rank; they sum to R.

@@ -79,7 +79,7 @@ class Sender(threading.Thread):
         self._disconnect()
 
     def _work_once(self) -> bool:
-        # Whether to go on. A function of its own: no local variable may keep memory alive while the thread waits.
+        # Returns whether to continue. A separate function, so that no local variable keeps memory while it waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._stopped or self._unanswered or self._next() is not None)
             work = self._next()

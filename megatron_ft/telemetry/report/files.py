@@ -105,7 +105,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def _bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[str, JsonValue]], _Parsed]:
-    # No count of a run needs more than 64 bits, and arithmetic on larger ones could take for ever.
+    # No count of a run needs more than 64 bits, and arithmetic on larger ones could take unbounded time.
     def checked(values: dict[str, JsonValue]) -> _Parsed:
         for name, value in values.items():
             if type(value) is int and abs(value) > _LARGEST:

@@ -20,7 +20,7 @@ _HIGHEST = 1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a run, as far as its records say so."""
+    """The end of a run according to its records."""
 
     level: str
     """``good``, ``bad`` or ``open``."""

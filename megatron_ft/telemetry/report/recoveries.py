@@ -49,7 +49,7 @@ class Course:
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """One recovery, or one requested change of membership: its records and what they say."""
+    """One recovery, or one requested change of membership: its records and their contents."""
 
     job: int
     """Number of the job in this run, from 0: each start of the command is one."""

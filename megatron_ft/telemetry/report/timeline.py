@@ -323,7 +323,7 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
             "details",
             element("summary", element("h3", title)),
             *_part(recovery),
-            class_="story",
+            class_="recovery-details",
             id=f"recovery-{recovery.number}",
             open="open" if is_open else None,
         )
@@ -332,7 +332,7 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
 def _part(recovery: Recovery) -> Iterator[Element]:
     timeline = timeline_of(recovery)
     if timeline is None:
-        yield element("p", "No timeline: the records do not say when its ranks did what.", class_="soft")
+        yield element("p", "No timeline: the records lack the times of its ranks' work.", class_="soft")
     else:
         yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
         legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]

@@ -75,7 +75,7 @@ class Symbols:
 
 BLOCKS = Symbols(heights="▁▂▃▄▅▆▇█", done="━", left="─", separator="·", arrow="→")
 ASCII = Symbols(heights="_.-~=+*#", done="#", left=".", separator="-", arrow="->")
-"""For streams without Unicode."""
+"""Symbols for streams without Unicode."""
 
 
 def symbols_for(encoding: str | None) -> Symbols:

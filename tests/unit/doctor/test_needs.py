@@ -39,7 +39,7 @@ def test_windows_take_memory_and_files() -> None:
     assert (without.snapshot_server_bytes, without.largest_file_bytes, without.persisted_bytes) == (0, 0, 0)
     own = needs("launch.num_nodes=2", "snapshot=sparse_window", alone)
     copied = needs("launch.num_nodes=2", "snapshot=sparse_window", "snapshot.num_peer_copies=1")
-    assert 0 < own.largest_file_bytes <= own.snapshot_server_bytes < copied.keeper_bytes
+    assert 0 < own.largest_file_bytes <= own.snapshot_server_bytes < copied.snapshot_server_bytes
     assert own.host_bytes == without.host_bytes + own.snapshot_server_bytes
     stored = needs("launch.num_nodes=2", "snapshot=sparse_window", alone, "snapshot.persist_interval_windows=1")
     window_bytes = stored.largest_file_bytes // 3

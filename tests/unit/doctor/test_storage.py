@@ -11,7 +11,7 @@ from tests.helpers.machines import GIB, NEEDS, STORAGE, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a folder of others": ({"failure": "[Errno 13] Permission denied", "flush_seconds": ()}, {}, "error", "Errno 13"),
-    "memory": ({"file_system": "tmpfs"}, {}, "warning", "is memory (tmpfs)"),
+    "memory": ({"file_system": "tmpfs"}, {}, "warning", "is in memory (tmpfs)"),
     "no barriers": ({"options": ("rw", "barrier=0")}, {}, "warning", "mounted with barrier=0"),
     "a library that lies": ({"preloaded": "/lib/libeatmydata.so"}, {}, "warning", "LD_PRELOAD=/lib/libeatmydata.so"),
     "too fast to be true": ({"flush_seconds": (2e-6, 3e-6, 0.5)}, {}, "warning", "no storage is so fast"),
