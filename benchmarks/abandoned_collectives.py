@@ -171,7 +171,7 @@ def main() -> int:
             f"report p50 {p50:.2f} s, p99 {p99:.2f} s, longest {longest:.2f} s; gloo forgot an operation in "
             f"{num_kills_abandoned} of them"
         ),
-        threshold=f"all survivors of {num_kills} kills report and go on; p99 < {limit:g} s; exit < {EXIT_SECONDS:g} s",
+        threshold=f"all survivors of {num_kills} kills report, continue; p99 < {limit:g} s; exit < {EXIT_SECONDS:g} s",
         counts={
             "kills": counts.planned,
             "failed": counts.failed,

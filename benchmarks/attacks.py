@@ -70,7 +70,7 @@ def throw(address: str, data: bytes, *, wait_seconds: float = 0.3) -> str:
 
 @contextlib.contextmanager
 def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
-    """``count`` connections held open, each having said ``data``; how many were taken."""
+    """``count`` connections held open, each after sending ``data``; returns how many were accepted."""
     held: list[socket.socket] = []
     try:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Wrong configurations and damaged files for the claim ``bad-config``: what each is, and what must be said of it."""
+"""Wrong configurations and damaged files for the claim ``bad-config``: each with its expected message."""
 
 import json
 import struct

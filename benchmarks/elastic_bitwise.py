@@ -242,7 +242,7 @@ def _outcome(
         unproven += _why_not_killed(killed, number, [fault["node"]])
     at, target, num_compared = None, None, 0
     if len(killed.changes) <= change_number or fault["node"] in killed.changes[change_number]["nodes"]:
-        (problems if is_it else unproven).append("the job did not go on without the node")
+        (problems if is_it else unproven).append("the job did not continue without the node")
     elif hit is not None:
         at, target = hit["iteration"], killed.changes[change_number]["iteration"]
         later = killed.changes[change_number + 1 : change_number + 2]

@@ -52,7 +52,7 @@ MIN_FORETOLD = 0.85
 WARM = "megatron_ft.mcore.loop.main:warm"
 END_SECONDS = 120.0
 GONE_SECONDS = 15.0
-"""Longest that processes may live on after their launcher was killed."""
+"""Longest time that processes may live after their launcher was killed."""
 _TORCH_CACHE = {"TORCHINDUCTOR_CACHE_DIR": str(ROOT / ".cache" / "torch")}
 """torch makes a folder for what it compiles as soon as it is imported; it is to outlive jobs."""
 _SHARED_MEMORY = Path("/dev/shm")
@@ -188,7 +188,7 @@ def _expected_exit(job: OutsideJob, seen: Sequence[Mapping[str, Any]]) -> int | 
 
 
 def _end(console: "subprocess.Popen[bytes]", *, kills: bool) -> int:
-    """End a console, if it has not ended, by SIGKILL or as Ctrl-C does; its exit code."""
+    """End a launcher, if it has not ended, by SIGKILL or as Ctrl-C does; its exit code."""
     if console.poll() is None:
         console.send_signal(signal.SIGKILL if kills else signal.SIGINT)
     try:
@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [job for job in jobs if arguments.jobs is None or job.number in arguments.jobs]
     trials: list[Row] = [{"job": job.number, **fault} for job in chosen for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, forkserver(WARM) as socket:
-        # Seconds of a test beside other tests say nothing.
+        # Seconds of a test beside other tests are not meaningful.
         longest = math.inf if arguments.quick else MAX_FORMING_SECONDS
         campaign = Campaign(Bench(Path(folder), socket, ()), jobs, longest)
         counts, found = run_campaign(
@@ -329,7 +329,7 @@ def judge(
     )
     figure = (
         f"{len(proven)} faults in {len(jobs)} running jobs: {len(survived)} of {len(foretold)} survived that "
-        f"can_recover said are ({100 * share:.0f} %), {healthy} healthy nodes lost; {times}; "
+        f"can_recover predicted ({100 * share:.0f} %), {healthy} healthy nodes lost; {times}; "
         f"{len(proven) - len(foretold)} predicted fatal; {sum(job.kills_launcher for job in jobs)} launchers killed"
     )
     return finish(

@@ -30,9 +30,9 @@ class Footprint:
 
 
 def processes_of(console: int) -> dict[str, list[psutil.Process]]:
-    """Living processes of the job under ``console``, by role and in the order in which they were started.
+    """Living processes of the job under its launcher ``console``, by role and in the order in which they were started.
 
-    Ranks are forked from a fork server, the console's own.
+    Ranks are forked from a fork server, the launcher's own.
     """
     found: dict[str, list[psutil.Process]] = {RANK: [], KEEPER: [], AGENT: []}
     for process in psutil.Process(console).children(recursive=True):

@@ -226,7 +226,7 @@ class Bench:
         return outlived
 
     def _crowds(self, found: Listeners, attacked: Attacked) -> bool:
-        """Connections that hold on and say nothing, or begin and never end: meanwhile the job's own words arrive."""
+        """Open connections that stay silent or never end a message: meanwhile the job's own words arrive."""
         count = QUICK_CONNECTIONS if self.quick else IDLE_CONNECTIONS
         silent: list[tuple[str, str, int, bytes]] = [
             ("idle connections", address, count, b"")

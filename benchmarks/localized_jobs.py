@@ -131,7 +131,7 @@ class FaultJob:
     """Nodes that wait to take the place of a lost one; without any, its own ranks are started again."""
     faults: Sequence[Row]
     kills_nodes: bool = False
-    """Whole nodes, from outside; else ranks kill themselves where failpoints say so."""
+    """Whole nodes, from outside; else ranks kill themselves at failpoints."""
 
     @property
     def overrides(self) -> list[str]:

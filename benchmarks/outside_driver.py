@@ -124,7 +124,7 @@ class LivingJob:
     def _ask(self, fault: Row) -> tuple[Row, tuple[int, ...], bool, dict[str, Any]]:
         """(the fault as it will be, lost nodes, whether they are gone, ``can_recover``'s answer).
 
-        Two nodes are the drawn ones if the job is said to survive their loss, else others. Raises MegatronFtError.
+        Two nodes are the drawn ones if the job is predicted to survive their loss, else others. Raises MegatronFtError.
         """
         if fault["first"] != "lost":
             for found in on_other_nodes(fault, self.job.num_nodes):

@@ -105,7 +105,7 @@ class OutsideJob:
     num_nodes: int
     faults: Sequence[Row]
     kills_launcher: bool = False
-    """Its console ends by SIGKILL; else it is asked to stop."""
+    """Its launcher ends by SIGKILL; otherwise it is requested to stop."""
 
     @property
     def reference_words(self) -> list[str]:

@@ -35,12 +35,12 @@ class FaultRecord:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the kernel said that it happened."""
+        """Whether the kernel showed that it happened."""
         return bool(self.seen.get("proven"))
 
     @property
     def is_foretold(self) -> bool:
-        """Whether ``can_recover`` had said that the job survives it."""
+        """Whether ``can_recover`` had predicted that the job survives it."""
         return bool(self.seen.get("answer", {}).get("survives"))
 
 

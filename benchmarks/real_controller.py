@@ -1,4 +1,4 @@
-"""A controller's process as a console starts it, with the console's own end of it, for jobs without ranks."""
+"""A controller's process as a launcher starts it, with the launcher's own end of it, for jobs without ranks."""
 
 import contextlib
 import resource
@@ -26,7 +26,7 @@ READY_SECONDS = 60.0
 
 @dataclass(slots=True)
 class RealController:
-    """One job's controller, and what it says to its console."""
+    """One job's controller, and its messages to its launcher."""
 
     link: ControllerLink
     run_dir: Path
@@ -37,7 +37,7 @@ class RealController:
     process: psutil.Process | None = None
 
     def serve(self) -> None:
-        """Thread: be the console until the job has ended."""
+        """Act as the launcher in a thread until the job has ended."""
         self.end = self.link.run(lambda _record: None, self.events.append)
 
     @property

@@ -120,7 +120,7 @@ class GlooSide:
         self._number = 0
 
     def exchange(self) -> float:
-        """Seconds until all receivers have said that everything is there."""
+        """Seconds until all receivers have confirmed that everything has arrived."""
         import torch.distributed as dist
 
         tensors = self._tensors[self._number % NUM_BUFFERS]

@@ -270,7 +270,7 @@ class Job(Ranks):
             assert self.changed[before.generation] == 1, "two changes were ordered in one generation"
             assert set(step.nodes) <= set(before.members), "who is no member cannot leave"
         if step.decision in (Decision.START_NODES, Decision.KILL_NODES):
-            assert not set(step.nodes) & (set(before.members) - before.lost), "members were taken for newcomers"
+            assert not set(step.nodes) & (set(before.members) - before.lost), "members were taken for joining nodes"
 
     def check_members(self, before: State, step: Step) -> None:
         """Check that joining nodes have waited, and that leaving nodes were lost or drained."""
@@ -298,7 +298,7 @@ class Job(Ranks):
         assert reform is not None
         for place, (former, node) in enumerate(zip(before.members, step.state.members, strict=True)):
             numbers = tuple(range(place * size, (place + 1) * size))
-            assert (former in reform.lost) == (node in reform.joining), "a place was taken from the living"
+            assert (former in reform.lost) == (node in reform.joining), "a place was taken from a living node"
             assert former in reform.lost or former == node, "ranks changed places"
             expected = (None,) * size if node in reform.joining else numbers
             assert reform.previous_ranks[numbers[0] : numbers[-1] + 1] == expected, "ranks changed numbers"
@@ -319,7 +319,7 @@ class Job(Ranks):
         for rank in self.members(step.state):
             if rank.node in step.reform.joining:
                 continue
-            assert self.policy.number_among(before.members, rank.start_rank) in heard, "a rank was not heard"
+            assert self.policy.number_among(before.members, rank.start_rank) in heard, "a rank has not reported"
             assert rank.waits or not rank.is_alive, "a rank works on while others are asked"
             assert rank.completed <= target, "a completed iteration would be undone"
             settled = 0 if rank.settled is None else rank.settled.iteration

@@ -69,7 +69,7 @@ class Nodes:
             self.later(arrives - self.now, lambda: self.hear(node, session, fact, start))
 
     def hear(self, node: int, session: int, fact: Fact, start: int | None) -> None:
-        """The controller's door: an earlier process is refused, words of earlier ranks are ignored."""
+        """The controller's entry check: an earlier process is refused, words of earlier ranks are ignored."""
         if session != self.sessions[node] or self.is_over[node]:
             self.counts["refused"] += 1
         elif start is not None and start != self.starts[node]:
@@ -114,7 +114,7 @@ class Nodes:
             self.controller_takes(NodeLost(node, self.now))
 
     def crash_agent(self, node: int) -> None:
-        """A node's process dies; the console sees it soon."""
+        """A node's process dies; the launcher detects it soon."""
         self.end_agent(node)
         self._unless_begun_again(self.delay(), node, lambda: self.lose_agent(node))
 

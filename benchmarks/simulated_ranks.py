@@ -259,7 +259,7 @@ class Ranks(Nodes):
             return False
         history = holders[0].history[:iteration]
         if len(history) < iteration:
-            assert vote is not None, "nobody can finish the iteration"
+            assert vote is not None, "no rank can finish the iteration"
             history.append(vote)
         rank.history, rank.has_state, rank.contributed = history, True, iteration
         self.counts["joined ranks"] += 1

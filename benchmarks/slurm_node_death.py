@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{len(trials) - len(failed)} of {len(trials)} jobs on six nodes continued without a new start, "
             f"equal in every bit to their reference ({', '.join(strategies)})"
         ),
-        threshold="all equal, atol=0; one console each",
+        threshold="all equal, atol=0; one launcher each",
         counts={"trials": len(trials), "passed": len(trials) - len(failed)},
         details={trial.name: {"problems": trial.problems, **trial.figures} for trial in trials},
     )

@@ -48,7 +48,7 @@ def requeued(lab: Lab) -> Trial:
 
 
 def array_goes_on(lab: Lab) -> Trial:
-    """An array whose task 0, with the console, loses its node: the next console joins the nodes that are left."""
+    """An array whose task 0, with the launcher, loses its node: the next launcher joins the nodes that are left."""
     trial = Trial("an array whose first node dies")
     with lab.job([*PIPELINE, *KEPT], num_nodes=4, spares=0, is_array=True) as job:
         lab.some_moment(job, 2 * STEP)

@@ -251,7 +251,7 @@ def drained(node: int) -> Callable[[SlurmJob, Trial], None]:
 def await_change(job: SlurmJob, *, without: int) -> None:
     """Wait until a membership without a node has begun."""
     changed = lambda: job.will(lambda: any(without not in c["nodes"] for c in job.records("membership_changed")))  # noqa: E731
-    wait_until(f"the others go on without node {without}", changed, seconds=REFORM_SECONDS)
+    wait_until(f"the others continue without node {without}", changed, seconds=REFORM_SECONDS)
 
 
 def ranks_on(cluster: SlurmCluster, host: int) -> list[Any]:

@@ -36,7 +36,7 @@ BASE = (
 
 @dataclasses.dataclass(slots=True)
 class Job:
-    """One console after another in a run's folder, from one warm fork server."""
+    """One launcher after another in a run's folder, from one warm fork server."""
 
     folder: Path
     name: str
@@ -55,7 +55,7 @@ class Job:
         return self.folder / self.name
 
     def start(self, *words: str) -> None:
-        """Start a console; what one before has reported is not this one's."""
+        """Start a launcher; reports of an earlier one do not count."""
         self.began = time.time()
         self.starts.append(self.began)
         places = [f"run.dir={self.folder}", f"run.name={self.name}", f"data.cache_dir={self.folder / 'cache'}"]
@@ -76,7 +76,7 @@ class Job:
         return self.folder / f"{self.name}.log"
 
     def alive(self) -> bool:
-        """Whether the present console runs."""
+        """Whether the present launcher runs."""
         return self.console.poll() is None
 
     def iterations(self, until: float = float("inf")) -> list[dict[str, Any]]:

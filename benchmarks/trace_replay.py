@@ -103,7 +103,7 @@ class History:
     num_void: int
     """Reported, and run again after a restart from a checkpoint."""
     num_untold: int
-    """Committed by all, but their reporter died before it said so."""
+    """Iterations committed by all whose reporter died before its report."""
     problems: list[str]
 
 

@@ -61,7 +61,7 @@ class Crowd(threading.Thread):
                 self._read(key.fileobj)
 
     def _open(self) -> bool:
-        """Half of them say nothing, half begin a call without a token."""
+        """Half of them stay silent, half begin a call without a token."""
         try:
             sock = socket.create_connection(self._target, timeout=_CONNECT_SECONDS)
             if self.num_opened % 2:
@@ -114,7 +114,7 @@ async def endure(job: RealController, quick: bool) -> tuple[list[str], dict[str,
         fleet.begin(node, 1000 + node)
     status = await status_when(job.run_dir, "running", LIMIT_SECONDS)
     if status["phase"] != "running":
-        problems.append(f"the job is {status['phase']} before anybody disturbs it")
+        problems.append(f"the job is {status['phase']} before any disturbance")
     with strangers(job.address, QUICK_STRANGERS if quick else NUM_STRANGERS) as crowd:
         began = time.monotonic()
         full = QUICK_DESCRIPTORS if quick else NUM_DESCRIPTORS

@@ -98,7 +98,7 @@ def run_and_kill(folder: Path, socket: str, number: int, rng: random.Random, num
 
 
 def fresh(job: Job) -> int:
-    """Iterations that the present console has reported."""
+    """Iterations that the present launcher has reported."""
     return sum(record["time_unix_seconds"] >= job.began for record in job.iterations())
 
 
@@ -108,7 +108,7 @@ def newest(job: Job) -> int:
 
 
 def train_and_kill(job: Job, rng: random.Random) -> None:
-    """Let the present console report some iterations, the last of them after a checkpoint, then kill all of it.
+    """Let the present launcher report some iterations, the last of them after a checkpoint, then kill all of it.
 
     Raises:
         TimeoutError: it does not come so far, or does not end.
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sent_late": sum(history.num_sent_late for history in histories),
         "untold": sum(len(history.untold) for history in histories),
     }
-    untold = f"; {counts['untold']} that nobody reported, their reporter being dead" if counts["untold"] else ""
+    untold = f"; {counts['untold']} without a report, their reporter being dead" if counts["untold"] else ""
     problems = [problem for run in runs for problem in run.problems]
     figure = (
         f"{len(good)} of {len(runs)} runs are one in wandb after {counts['jobs_killed']} killed jobs and "

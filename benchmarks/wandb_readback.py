@@ -38,7 +38,7 @@ class WandbStep:
 
     @property
     def attempt(self) -> int:
-        """The attempt that its figures are of; 0 where it does not say."""
+        """The attempt that its figures are of; 0 where it has none."""
         return int(self.figures.get("job/attempt", 0))
 
 

@@ -25,7 +25,6 @@ NOT_YET = (
     "megatron_ft/failpoints.py",
     "megatron_ft/framing.py",
     "megatron_ft/operator_state.py",
-    "megatron_ft/operators.py",
     "megatron_ft/reading.py",
     "megatron_ft/strict_json.py",
     "megatron_ft/topology.py",
