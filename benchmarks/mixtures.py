@@ -1,4 +1,4 @@
-"""One mixture layer, implemented several times, over the same tokens, weights and routing: Megatron's, each backend's."""
+"""One mixture layer, implemented several times, on the same tokens, weights and routing: Megatron's, each backend's."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
