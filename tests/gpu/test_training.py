@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.mcore.device.install import install, take_device
-from megatron_ft.mcore.loop.main import _prepare_process
+from megatron_ft.mcore.rank_main import _prepare_process
 from megatron_ft.planning.rank_environment import rank_environment
 
 config = from_dict(json.loads(sys.argv[1]))
@@ -26,9 +26,9 @@ for name, value in rank_environment(config).items():
 device = take_device(config, node=0, local_rank=0)
 device_type, transformer_impl = install(config)
 _prepare_process(config)
-from megatron_ft.mcore.checkpoint.digest import state_digest
+from megatron_ft.mcore.state.digest import state_digest
 from megatron_ft.mcore.groups import form_groups
-from megatron_ft.mcore.loop.engine import TrainingEngine
+from megatron_ft.mcore.training.engine import TrainingEngine
 from tests.helpers.engines import MadeUpSamples, VOCAB_SIZE
 
 groups = form_groups(config.parallel, store=dist.HashStore(), rank=0, world_size=1, generation=0,

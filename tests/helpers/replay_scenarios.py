@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.extras import _encode, capture_extras
-from megatron_ft.mcore.loop.replaying import CapturedSlice, Replayer
 from megatron_ft.mcore.optimizer.masters import masters
-from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.mcore.recovery.replay import CapturedSlice, Replayer
+from megatron_ft.mcore.state.host_state import _encode, capture_extras
+from megatron_ft.mcore.state.operator_view import OperatorView
+from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.commit import History, Vote
 from megatron_ft.planning.recovery.replay import plan_replay
 from megatron_ft.planning.snapshot.pieces import slice_bytes
@@ -66,7 +66,7 @@ def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index:
 
 def scramble(engine: TrainingEngine) -> None:
     """Make every weight, master, moment, step count, buffer and random state something else."""
-    from megatron_ft.mcore.checkpoint.digest import named_state
+    from megatron_ft.mcore.state.digest import named_state
 
     generator = torch.Generator().manual_seed(99)
     list(masters(engine.model_chunks, engine.optimizer))
@@ -198,7 +198,7 @@ def compare(engine: TrainingEngine, expected: Mapping[str, str]) -> list[str]:
 
 def poison(iteration: int) -> None:
     """Make the loss of ``iteration`` NaN."""
-    from megatron_ft.mcore.loop import engine, forward
+    from megatron_ft.mcore.training import engine, forward
 
     original = forward.forward_step
 
