@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.mcore.state.tensors import NamedState, expert_of, put_state, take_state
+from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -27,8 +27,8 @@ class PreviousPlacement:
     """Of each stage, before."""
     state: NamedState
     """Of experts that this rank has no more; while they move, all that it had."""
-    extras: dict[str, Any] | None = None
-    """``capture_extras`` of before, as long as experts move: the engine's state is then that of no placement, and no
+    host: TrainState | None = None
+    """State besides tensors before, as long as experts move: the engine's state is then that of no placement, and no
     engine can be built any more where a rank is lost. None once they have moved."""
     is_evacuation: bool = False
     """Whether it took over for the ranks that stay in the next membership."""

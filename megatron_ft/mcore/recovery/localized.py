@@ -23,7 +23,6 @@ from megatron_ft.mcore.pipeline.communicator import serve
 from megatron_ft.mcore.recovery.region import Region, form_region_groups
 from megatron_ft.mcore.snapshot.client import open_snapshot_client, share_addresses, take_snapshots
 from megatron_ft.mcore.state.carried import Carried, MembershipStart
-from megatron_ft.mcore.state.host_state import capture_extras, restore_extras
 from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
@@ -113,7 +112,7 @@ def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tupl
     log, pp = trainer.engine.boundaries.log, groups.pg_collection.pp
     mine = Standing(
         stage=pp.rank(),
-        iteration=None if carried is None else carried.common.extras["iteration"],
+        iteration=None if carried is None else carried.host.iteration,
         window=None if carried is None else carried.kept,
         logged=() if log is None else log.iterations,
         voted=() if log is None else tuple(sorted(log.votes)),
@@ -133,11 +132,11 @@ def _tell(trainer: "Trainer", carried: Carried | None, plan: LocalizedPlan, stan
     first = max(able, key=lambda rank: (len(needed & set(standings[rank].voted)), -rank))
     log, mine = trainer.engine.boundaries.log, None
     if carried is not None:
-        common = carried.common
+        host = carried.host
         mine = _Told(
-            newest_vote=common.newest_vote,
-            rounded_off=common.rounded_off,
-            stopped=common.stopped,
+            newest_vote=host.newest_vote,
+            rounded_off=host.rounded_off,
+            stopped=host.stopped,
             votes={} if log is None else log.votes,
             plan=carried.plan,
         )
@@ -214,7 +213,7 @@ def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client:
     """This rank's own state; nothing is computed."""
     engine = trainer.engine
     put_state(engine.model_chunks, engine.optimizer, carried.state)
-    restore_extras(engine, carried.common.extras)
+    engine.restore(carried.host)
     # An iteration that was finished on the way out has updated this rank's shard of the parameters only.
     commit.gather(engine.optimizer, engine.model_chunks)
     if plan.window is None:
@@ -240,8 +239,7 @@ def _compare(trainer: "Trainer", carried: Carried | None) -> None:
     now = take_state(trainer.engine.model_chunks, trainer.engine.optimizer)
     names = [name for name in now if "/" in name or carried.has_whole_weights]
     other = [name for name in names if not _same_bits(now[name], carried.state[name])]
-    extras, before = capture_extras(trainer.engine), carried.common.extras
-    other += [name for name in before if extras[name] != before[name]]
+    other += trainer.engine.train_state().differences(carried.host)
     if other:
         rank, shown = trainer.context.rank, ", ".join(other[:3])
         raise RecoveryError(f"rank {rank} has replayed to something else than it had: {len(other)} tensors: {shown}")

@@ -13,9 +13,9 @@ from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.model.names import named_parameters, unwrap
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.snapshot.local_window import EXTRAS, LocalWindow
-from megatron_ft.mcore.state.host_state import restore_extras
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.restoring import Payload
+from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.iteration import RollbackRecord
 from megatron_ft.operator_state import operator_of
@@ -95,10 +95,10 @@ _OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedSlice:
-    """What this rank captured: the bytes of a slice, and the extras (slice 0 only)."""
+    """What this rank captured: the bytes of a slice, and with slice 0 the record of a ``TrainState``."""
 
     payload: Payload
-    extras: Mapping[str, Any] | None = None
+    train_state: Mapping[str, Any] | None = None
 
 
 class Replayer:
@@ -135,15 +135,15 @@ class Replayer:
         self._is_whole = self._collectives.num_ranks == engine.groups.vote.size()
 
     def load(self, index: int) -> None:
-        """Put slice ``index`` back on every rank that holds any of it; with slice 0 the extras.
+        """Put slice ``index`` back on every rank that holds any of it; with slice 0 its ``TrainState``.
 
         Raises:
-            RecoveryError: the captured bytes or extras are not of this layout.
+            RecoveryError: the captured bytes or the ``TrainState`` are not of this layout.
         """
         captured = self._slices[index]
         self._view.restore(self._window, index, captured.payload)
         if index == 0:
-            error = self._collectives.errors(self._restore_extras(captured.extras))
+            error = self._collectives.errors(self._restore(captured.train_state))
             if error is not None:
                 raise RecoveryError(error)
 
@@ -172,16 +172,16 @@ class Replayer:
             raise RecoveryError(f"iteration {vote.iteration} stopped the run and was not captured: {decision.reason}")
         engine.finish(vote, decision)
 
-    def _restore_extras(self, extras: Mapping[str, Any] | None) -> str | None:
-        """What is wrong with the extras of this rank; they are its own, so the others have to be told."""
-        if extras is None:
-            return "slice 0 has no extras: random numbers, buffers and history are missing"
+    def _restore(self, record: Mapping[str, Any] | None) -> str | None:
+        """Restore this rank's own state besides tensors; returns the error, which the other ranks do not see."""
+        if record is None:
+            return "slice 0 has no train state: random numbers, buffers and history are missing"
         try:
-            restore_extras(self._engine, extras)
+            self._engine.restore(TrainState.from_json(record))
         except RecoveryError as error:
             return str(error)
         except (KeyError, TypeError, ValueError) as error:
-            return f"extras of slice 0 cannot be read: {error!r}"
+            return f"train state of slice 0 cannot be read: {error!r}"
         return None
 
     def _accumulate(self, vote: Vote, unchanged: Collection[Any]) -> Ballot:
@@ -232,7 +232,7 @@ def open_replay(engine: TrainingEngine, window: LocalWindow, collectives: Collec
     if error is not None:
         raise RecoveryError(error)
     slices = [
-        CapturedSlice(payload=content, extras=window.header(index, EXTRAS))
+        CapturedSlice(payload=content, train_state=window.header(index, EXTRAS))
         for index, content in enumerate(window.slices)
     ]
     skip_frozen = config.snapshot.skip_frozen_gradients

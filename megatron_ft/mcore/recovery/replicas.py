@@ -27,10 +27,10 @@ from megatron_ft.mcore.moe.placement_manager import PlacementManager
 from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.recovery.localized import recover_localized
 from megatron_ft.mcore.snapshot.client import restart_snapshots
-from megatron_ft.mcore.state.carried import Carried, Common, MembershipStart, carry, hand_over, seed_newcomer, shapes_of
-from megatron_ft.mcore.state.host_state import restore_extras
+from megatron_ft.mcore.state.carried import Carried, MembershipStart, carry, hand_over, seed_newcomer, shapes_of
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding
 from megatron_ft.mcore.state.tensors import NamedState, put_state
+from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
@@ -167,31 +167,31 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
         carried: None on a rank that has no part in the holding.
         key: of the holding that all go on from.
     """
-    common, held, shapes = _in_common(carried, key, previous, groups)
+    host, held, shapes = _in_common(carried, key, previous, groups)
     keeper, migration = _placement(trainer, held, previous)
     state: NamedState = {} if carried is None else dict(carried.state)
-    failpoints.hit("reform_move", common.extras["iteration"])
+    failpoints.hit("reform_move", host.iteration)
     like = None if shapes is None else hand_over(state, shapes, previous, groups)
     move_experts(state, migration, groups.pg_collection.ep, like=like)
     trainer.placement = keeper
     trainer.use(groups)
     engine = trainer.engine
-    engine.iteration, engine.newest_vote, engine.in_progress = common.extras["iteration"], common.newest_vote, None
+    engine.iteration, engine.newest_vote, engine.in_progress = host.iteration, host.newest_vote, None
     failpoints.hit("reform_build", engine.iteration)
     engine.build(groups, keeper.replicas())
     put_state(engine.model_chunks, engine.optimizer, state)
     if carried is None:
         seed_newcomer(trainer.job.training.seed, engine.iteration, groups)
-    restore_extras(engine, common.extras)
+    engine.restore(host)
     set_position(engine.scheduler, engine.iteration * trainer.job.training.global_batch_size)
-    trainer.rounded_off = common.rounded_off
-    _note_formed(trainer, held, previous, is_stopped=common.stopped is not None)
+    trainer.rounded_off = host.rounded_off
+    _note_formed(trainer, held, previous, is_stopped=host.stopped is not None)
     trainer.keep_copies()
     restart_snapshots(trainer)
     # What is said of this membership from here on holds on every rank: all have formed it.
     trainer.collectives.any(False)
-    if carried is None and common.stopped is not None:
-        trainer.stop(engine.iteration + 1, common.stopped)
+    if carried is None and host.stopped is not None:
+        trainer.stop(engine.iteration + 1, host.stopped)
 
 
 def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stopped: bool) -> None:
@@ -206,18 +206,18 @@ def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stop
 
 def _in_common(
     carried: Carried | None, key: Key, previous: Previous, groups: Groups
-) -> tuple[Common, Holding, list[tuple[str, str, str, list[int]]] | None]:
+) -> tuple[TrainState, Holding, list[tuple[str, str, str, list[int]]] | None]:
     """What all ranks know alike; and what state looks like, where newcomers have to be told."""
     if None not in previous:
         assert carried is not None, "everybody has state"
-        return carried.common, _held(carried, key), None
+        return carried.host, _held(carried, key), None
     record = None
     if carried is not None:
-        about = {"common": carried.common.to_json(), "held": _held(carried, key).to_json()}
+        about = {"host": carried.host.to_json(own=False), "held": _held(carried, key).to_json()}
         record = {**about, "shapes": shapes_of(carried.state)}
     told = Collectives(groups.vote).from_rank(_first(previous), record)
-    common = Common.from_json(told["common"]) if carried is None else carried.common
-    return common, Holding.from_json(told["held"]), told["shapes"]
+    host = TrainState.from_json(told["host"]) if carried is None else carried.host
+    return host, Holding.from_json(told["held"]), told["shapes"]
 
 
 def _first(previous: Previous) -> int:

@@ -12,7 +12,6 @@ from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
-from megatron_ft.mcore.state.host_state import capture_extras
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -147,7 +146,7 @@ def _slice_header(trainer: "Trainer", index: int) -> dict[str, str]:
         return {}
     placement = None if trainer.placement is None else trainer.placement.to_json()
     return {
-        EXTRAS: json.dumps(capture_extras(trainer.engine)),
+        EXTRAS: json.dumps(trainer.engine.train_state().to_json()),
         PLACEMENT: json.dumps(placement),
         CONFIG: json.dumps(trainer.replay_config()),
         SETTINGS: json.dumps(trainer.identity.settings),

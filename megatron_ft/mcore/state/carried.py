@@ -13,13 +13,12 @@ from megatron_ft.mcore.checkpoint.rng import seed_rng
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.moe.migration import by_expert
 from megatron_ft.mcore.moe.placement_manager import PlacementState
-from megatron_ft.mcore.state.host_state import capture_extras
 from megatron_ft.mcore.state.rank_status import Holding
 from megatron_ft.mcore.state.resolving import resolve_iteration
 from megatron_ft.mcore.state.tensors import NamedState, expert_of, take_state
+from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.planning.batch import BatchPlan
-from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.handover import share_out
 from megatron_ft.planning.recovery.target import Target
 from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
@@ -35,38 +34,6 @@ _ITERATION_STRIDE = 1_000_003
 """Between the seeds of newcomers of one iteration and the next: more than ranks and pipeline stages add."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Common:
-    """What is the same on every rank besides tensors, and differs from a run that starts."""
-
-    extras: dict[str, Any]
-    """Buffers, loss scales, history, iteration; and the generators, which are each rank's own."""
-    newest_vote: Vote | None
-    rounded_off: int
-    stopped: str | None
-    """Why a policy stops the run with the iteration that is just finished; None where it goes on."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, without the generators."""
-        return {
-            "extras": {name: value for name, value in self.extras.items() if name != "rng"},
-            "newest_vote": None if self.newest_vote is None else self.newest_vote.to_record(),
-            "rounded_off": self.rounded_off,
-            "stopped": self.stopped,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Common":
-        """Inverse of ``to_json``."""
-        vote = content["newest_vote"]
-        return cls(
-            extras=content["extras"],
-            newest_vote=None if vote is None else Vote.from_record(vote),
-            rounded_off=content["rounded_off"],
-            stopped=content["stopped"],
-        )
-
-
 @dataclass(kw_only=True)
 class Carried:
     """A rank's state, free of the groups that it was made with."""
@@ -75,7 +42,8 @@ class Carried:
     """Oldest first; ``state`` has what each of them gives this rank."""
     iteration: int
     state: NamedState
-    common: Common
+    host: TrainState
+    """State besides tensors."""
     finished: IterationResult | None
     """The iteration that was settled on the way out, until it is accounted for."""
     batch: BatchPlan
@@ -98,12 +66,7 @@ class Carried:
             holdings=(_holding(trainer, None),),
             iteration=engine.iteration,
             state=take_state(engine.model_chunks, engine.optimizer),
-            common=Common(
-                extras=capture_extras(engine),
-                newest_vote=engine.newest_vote,
-                rounded_off=trainer.rounded_off,
-                stopped=None,
-            ),
+            host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=trainer.rounded_off),
             finished=None,
             batch=engine.batch,
             unsaved=None,
@@ -121,7 +84,7 @@ class Carried:
             self,
             holdings=(*before.holdings, *self.holdings),
             state={**before.state, **self.state},
-            common=replace(self.common, stopped=before.common.stopped),
+            host=replace(self.host, stopped=before.host.stopped),
             finished=before.finished,
             batch=before.batch,
             unsaved=before.unsaved if self.unsaved is None else self.unsaved,
@@ -154,7 +117,7 @@ def carry(trainer: "Trainer", target: Target) -> Carried | None:
     """
     beginning, engine = trainer.membership_start, trainer.engine
     if beginning is None or beginning.iteration != target.iteration:
-        is_moving = trainer.previous_placement is not None and trainer.previous_placement.extras is not None
+        is_moving = trainer.previous_placement is not None and trainer.previous_placement.host is not None
         return _take(trainer, target, ()) if engine.is_built or is_moving else None
     if beginning.is_formed:
         return _take(trainer, target, beginning.changes).after(beginning.carried)
@@ -176,10 +139,10 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
     if finished is not None:
         trainer.observe(finished)
     former, trainer.previous_placement = trainer.previous_placement, None
-    if former is None or former.extras is None:
-        state, extras = take_state(engine.model_chunks, engine.optimizer), capture_extras(engine)
+    if former is None or former.host is None:
+        state, host = take_state(engine.model_chunks, engine.optimizer), engine.train_state()
     else:  # there may be no model, nor all of its optimizer
-        state, extras = {}, former.extras
+        state, host = {}, former.host
     in_force = None
     if placement is not None:
         in_force = PlacementState(plans=placement.plans, loads=placement.loads)
@@ -189,15 +152,15 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
         state = {**state, **former.state}
         before = PlacementState(plans=former.plans, loads=placement.loads)
         evacuated = (_holding(trainer, in_force, changes=changes, is_evacuation=True),)
-        has_moved = former.is_evacuation and former.extras is None
+        has_moved = former.is_evacuation and former.host is None
         holdings = (_holding(trainer, before, changes=changes), *(evacuated if has_moved else ()))
     stops = finished is not None and finished.decision.action == "stop"
     return Carried(
         holdings=holdings,
         iteration=target.iteration,
         state=state,
-        common=Common(
-            extras=extras,
+        host=replace(
+            host,
             newest_vote=engine.newest_vote,
             rounded_off=trainer.rounded_off,
             stopped=finished.decision.reason if finished is not None and stops else None,

@@ -1,7 +1,4 @@
-"""The training engine: one rank's model and optimizer, driven an iteration at a time up to its commit point.
-
-Everything here can be called again in the same process: ``build`` after ``teardown``, on other groups.
-"""
+"""The training engine: one rank's model and optimizer, driven an iteration at a time up to its commit point."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +30,7 @@ from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.boundaries import Boundaries
+from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.forward import forward_step
 from megatron_ft.mcore.training.iteration import IterationResult, IterationState, Prepared, RollbackRecord
 from megatron_ft.mcore.training.reporting import StragglerTimer
@@ -115,10 +113,7 @@ class TrainingEngine:
         return "scheduler" in self.__dict__
 
     def rebuild(self, replicas: Replicas) -> None:
-        """Build model and optimizer anew on the same groups for another placement.
-
-        Random numbers, loss scale and position go on; weights and moments are for the caller to put back.
-        """
+        """Build model and optimizer again on the same groups; the caller puts back weights and moments."""
         undo = RollbackRecord.take(self.model_chunks, self.optimizer)
         self._release()
         failpoints.hit("migrate_build", self.iteration + 1)
@@ -213,7 +208,7 @@ class TrainingEngine:
         )
 
     def apply(self, result: IterationResult) -> None:
-        """Do it to this rank's own state."""
+        """Commit, skip or undo the iteration in this rank's own state."""
         in_progress = self._of(result.vote.iteration)
         if result.decision.action == "commit":
             self.commit(result.vote)
@@ -221,7 +216,7 @@ class TrainingEngine:
             in_progress.undo.restore_expert_bias(self.model_chunks)
         else:
             # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
-            self.restore(in_progress.undo)
+            self._roll_back(in_progress.undo)
 
     def _of(self, iteration: int) -> IterationState:
         in_progress = self.in_progress
@@ -315,13 +310,21 @@ class TrainingEngine:
         if self.state_copies is not None:
             self.state_copies.follow(self._learning_rate())
 
+    def train_state(self) -> TrainState:
+        """Copy what this rank has at this iteration boundary besides parameters and their optimizer state."""
+        return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
+
+    def restore(self, state: TrainState) -> None:
+        """Put ``state`` back; raises RecoveryError where it is that of another model or optimizer."""
+        state.restore(self.model_chunks, self.optimizer)
+        self.iteration, self.history = state.iteration, state.history
+
     def abort(self, begun: Prepared | IterationState) -> None:
         """Undo an iteration that is not committed."""
-        self.restore(begun.undo)
+        self._roll_back(begun.undo)
         self.in_progress = None
 
-    def restore(self, undo: RollbackRecord) -> None:
-        """Go back to what ``undo`` recorded, at the position there is."""
+    def _roll_back(self, undo: RollbackRecord) -> None:
         undo.restore(self.model_chunks, self.optimizer)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 
@@ -352,8 +355,7 @@ class TrainingEngine:
 
     # -- parts --------------------------------------------------------------------------------------------
 
-    def _start_iteration(self, iteration: int) -> None:
-        """Tell failpoints and mixture layers where the model is; 0 is an evaluation."""
+    def _start_iteration(self, iteration: int) -> None:  # 0: an evaluation
         self._current_iteration = iteration
         for layer in self._mixture_layers:
             layer.start_iteration(iteration)

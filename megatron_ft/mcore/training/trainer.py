@@ -35,7 +35,6 @@ from megatron_ft.mcore.snapshot.local_window import replay_config
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
 from megatron_ft.mcore.state.digest import state_digest
-from megatron_ft.mcore.state.host_state import capture_extras
 from megatron_ft.mcore.state.saving import extra_state, load, open_checkpoints
 from megatron_ft.mcore.state.tensors import NamedState
 from megatron_ft.mcore.training.engine import TrainingEngine
@@ -304,7 +303,7 @@ class Trainer:
         former = partial(PreviousPlacement, before_iteration=iteration, plans=plans, is_evacuation=is_evacuation)
 
         def keep(state: NamedState) -> None:
-            self.previous_placement = former(state=state, extras=capture_extras(self.engine))
+            self.previous_placement = former(state=state, host=self.engine.train_state())
 
         replicas = self.placement.replicas(migration.placement)
         self.previous_placement = former(state=migrate(self.engine, replicas, migration, keep=keep))

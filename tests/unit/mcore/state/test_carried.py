@@ -21,6 +21,14 @@ class Plan:
         return self.name
 
 
+def train_state(seen: str) -> Any:
+    """State after iteration 4 whose generators tell when it was captured."""
+    from megatron_ft.mcore.state.train_state import TrainState
+    from megatron_ft.planning.commit import History
+
+    return TrainState(iteration=4, rng={"seen": seen}, buffers={}, grad_scalers=(), group_steps=(), history=History())
+
+
 def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, generation: int = 1) -> Any:
     """A rank in an evacuation before iteration 5: one that is still moving experts, or one that has ``moved``."""
     from megatron_ft.mcore.moe.migration import PreviousPlacement
@@ -28,12 +36,11 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
 
     monkeypatch.setattr(module, "resolve_iteration", lambda engine, target: None)
     monkeypatch.setattr(module, "take_state", lambda *_: {"router": "new"})
-    monkeypatch.setattr(module, "capture_extras", lambda engine: {"iteration": 4})
     former = PreviousPlacement(
         before_iteration=5,
         plans=[Plan("old")],
         state={"expert": "old"},
-        extras=None if moved else {"iteration": 4, "seen": "before"},
+        host=None if moved else train_state("before"),
         is_evacuation=True,
     )
     return SimpleNamespace(
@@ -41,7 +48,13 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
         previous_placement=former,
         placement=SimpleNamespace(plans=[Plan("new" if moved else "old")], loads=None),
         engine=SimpleNamespace(
-            iteration=4, is_built=moved, model_chunks=None, optimizer=None, newest_vote=None, batch=None
+            iteration=4,
+            is_built=moved,
+            model_chunks=None,
+            optimizer=None,
+            newest_vote=None,
+            batch=None,
+            train_state=lambda: train_state("now"),
         ),
         snapshots=None,
         nodes=(0, 1, 2),
@@ -66,7 +79,7 @@ def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.Mo
         assert choose(found)[0] == (1, False)
     both = [RankStatus.of(through.holdings), None, RankStatus.of(through.holdings)]
     assert choose(both) == ((1, True), (0, None, 0))
-    assert moving.common.extras["seen"] == "before" and "seen" not in through.common.extras
+    assert (moving.host.rng, through.host.rng) == ({"seen": "before"}, {"seen": "now"})
 
 
 def test_a_membership_that_did_not_form_here_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
