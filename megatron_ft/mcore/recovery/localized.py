@@ -8,7 +8,6 @@ target compare it with what the replay has come to: every recovery is its own pr
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from megatron_ft.mcore.recovery.region import Region, form_region_groups
 from megatron_ft.mcore.snapshot.client import open_snapshot_client, share_addresses, take_snapshots
 from megatron_ft.mcore.state.carried import Carried, MembershipStart
 from megatron_ft.mcore.state.tensors import put_state, take_state
+from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
 from megatron_ft.planning.recovery.replicas import Declined
@@ -33,40 +33,6 @@ from megatron_ft.snapshot.server.client import KeeperClient
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.training.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What newcomers have to be told."""
-
-    newest_vote: Vote | None
-    rounded_off: int
-    stopped: str | None
-    votes: dict[int, Vote]
-    """Of the iterations that are logged."""
-    plan: WindowPlan | None
-    """That windows are captured by; None before the first."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "newest_vote": None if self.newest_vote is None else self.newest_vote.to_record(),
-            "rounded_off": self.rounded_off,
-            "stopped": self.stopped,
-            "votes": [vote.to_record() for vote in self.votes.values()],
-            "plan": None if self.plan is None else self.plan.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "_Told":
-        votes = [Vote.from_record(record) for record in content["votes"]]
-        newest, plan = content["newest_vote"], content["plan"]
-        return cls(
-            newest_vote=None if newest is None else Vote.from_record(newest),
-            rounded_off=content["rounded_off"],
-            stopped=content["stopped"],
-            votes={vote.iteration: vote for vote in votes},
-            plan=None if plan is None else WindowPlan.from_json(plan),
-        )
 
 
 def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Groups, target: int) -> None:
@@ -82,29 +48,31 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     """
     trainer.use(groups)
     plan, standings = _decide(trainer, carried, groups)
-    told = _tell(trainer, carried, plan, standings)
+    state, votes, window_plan = _share(trainer, carried, plan, standings)
     failpoints.hit("reform_build", target)
     engine = trainer.engine
-    engine.iteration, engine.newest_vote, engine.in_progress = plan.target, told.newest_vote, None
+    engine.iteration, engine.newest_vote, engine.in_progress = plan.target, state.newest_vote, None
     engine.build(groups)
     trainer.context = share_addresses(trainer.context, trainer.collectives)
     client = open_snapshot_client(trainer)
     assert client is not None, "launch.keep_layout needs a snapshot.policy"
     failpoints.hit("reform_move", target)
-    kept = _recover(trainer, carried, plan, standings, client, told)
+    kept = _recover(trainer, carried, plan, standings, client, votes, window_plan)
     assert engine.iteration == plan.target, f"at iteration {engine.iteration}, not {plan.target}"
-    engine.newest_vote, trainer.rounded_off = told.newest_vote, told.rounded_off
+    engine.newest_vote = state.newest_vote
+    # A save or an evaluation that was due may be done on some ranks only: each keeps what it has done.
+    trainer.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
     set_position(engine.scheduler, plan.target * trainer.config.training.global_batch_size)
     if carried is not None:
         carried.kept = plan.window
-    resumed = None if kept is None or told.plan is None else (kept, told.plan)
+    resumed = None if kept is None or window_plan is None else (kept, window_plan)
     trainer.snapshots = take_snapshots(trainer, client, resumed)
-    vote = told.votes.get(plan.target)
+    vote = votes.get(plan.target)
     if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
         trainer.snapshots.capture_whole(vote)
     trainer.membership_start = MembershipStart(iteration=target, carried=carried or Carried.of(trainer))
-    if carried is None and told.stopped is not None:
-        trainer.stop(plan.target + 1, told.stopped)
+    if carried is None and state.stopped is not None:
+        trainer.stop(plan.target + 1, state.stopped)
 
 
 def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tuple[LocalizedPlan, list[Standing]]:
@@ -125,24 +93,28 @@ def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tupl
     return plan, standings
 
 
-def _tell(trainer: "Trainer", carried: Carried | None, plan: LocalizedPlan, standings: Sequence[Standing]) -> _Told:
-    """By the first rank that has state and all votes that a replay needs, or as many as any."""
+def _share(
+    trainer: "Trainer", carried: Carried | None, plan: LocalizedPlan, standings: Sequence[Standing]
+) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
+    """Broadcast state besides tensors, the logged votes and the plan of windows (None before the first); collective.
+
+    The first rank sends them that has state and all votes that a replay needs, or as many as any. Of the state, only
+    what is the same on every rank is meant for others: a replay computes buffers and generators.
+    """
     needed = set(plan.iterations)
     able = [rank for rank, standing in enumerate(standings) if standing.has_state]
     first = max(able, key=lambda rank: (len(needed & set(standings[rank].voted)), -rank))
     log, mine = trainer.engine.boundaries.log, None
     if carried is not None:
-        host = carried.host
-        mine = _Told(
-            newest_vote=host.newest_vote,
-            rounded_off=host.rounded_off,
-            stopped=host.stopped,
-            votes={} if log is None else log.votes,
-            plan=carried.plan,
-        )
-    told = _Told.from_json(trainer.collectives.from_rank(first, None if mine is None else mine.to_json()))
-    # A save or an evaluation that was due may be done on some ranks only: each keeps what it has done.
-    return told if mine is None else replace(told, rounded_off=mine.rounded_off)
+        mine = {
+            "state": carried.host.to_json(own=False),
+            "votes": [] if log is None else [vote.to_record() for vote in log.votes.values()],
+            "plan": None if carried.plan is None else carried.plan.to_json(),
+        }
+    shared = trainer.collectives.from_rank(first, mine)
+    votes = [Vote.from_record(record) for record in shared["votes"]]
+    window_plan = None if shared["plan"] is None else WindowPlan.from_json(shared["plan"])
+    return TrainState.from_json(shared["state"]), {vote.iteration: vote for vote in votes}, window_plan
 
 
 def _recover(
@@ -151,7 +123,8 @@ def _recover(
     plan: LocalizedPlan,
     standings: Sequence[Standing],
     client: KeeperClient,
-    told: _Told,
+    votes: dict[int, Vote],
+    window_plan: WindowPlan | None,
 ) -> StoredWindow | None:
     """Come to the target, and say what this rank did; what it could go back to from there."""
     engine, pp = trainer.engine, trainer.engine.pg.pp
@@ -166,7 +139,7 @@ def _recover(
             requests, num_bytes = _serve(trainer, plan)
             kept = _put_back(trainer, carried, plan, client)
         else:
-            replayed = Region(trainer, plan, region, circle, client).replay(told.votes, told.plan)
+            replayed = Region(trainer, plan, region, circle, client).replay(votes, window_plan)
             num_bytes, kept = replayed.num_bytes, replayed.kept
             _compare(trainer, carried)
     except RecoveryError as failure:
