@@ -1,4 +1,4 @@
-"""What all ranks decide together about a checkpoint: small reductions and JSON, never pickled objects."""
+"""Decisions of all ranks together: small reductions and JSON, never pickled objects."""
 
 import json
 from typing import Any

@@ -31,7 +31,7 @@ class CheckpointFinder:
         self.foreign: dict[Path, str] = {}
         """Checkpoints that ``newest`` has passed over for they are not this run's, each with the reason."""
         self._reasons: dict[str, str] = {}
-        """Of the checkpoints that this start has set aside, by their new names; on rank 0."""
+        """Checkpoints that this start has set aside, by their new names; on rank 0."""
 
     def newest(self, folder: Path) -> Path | None:
         """The newest checkpoint in ``folder`` that verifies and is of this run and of the iteration in its name.
@@ -88,7 +88,7 @@ class CheckpointFinder:
         return None if reason is None else f"{path}: {reason}"
 
     def _other(self, path: Path, manifest: Manifest) -> str | None:
-        """What is told of a checkpoint of this run that was written with other settings; None of one with the same."""
+        """Describe the other settings of a checkpoint of this run; None where they are the same."""
         if manifest.format_version == 1:
             return None
         found = differences(manifest.settings, self._identity.settings)

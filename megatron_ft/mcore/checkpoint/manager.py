@@ -38,7 +38,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What a load found."""
+    """Result of a load."""
 
     iteration: int
     """Iterations done in the checkpoint."""

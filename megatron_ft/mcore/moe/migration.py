@@ -19,14 +19,14 @@ _ExpertId = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousPlacement:
-    """What a rank needs to take back a placement of which no iteration is committed yet."""
+    """State that a rank needs to take back a placement with which no iteration is committed yet."""
 
     before_iteration: int
     """First iteration of the placement that took over."""
     plans: list[PlacementPlan]
-    """Of each stage, before."""
+    """Previous plan of each stage."""
     state: NamedState
-    """Of experts that this rank has no more; while they move, all that it had."""
+    """Tensors of experts that this rank no longer has; while they move, all that it had."""
     host: TrainState | None = None
     """State besides tensors before, as long as experts move: the engine's state is then that of no placement, and no
     engine can be built any more where a rank is lost. None once they have moved."""

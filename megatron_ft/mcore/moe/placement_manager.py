@@ -60,10 +60,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementState:
-    """What a membership leaves to the next one, and a checkpoint to a restart."""
+    """Placement and loads that pass to the next membership, and from a checkpoint to a restart."""
 
     plans: list[PlacementPlan]
-    """Of each stage, in force."""
+    """Plan of each stage, in force."""
     loads: list[Loads] | None
     """Smoothed tokens per stage, layer and expert; None until the first are seen."""
 
@@ -142,11 +142,11 @@ class PlacementManager:
         return plan_evacuation(self.plans[0], staying, keeper._wanted, expert_bytes=expert_state_bytes(self._config))
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """What this rank's model is built with, under ``plan`` of its stage or the one in force."""
+        """Placement and backend to build this rank's model with, for ``plan`` of its stage or the one in force."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
-        """Who keeps copies of this stage's optimizer state; None where only computing copies keep it."""
+        """Plan copies of this stage's optimizer state; None where only computing copies keep it."""
         return plan_state_copies(self._config, self.plans[self._stage], self._num_dense)
 
     @property
@@ -202,7 +202,7 @@ class PlacementManager:
         return self.part_of(change)
 
     def part_of(self, change: Change) -> MigrationPlan:
-        """What this rank's stage has to do for ``change``."""
+        """Migration that this rank's stage carries out for ``change``."""
         return change.migrations[self._stage]
 
     def to_json(self) -> dict[str, Any]:

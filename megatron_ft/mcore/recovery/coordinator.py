@@ -59,7 +59,7 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
 
 
 def _check(trainer: Trainer, history: ScriptedHistory) -> None:
-    """Refuse what cannot be.
+    """Refuse a schedule or a device that cannot work.
 
     Raises:
         ConfigError: a change should have come already, or connections of this device cannot be broken.
@@ -74,7 +74,7 @@ def _check(trainer: Trainer, history: ScriptedHistory) -> None:
 
 
 def _leave(trainer: Trainer) -> None:
-    """Let go of the run; others need not be there any more."""
+    """Release the run; other ranks may have left already."""
     trainer.teardown()
     dissolve_groups()
 

@@ -183,7 +183,7 @@ def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
 
 
 def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client: KeeperClient) -> StoredWindow | None:
-    """This rank's own state; nothing is computed."""
+    """Put back the state that this rank carried; nothing is computed."""
     engine = trainer.engine
     put_state(engine.model_chunks, engine.optimizer, carried.state)
     engine.restore(carried.host)

@@ -1,4 +1,4 @@
-"""``Region``: one rank of a few pipeline stages that go back together, while the stages around them stand still."""
+"""``Region``: one rank of a few pipeline stages that replay together, while the stages around them wait."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What came of it."""
+    """Result of a region's replay."""
 
     kept: StoredWindow
     num_bytes: int
-    """That came from neighbours' logs."""
+    """Bytes received from the logs of neighbouring stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence
 
 @contextmanager
 def _breakable(trainer: "Trainer") -> Iterator[None]:
-    """Deaths break off what is formed meanwhile as they break collectives."""
+    """Let a lost rank abort the formation of groups as it aborts collectives."""
     groups, opening = trainer.engine.groups, Opening()
 
     def hang_up(reason: str) -> None:
@@ -137,7 +137,7 @@ class Region:
 
     @contextmanager
     def _alone(self) -> Iterator[ReplayCommunicator]:
-        """The engine's microbatches run without the stages around."""
+        """Run the engine's microbatches without the neighbouring stages."""
         engine, pp = self._engine, self._engine.pg.pp
         me, size = pp.rank(), pp.size()
         communicator = ReplayCommunicator(
@@ -170,7 +170,7 @@ class Region:
         return finalize_alone
 
     def _num_own_tokens(self) -> int:
-        """That the last stage counts for this rank's microbatches of the iteration that is replayed."""
+        """Count this rank's tokens in the replayed iteration as the last stage does."""
         engine, config = self._engine, self._trainer.config
         batch, mine = engine.batch, engine.pg.dp.rank()
         numbers = range(batch.num_microbatches)

@@ -90,12 +90,12 @@ def synchronous_reduction(model_chunks: Sequence[torch.nn.Module], config: Any) 
 
 
 _OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELDS)
-"""What a vote says of the job and its time, and not of the iteration."""
+"""Fields of a vote about the job at that time, not about the iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedSlice:
-    """What this rank captured: the bytes of a slice, and with slice 0 the record of a ``TrainState``."""
+    """A slice as this rank captured it: its bytes, and with slice 0 the record of a ``TrainState``."""
 
     payload: Payload
     train_state: Mapping[str, Any] | None = None

@@ -106,7 +106,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
 
 
 def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
-    """The groups of the membership of ``trainer``; deaths break off the wait for them as they break collectives."""
+    """Form the groups of the membership of ``trainer``; a lost rank aborts this as it aborts collectives."""
     failpoints.hit("reform_join", trainer.engine.iteration)
     opening = Opening()
     trainer.break_with(opening.hang_up)
@@ -126,7 +126,7 @@ def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
 
 
 def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple[list[RankStatus | None], list[str]]:
-    """What each rank has, None of newcomers; and the fingerprint of the samples that it reads."""
+    """Gather each rank's status (None of joining ranks) and the fingerprint of the samples that it reads."""
     mine = None if carried is None else RankStatus.of(carried.holdings).to_json()
     told = Collectives(groups.vote).gather([mine, trainer.samples["train"].fingerprint()])
     present = [None if found is None else RankStatus.from_json(found) for found, _ in told]
@@ -153,7 +153,7 @@ def _joining(nodes: Sequence[int], previous: Previous) -> tuple[int, ...]:
 
 
 def _let_go(trainer: Trainer) -> None:
-    """Of the groups there are and all that holds them, as far as a newcomer or a rank that broke has any."""
+    """Release the present groups and all that holds them, as far as a joining or a broken rank has any."""
     trainer.placement = None
     if dist.is_initialized():
         trainer.teardown()
@@ -207,7 +207,7 @@ def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stop
 def _in_common(
     carried: Carried | None, key: Key, previous: Previous, groups: Groups
 ) -> tuple[TrainState, Holding, list[tuple[str, str, str, list[int]]] | None]:
-    """What all ranks know alike; and what state looks like, where newcomers have to be told."""
+    """Broadcast the common state and, where ranks join, the shapes of its tensors; collective."""
     if None not in previous:
         assert carried is not None, "everybody has state"
         return carried.host, _held(carried, key), None
@@ -235,7 +235,7 @@ def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[Pla
 
 
 def _account(trainer: Trainer, carried: Carried, seconds: float) -> bool:
-    """Tell what was finished and what was given up on the way."""
+    """Report the iteration that was finished and the save that was given up on the way."""
     finished, carried.finished = carried.finished, None
     if finished is not None:
         trainer.account(finished, seconds, carried.batch)
@@ -263,7 +263,7 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
 
 
 def drain_experts(trainer: Trainer, leaving: Sequence[int]) -> None:
-    """Have ranks on other nodes than ``leaving`` hold every expert; collective, nothing to do where they do."""
+    """Move experts so that ranks on other nodes than ``leaving`` hold every one of them; collective."""
     placement, engine = trainer.placement, trainer.engine
     assert placement is not None, "without replicas nobody can leave"
     staying = [rank for rank, node in enumerate(trainer.nodes) if node not in leaving]

@@ -1,4 +1,4 @@
-"""What a started run continues from: a checkpoint, a window, or nothing; and the placement that goes with it."""
+"""Selects what a started run continues from: a checkpoint, a window or nothing; and the placement with it."""
 
 import json
 from collections import deque
@@ -108,7 +108,7 @@ def recorded_placement(checkpoints: CheckpointManager, source: Path | None, wind
 def decided(
     trainer: "Trainer", source: Path | None, window: LocalWindow | None, declined: tuple[str, ...]
 ) -> RecoveryDecided:
-    """What ranks that were started again continue from, for the log."""
+    """Event that names what restarted ranks continue from."""
     rung = "window" if window is not None else "nothing" if source is None else "checkpoint"
     generation, iteration = trainer.context.generation, trainer.engine.iteration
     return RecoveryDecided(generation=generation, rung=rung, iteration=iteration, declined=declined)

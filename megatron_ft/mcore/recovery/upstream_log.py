@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def keep_log(trainer: "Trainer") -> None:
-    """After an iteration: let go of what no replay needs any more, have room for what the plan in force needs, and
-    say where there was no room.
+    """Drop iterations that no replay needs any more, make room for those that the plan in force needs, and report
+    an iteration for which there was no room.
 
     Raises:
         ConfigError: see ``keep_room``; the same on every rank.

@@ -1,4 +1,4 @@
-"""What a rank carries from one membership to the next, and what it hands over to newcomers, which have nothing."""
+"""State that a rank carries from one membership to the next, and its transfer to joining ranks, which have none."""
 
 import math
 import random
@@ -47,20 +47,20 @@ class Carried:
     finished: IterationResult | None
     """The iteration that was settled on the way out, until it is accounted for."""
     batch: BatchPlan
-    """Of that one."""
+    """Batch plan of the finished iteration."""
     unsaved: int | None
     """Iteration of a save that was given up, until that is told."""
     kept: WindowKey | None = None
     """The newest committed window that this rank knows of; None before the first."""
     plan: WindowPlan | None = None
-    """That windows are captured by; None before the first."""
+    """Plan that windows are captured by; None before the first."""
     has_whole_weights: bool = True
     """Whether weights are those of the iteration throughout: of one that was finished on the way out, a sharded
     optimizer has brought this rank's own shard up to date only."""
 
     @classmethod
     def of(cls, trainer: "Trainer") -> "Carried":
-        """Of a rank at an iteration boundary that nobody is behind."""
+        """Capture a rank at an iteration boundary that every other rank has reached."""
         engine = trainer.engine
         return cls(
             holdings=(_holding(trainer, None),),
@@ -74,9 +74,9 @@ class Carried:
         )
 
     def after(self, before: "Carried | None") -> "Carried":
-        """This with what the rank carried into the membership that it was taken in: the state is of one iteration.
+        """Add what the rank carried into the membership that this was captured in: both are of the same iteration.
 
-        What was to be told and saved then may still have to be.
+        Reports and saves that were due then may still be due.
         """
         if before is None:
             return self
@@ -93,13 +93,13 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipStart:
-    """What a membership began with, kept until it has committed an iteration: it may break before."""
+    """State that a membership began with, kept until it commits an iteration: it may break before."""
 
     iteration: int
     carried: Carried | None
     """None on a newcomer."""
     changes: tuple[str, ...] = ()
-    """As in ``Holding``, this membership included."""
+    """Changes as in ``Holding``, with the one to this membership."""
     is_formed: bool = False
     """Whether this rank has the state that the membership's placement gives it."""
 
@@ -110,7 +110,7 @@ class MembershipStart:
 
 
 def carry(trainer: "Trainer", target: Target) -> Carried | None:
-    """This rank's state after ``target``, before its groups are dissolved; None on a rank that has none.
+    """Take out this rank's state after ``target``, before its groups are dissolved; None on a rank that has none.
 
     Where the membership has committed nothing, the state is still the one that it began with. A rank that had formed
     it has its part by the placement of this membership, too; any other has what it carried into it, no more.
@@ -174,13 +174,13 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
 
 
 def _windows(trainer: "Trainer") -> dict[str, Any]:
-    """What a rank carries of its windows."""
+    """Fields of ``Carried`` about this rank's windows."""
     snapshots = trainer.snapshots
     return {} if snapshots is None else {"kept": snapshots.kept, "plan": snapshots.plan}
 
 
 def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int | None], groups: Groups) -> NamedState:
-    """Send newcomers all state but experts, from everybody who has it; collective.
+    """Send all state but experts to joining ranks, shared out over the ranks that have it; collective.
 
     Args:
         state: this rank's; a newcomer's is filled.
@@ -210,7 +210,7 @@ def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int
 
 
 def shapes_of(state: NamedState) -> list[Shape]:
-    """Of every tensor, as ``hand_over`` takes them."""
+    """List name, dtype, device and shape of every tensor, for ``hand_over``."""
     return [
         (name, str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape)) for name, t in sorted(state.items())
     ]

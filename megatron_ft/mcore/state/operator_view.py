@@ -47,7 +47,7 @@ class _Held:
 
 
 class OperatorView:
-    """What this rank holds, and which of it this rank captures; built collectively over the whole job.
+    """State that this rank holds and the part that it captures; built collectively over the whole job.
 
     Rebuild it whenever model or optimizer are. Moments that no update has made yet are allocated: zeros.
     """
@@ -71,7 +71,7 @@ class OperatorView:
         self.shards = self.shards_by_rank[self.rank]
 
     def pieces(self, plan: WindowPlan, index: int) -> tuple[Piece, ...]:
-        """What this rank captures in slice ``index``."""
+        """List the pieces that this rank captures in slice ``index``."""
         return slice_pieces(plan, index, self.shards)
 
     def source(self, piece: Piece) -> torch.Tensor:

@@ -66,14 +66,14 @@ Previous = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """What a rank that has state says of it."""
+    """Holdings of a rank that has state, as it reports them to the others."""
 
     holdings: tuple[tuple[Key, int, str], ...]
-    """Of each holding: its key, the rank's number in it, the digest of its placement."""
+    """Key of each holding, the rank's number in it, the digest of its placement."""
 
     @classmethod
     def of(cls, holdings: Sequence[Holding]) -> "RankStatus":
-        """Of a rank with ``holdings``."""
+        """Summarize ``holdings``."""
         return cls(holdings=tuple((held.key, held.rank, digest_of(held.placement)) for held in holdings))
 
     def rank_in(self, key: Key) -> int | None:

@@ -1,4 +1,4 @@
-"""Where a rank is when its membership breaks, and how it comes to the iteration that everybody continues after."""
+"""Brings a rank whose membership broke to the iteration that all ranks continue after."""
 
 from dataclasses import replace
 

@@ -21,7 +21,7 @@ WEIGHT, MASTER = "weight", "master"
 
 
 class Holder(Protocol):
-    """What an ``OperatorView`` offers."""
+    """The part of ``OperatorView`` that a restore needs."""
 
     rank: int
     group: dist.ProcessGroup

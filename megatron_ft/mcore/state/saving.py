@@ -1,4 +1,4 @@
-"""A trainer's dense checkpoints: who writes them, what goes with the state, how one is loaded."""
+"""Opens, fills and loads the dense checkpoints of a trainer."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_checkpoints(trainer: "Trainer", groups: Groups) -> CheckpointManager:
-    """What saves and loads as a rank of ``groups``."""
+    """Open the manager that saves and loads as a rank of ``groups``."""
     return CheckpointManager(
         trainer.config.checkpoint,
         run_dir=trainer.context.run_dir,
@@ -27,7 +27,7 @@ def open_checkpoints(trainer: "Trainer", groups: Groups) -> CheckpointManager:
 
 
 def extra_state(trainer: "Trainer") -> dict[str, Any]:
-    """What goes with a checkpoint besides tensors and the position, the same on all ranks."""
+    """State besides tensors and the position that goes with a checkpoint, the same on all ranks."""
     history = trainer.engine.history
     extra: dict[str, Any] = {
         "data_fingerprint": trainer.samples["train"].fingerprint(),

@@ -1,4 +1,4 @@
-"""Who captures which elements: what all ranks hold, cut so that every element is captured by exactly one of them."""
+"""Assigns every captured element to exactly one of the ranks that hold it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ Part = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What one rank holds of one part of a parameter: its compute weight whole, and optimizer state of ``ranges``."""
+    """One rank's share of one part of a parameter: its compute weight whole, and optimizer state of ``ranges``."""
 
     part: Part
     num_elements: int

@@ -30,7 +30,7 @@ class TrainState:
     iteration: int
     """Iterations done."""
     rng: Mapping[str, Any] | None = None
-    """As ``capture_rng`` returns it. None in what other ranks receive: each rank has its own generators."""
+    """Generators from ``capture_rng``. None in what other ranks receive: each rank has its own."""
     buffers: Mapping[str, torch.Tensor]
     """Buffers of the model by chunk and name: router bias and counters, in their own dtype and shape."""
     grad_scalers: tuple[Mapping[str, Any], ...]

@@ -39,7 +39,7 @@ def config_digest(config: JobConfig) -> str:
 def planned_record(
     iteration: int, plan: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]], host_bytes: int
 ) -> SnapshotPlanned:
-    """What windows of ``plan`` take, from after ``iteration`` on."""
+    """Event with the sizes of windows of ``plan``, in force after ``iteration``."""
     return SnapshotPlanned(
         iteration=iteration,
         window_iterations=plan.num_iterations,
@@ -166,7 +166,7 @@ class StreamClock:
     """The time of the GPU's current stream; nothing waits before the marks are read."""
 
     def mark(self) -> torch.cuda.Event:
-        """When the stream gets here."""
+        """Record an event on the current stream."""
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -195,7 +195,7 @@ class StragglerTimer:
 
     @classmethod
     def on(cls, device: torch.device) -> "StragglerTimer":
-        """That of a rank that computes on ``device``."""
+        """Make the timer of a rank that computes on ``device``."""
         return cls(StreamClock() if device.type == "cuda" else WallClock())
 
     def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:

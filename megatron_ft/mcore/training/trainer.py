@@ -61,7 +61,7 @@ class Trainer:
 
     def __init__(self, config: JobConfig, context: RankContext, *, device: torch.device, transformer_impl: str) -> None:
         self.job = config
-        """As it was asked for."""
+        """The job's configuration, for all nodes that it was started with."""
         self.context = context
         self.nodes = context.nodes or tuple(rank // config.launch.ranks_per_node for rank in range(context.world_size))
         """Node of each rank, by its number since the job began."""
@@ -99,7 +99,7 @@ class Trainer:
     # -- life ---------------------------------------------------------------------------------------------
 
     def replay_config(self) -> dict[str, Any]:
-        """What decides what an iteration of the present ranks computes."""
+        """Settings that determine what an iteration of the present ranks computes."""
         return replay_config(
             self.config,
             self.samples["train"].fingerprint(),
@@ -357,7 +357,7 @@ class Trainer:
         self.checkpoints.save(self.state(extra_state(self)), iteration)
 
     def state(self, extra: dict[str, Any]) -> TrainingState:
-        """What a checkpoint holds, as it is now; ``extra`` goes with it."""
+        """State that a checkpoint saves or a load fills; ``extra`` goes with it."""
         engine = self.engine
         return TrainingState(
             model_chunks=engine.model_chunks,
@@ -371,18 +371,18 @@ class Trainer:
     # -- reports ------------------------------------------------------------------------------------------
 
     def report(self, record: Record) -> None:
-        """Say it once for the job: one rank does, rank 0 unless it does not know."""
+        """Report an event once for the job: from rank 0, or from the first rank with state after a recovery."""
         self.report_record(record.to_record())
 
     def report_own(self, record: Record) -> None:
-        """What every rank may say: problems of its node; all else is said once."""
+        """Report a problem of this node from any rank, any other event once for the job."""
         if isinstance(record, SnapshotProblem):
             self.context.worker.report(record.to_record())
         else:
             self.report(record)
 
     def report_record(self, record: dict[str, Any]) -> None:
-        """As ``report``, of what is plain values already."""
+        """Report a record that is plain values already."""
         if self.context.rank == self.reporting_rank:
             self.context.worker.report(record)
 
