@@ -27,7 +27,7 @@ from megatron_ft.errors import CheckpointError, DataError
 ID = "foreign-checkpoints"
 MIN_TRIALS = 3000
 DENSE, WINDOWS = 600, 2600
-QUICK_DENSE, QUICK_WINDOWS = 12, 60
+QUICK_DENSE, QUICK_WINDOWS = 8, 40
 THRESHOLD = (
     f"0 loaded for what they are not in at least {MIN_TRIALS} trials; another run's cost none of the run's own; "
     "other data, model, optimizer and schedule are refused by the name of the key"

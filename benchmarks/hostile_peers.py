@@ -76,7 +76,15 @@ _SNAPSHOTS = ("snapshot=dense", "snapshot.policy.interval_iterations=5", "snapsh
 JOBS: Mapping[str, Sequence[str]] = {"may lose nodes": (*_BASE, *_LOSES_NODES), "snapshots": (*_BASE, *_SNAPSHOTS)}
 QUICK_JOBS: Mapping[str, Sequence[str]] = {"may lose nodes, snapshots": (*_BASE, *_LOSES_NODES, *_SNAPSHOTS)}
 """One that listens on everything."""
-_OF_TIME = ("time_unix_seconds", "seconds", "stalled_seconds", "run_name", "config_digest", "reason")
+_OF_TIME = (
+    "time_unix_seconds",
+    "seconds",
+    "stalled_seconds",
+    "run_name",
+    "config_digest",
+    "reason",
+    "process_ids",
+)
 _UNSTEADY = ("window_committed", "window_delayed", "snapshot_planned", "alert_raised", "alert_cleared")
 """Kinds whose number depends on how fast peers answer, or on what else the machine does."""
 

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(__doc__, argv)
     names = QUICK if arguments.quick else tuple(SUBSYSTEMS)
     rows = [{"subsystem": name, "seed": SEED} for name in names]
-    counts, outcomes = run_campaign(ID, rows, execute)
+    counts, outcomes = run_campaign(ID, rows, execute, script=Path(__file__), quick=arguments.quick)
     caught = sum(outcome.proven and outcome.passed for _, outcome in outcomes)
     return finish(
         arguments.out,

@@ -14,7 +14,7 @@ import torch
 
 from megatron_ft import failpoints
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import StageRecovery
+from megatron_ft.events import RecoveryStarted, StageRecovery
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import set_position
@@ -25,6 +25,7 @@ from megatron_ft.mcore.state.carried import Carried, MembershipStart
 from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.recovery.sources import StoredWindow
@@ -48,6 +49,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     """
     trainer.use(groups)
     plan, standings = _decide(trainer, carried, groups)
+    trainer.report(RecoveryStarted(generation=trainer.context.generation, strategy=LOCALIZED, iteration=plan.target))
     state, votes, window_plan = _share(trainer, carried, plan, standings)
     failpoints.hit("reform_build", target)
     engine = trainer.engine

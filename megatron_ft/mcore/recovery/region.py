@@ -131,7 +131,7 @@ class Region:
         restorer = open_restorer(trainer, self._client, region=self._collectives)
         window = restorer.find(None, only=kept)
         if window is None:
-            reasons = "; ".join(restorer.declined) or "nobody holds it"
+            reasons = "; ".join(restorer.chosen.declined) or "nobody holds it"
             raise RecoveryError(f"window of iteration {kept.start_iteration}: {reasons}")
         return window
 

@@ -18,7 +18,7 @@ from megatron_ft.config.membership_schedule import MembershipChange
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryDecided
+from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.data_checks import check_newcomers_data
 from megatron_ft.mcore.groups import Groups, dissolve_groups, join
@@ -33,7 +33,6 @@ from megatron_ft.mcore.state.tensors import NamedState, put_state
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.placement.migration import MigrationPlan
-from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
 from megatron_ft.runtime.transport.hang_up import Opening
@@ -81,8 +80,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
         if previous[trainer.context.rank] is None:
             carried = None  # what this rank has is of another membership than what the others go on from
         _go_on(trainer, carried, key, previous, groups)
-    iteration, rung = trainer.engine.iteration, LOCALIZED if in_place else "replicas"
-    trainer.report(RecoveryDecided(generation=following.generation, rung=rung, iteration=iteration))
+    iteration = trainer.engine.iteration
     trainer.report(
         MembershipChanged(
             generation=following.generation,
@@ -169,6 +167,8 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     """
     host, held, shapes = _in_common(carried, key, previous, groups)
     keeper, migration = _placement(trainer, held, previous)
+    generation = trainer.context.generation
+    trainer.report(RecoveryStarted(generation=generation, strategy="replicas", iteration=host.iteration))
     state: NamedState = {} if carried is None else dict(carried.state)
     failpoints.hit("reform_move", host.iteration)
     like = None if shapes is None else hand_over(state, shapes, previous, groups)

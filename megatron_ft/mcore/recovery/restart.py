@@ -4,18 +4,14 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.worker import RankContext
 from megatron_ft.errors import CheckpointError
-from megatron_ft.events import RecoveryDecided
 from megatron_ft.mcore.checkpoint import CheckpointManager
 from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
-
-if TYPE_CHECKING:
-    from megatron_ft.mcore.training.trainer import Trainer
 
 SHOWN_REASONS = 8
 """Pieces of state named one by one in an error."""
@@ -45,6 +41,7 @@ def select_restore_source(
             )
         checkpoints.set_foreign_aside()
         if window is not None:
+            restorer.report_start(None, context.generation)
             return None, window
         unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable)
         if found is None and run.resume == "must" and context.generation == 0:
@@ -53,9 +50,11 @@ def select_restore_source(
             )
         check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
     elif run.resume == "auto" and (iteration := newest_iteration(context.run_dir)):
-        restorer.report_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
+        restorer.choose_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
     load = config.checkpoint.load
-    return (found if found is not None or load is None else Path(load)), None
+    source = Path(load) if found is None and load is not None else found
+    restorer.report_start(source, context.generation)
+    return source, None
 
 
 def check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool) -> None:
@@ -103,12 +102,3 @@ def recorded_placement(checkpoints: CheckpointManager, source: Path | None, wind
         return window.header(0, PLACEMENT)
     assert source is not None, "a placement is restored from something"
     return checkpoints.read_extra(source).get("placement")
-
-
-def decided(
-    trainer: "Trainer", source: Path | None, window: LocalWindow | None, declined: tuple[str, ...]
-) -> RecoveryDecided:
-    """Event that names what restarted ranks continue from."""
-    rung = "window" if window is not None else "nothing" if source is None else "checkpoint"
-    generation, iteration = trainer.context.generation, trainer.engine.iteration
-    return RecoveryDecided(generation=generation, rung=rung, iteration=iteration, declined=declined)

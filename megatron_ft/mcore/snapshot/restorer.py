@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from megatron_ft.config.identity import JobIdentity, differences
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
-from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem, WindowReplayed
+from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.recovery.replay import open_replay
 from megatron_ft.mcore.snapshot.local_window import CONFIG, SETTINGS, LocalWindow
@@ -17,7 +17,7 @@ from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, 
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.snapshot.server.client import KeeperClient
-from megatron_ft.snapshot.storage.checkpoints import iteration_of
+from megatron_ft.snapshot.storage.checkpoints import is_named, iteration_of
 from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, add_rejected, read_rejected, window_digest
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
@@ -71,8 +71,8 @@ class SnapshotRestorer:
         self._committed_buffer: int | None = None
         self._rejected: list[str] = []
         self._chosen_digest = ""
-        self.declined: tuple[str, ...] = ()
-        """Reasons for everything that ``find`` has not used."""
+        self.chosen = RecoverySource(kind="nothing", iteration=0)
+        """What ``find`` has found, with the reasons for everything that it has not used."""
         self.unusable: tuple[str, ...] = ()
         """Reasons for windows with committed iterations that ``find`` could not use; the same on every rank, and empty
         where ``find`` has found something."""
@@ -107,7 +107,7 @@ class SnapshotRestorer:
             if newer and only is None:
                 raise CheckpointError(newer[-1])
             if not source.places:
-                self._report_source(source)
+                self._choose(source)
                 if source.kind == "nothing":
                     self._note_unusable(reasons)
                 return None
@@ -127,7 +127,7 @@ class SnapshotRestorer:
             self._chosen_digest = window_digest(self._collectives.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
             if rejection is None:
-                self._report_source(source)
+                self._choose(source)
                 return window
             for windows, place in zip(by_rank, source.places, strict=True):
                 windows.remove(place)
@@ -136,9 +136,27 @@ class SnapshotRestorer:
                 self._rejected.append(text)
                 reasons.append(text)
 
-    def report_nothing(self, reason: str) -> None:
-        """Report that the job starts at iteration 0, and why nothing is continued."""
-        self._report_source(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
+    def choose_nothing(self, reason: str) -> None:
+        """Note that the job starts at iteration 0, and why it continues nothing."""
+        self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
+
+    def report_start(self, checkpoint: Path | None, generation: int) -> None:
+        """Report what ranks continue from, the chosen window or ``checkpoint``; nothing is reported of a new run."""
+        chosen, strategy, iteration = self.chosen, "nothing", 0
+        if chosen.places:
+            strategy, iteration = "window", chosen.iteration
+        elif checkpoint is not None:
+            strategy, iteration = "checkpoint", iteration_of(checkpoint) if is_named(checkpoint) else 0
+        if strategy != "nothing" or chosen.declined or generation > 0:
+            self._report(
+                RecoveryStarted(
+                    generation=generation,
+                    strategy=strategy,
+                    iteration=iteration,
+                    source=chosen.kind if chosen.places else None,
+                    declined=chosen.declined,
+                )
+            )
 
     def replay(self, engine: TrainingEngine, window: LocalWindow) -> None:
         """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
@@ -214,10 +232,9 @@ class SnapshotRestorer:
         except CheckpointError as error:
             raise CheckpointError(f"{reason}; that cannot be recorded: {error}") from error
 
-    def _report_source(self, source: RecoverySource) -> None:
+    def _choose(self, source: RecoverySource) -> None:
         source.validate()
-        self.declined = source.declined
-        self._report(RecoveryChosen(source=source.kind, iteration=source.iteration, declined=source.declined))
+        self.chosen = source
 
     def _report_problem(self, what: str, error: str) -> None:
         self._report(SnapshotProblem(iteration=0, node=self._node, what=what, error=error))

@@ -1,5 +1,6 @@
 """The training loop of one rank: iterations, reports, evaluations, checkpoints, and when to stop."""
 
+import os
 import time
 from dataclasses import asdict
 from functools import partial
@@ -28,7 +29,7 @@ from megatron_ft.mcore.data.data_checks import check_same_data, job_identity, op
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.moe.migration import PreviousPlacement, migrate
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
-from megatron_ft.mcore.recovery.restart import decided, recorded_placement, select_restore_source
+from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
 from megatron_ft.mcore.snapshot.client import open_restorer, open_snapshot_client, take_snapshots
 from megatron_ft.mcore.snapshot.local_window import replay_config
@@ -137,8 +138,6 @@ class Trainer:
         self.rounded_off = self.engine.iteration
         self.keep_copies()
         origin = source if window is None else f"window of iteration {window.window.start_iteration}"
-        if self.context.generation > 0:
-            self.report(decided(self, source, window, restorer.declined))
         resumed = None if origin is None else (str(origin), self.engine.iteration)
         self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
@@ -147,7 +146,9 @@ class Trainer:
             self.snapshots = take_snapshots(
                 self, client, None if window is None else (window.stored, window.plan_in_force)
             )
-        self.report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
+        process_ids = tuple(self.collectives.gather(os.getpid()))
+        seconds = time.monotonic() - started
+        self.report(RanksReady(seconds=seconds, world_size=self.context.world_size, process_ids=process_ids))
 
     def use(self, groups: Groups) -> None:
         """Agree, save and tell as a rank of ``groups``."""

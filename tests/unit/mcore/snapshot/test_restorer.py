@@ -11,7 +11,7 @@ from benchmarks.stored_samples import sample_window
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError, RecoveryError
-from megatron_ft.events import Record, RecoveryChosen, SnapshotProblem
+from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow, replay_config
 from megatron_ft.mcore.snapshot.local_window import SETTINGS as WRITTEN_WITH
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
@@ -87,11 +87,12 @@ def recovery(run_dir: Path) -> tuple[SnapshotRestorer, list[Record]]:
     return found, records
 
 
-def choose(run_dir: Path, checkpoint: Path | None = None) -> tuple[LocalWindow | None, RecoveryChosen, list[Record]]:
+def choose(run_dir: Path, checkpoint: Path | None = None) -> tuple[LocalWindow | None, RecoveryStarted, list[Record]]:
     found, records = recovery(run_dir)
     window = found.find(checkpoint)
-    (chosen,) = [record for record in records if isinstance(record, RecoveryChosen)]
-    return window, chosen, records
+    found.report_start(checkpoint, 0)
+    (started,) = [record for record in records if isinstance(record, RecoveryStarted)]
+    return window, started, records
 
 
 def refuse(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -121,7 +122,7 @@ def test_a_refused_window_is_not_chosen_by_later_starts(tmp_path: Path, monkeypa
     assert refuse(tmp_path, monkeypatch) == 20
     assert [window.start_iteration for window in read_rejected(tmp_path)] == [30, 20]
     window, chosen, _ = choose(tmp_path, tmp_path / "iter_0000010")
-    assert window is None and (chosen.source, chosen.iteration, len(chosen.declined)) == ("checkpoint", 10, 2)
+    assert window is None and (chosen.strategy, chosen.iteration, len(chosen.declined)) == ("checkpoint", 10, 2)
 
 
 def test_where_refused_windows_leave_nothing_the_job_stops_and_says_so(
@@ -129,11 +130,11 @@ def test_where_refused_windows_leave_nothing_the_job_stops_and_says_so(
 ) -> None:
     save(tmp_path, 30)
     refuse(tmp_path, monkeypatch)
-    found, records = recovery(tmp_path)
+    found, _ = recovery(tmp_path)
     assert found.find(None) is None
     (reason,) = found.unusable
     assert reason.startswith("persisted window of iteration 30: refused before: ")
-    assert [record.source for record in records if isinstance(record, RecoveryChosen)] == ["nothing"]
+    assert found.chosen.kind == "nothing"
 
 
 def test_windows_that_cannot_be_used_are_noted_where_nothing_else_is_left(tmp_path: Path) -> None:
