@@ -112,13 +112,13 @@ class TrainingEngine:
         """Whether there is a model, whose state can be carried elsewhere."""
         return "scheduler" in self.__dict__
 
-    def rebuild(self, replicas: Replicas) -> None:
+    def rebuild(self, replicas: Replicas | None) -> None:
         """Build model and optimizer again on the same groups; the caller puts back weights and moments."""
-        undo = RollbackRecord.take(self.model_chunks, self.optimizer)
+        state = self.train_state()
         self._release()
         failpoints.hit("migrate_build", self.iteration + 1)
         self._assemble(replicas)
-        undo.restore(self.model_chunks, self.optimizer)
+        self.restore(state)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 
     def _assemble(self, replicas: Replicas | None) -> None:
