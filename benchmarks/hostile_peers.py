@@ -57,7 +57,7 @@ MAX_DELAY = 3.0
 """Wall time of an attacked job over that of the one left alone."""
 SEED = 20261121
 TIMEOUT_SECONDS = 600.0
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 _BASE = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
