@@ -6,7 +6,16 @@ from megatron_ft import events
 from megatron_ft.telemetry.report.timeline import Lane, Timeline
 from megatron_ft.telemetry.report.timeline import timeline_of as timeline_of_recovery
 
-from .conftest import ITERATION_SECONDS, MadeUpRun, elastic, localized, next_membership, restarted, stage_recovery, started
+from .conftest import (
+    ITERATION_SECONDS,
+    MadeUpRun,
+    elastic,
+    localized,
+    next_membership,
+    restarted,
+    stage_recovery,
+    started,
+)
 
 
 def timeline_of(run: MadeUpRun, number: int = 1) -> Timeline:
