@@ -6,8 +6,7 @@ needs (``frozen``) are lists of components, so that a precision with scales besi
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_ft.operators import OperatorId
 
@@ -51,18 +50,6 @@ class StateShard:
         """Elements of the range."""
         return self.stop - self.start
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "StateShard":
-        """Inverse of ``to_json``."""
-        values = dict(content)
-        values["operator"] = OperatorId(**values["operator"])
-        for name in ("full", "frozen"):
-            values[name] = tuple(Component(**component) for component in values[name])
-        return cls(**values)
 
 
 def operator_of(parameter: str, num_layers: int) -> OperatorId:

@@ -40,15 +40,6 @@ class DataSummary:
     eod: int
     warnings: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for ``json.dump``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "DataSummary":
-        """Inverse of ``to_json``."""
-        sources = tuple(SourceSummary(**source) for source in content["sources"])
-        return cls(**{**content, "sources": sources, "warnings": tuple(content["warnings"])})
 
     def summary(self) -> str:
         """One line per source, one on the vocabulary, and the warnings."""

@@ -69,12 +69,6 @@ class BatchPlan:
             return None
         return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
 
-    def summary(self) -> str:
-        """One line for logs."""
-        return (
-            f"{self.num_microbatches} microbatches of {self.micro_batch_size} on each of "
-            f"{self.data_parallel_size} data-parallel ranks, {self.num_padding_microbatches} of them padding"
-        )
 
 
 def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:

@@ -126,54 +126,12 @@ class JobPlan:
                 "fewer ranks_per_node or a smaller model",
             )
 
-    def summary(self) -> str:
-        """One log line."""
-        sizes = self.topology
-        return (
-            f"{self.model}: {self.num_parameters:,} parameters on {sizes.world_size} ranks "
-            f"(TP {sizes.tensor_model_parallel_size} PP {sizes.pipeline_model_parallel_size} "
-            f"EP {sizes.expert_model_parallel_size} CP {sizes.context_parallel_size} DP {sizes.data_parallel_size}), "
-            f"at most {self.device_bytes:,} bytes per rank"
-        )
-
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with the place of every rank."""
-        bare = dataclasses.replace(self, placement=None, snapshot=None, upstream_log=None, losses=())
+        """Plain values, with the parallel coordinates of every rank."""
         places = [{"rank": rank, **dataclasses.asdict(place)} for rank, place in self.topology.ranks()]
-        reports = {name: getattr(self, name) for name in _REPORTS}
-        told = {name: None if report is None else report.to_json() for name, report in reports.items()}
-        losses = [cost.to_json() for cost in self.losses]
-        return {**dataclasses.asdict(bare), **told, "losses": losses, "ranks": places}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "JobPlan":
-        """Inverse of ``to_json``."""
-        values = {key: value for key, value in content.items() if key != "ranks"}
-        stages = tuple(_stage_from_json(stage) for stage in values["stages"])
-        data, topology = DataSummary.from_json(values["data"]), Topology(**values["topology"])
-        told = {name: values[name] for name in _REPORTS}
-        reports = {name: None if report is None else _REPORTS[name].from_json(report) for name, report in told.items()}
-        own = {"stages": stages, "data": data, "topology": topology, "notes": tuple(values["notes"])}
-        losses = tuple(LossCost.from_json(cost) for cost in values["losses"])
-        return cls(**{**values, **own, **reports, "losses": losses})
-
-
-_REPORTS: dict[str, type[PlacementReport] | type[SnapshotReport] | type[UpstreamLogReport]] = {
-    "placement": PlacementReport,
-    "snapshot": SnapshotReport,
-    "upstream_log": UpstreamLogReport,
-}
-"""Fields that are there in some jobs only."""
-
-
-def _stage_from_json(content: dict[str, Any]) -> StagePlan:
-    return StagePlan(
-        pipeline_stage=content["pipeline_stage"],
-        layers=tuple(content["layers"]),
-        parameters=RankParameters(**content["parameters"]),
-        memory=RankMemory(**content["memory"]),
-        saving=SavingMemory(**content["saving"]),
-    )
+        named = {"placement": self.placement, "snapshot": self.snapshot, "upstream_log": self.upstream_log}
+        reports = {name: None if report is None else report.to_json() for name, report in named.items()}
+        return {**dataclasses.asdict(self), **reports, "ranks": places}
 
 
 def plan_job(

@@ -49,25 +49,11 @@ class UpstreamLogReport:
         """
         check_limit(self.host_bytes, self.memory_limit_bytes)
 
-    def summary(self) -> str:
-        """One log line."""
-        if self.iterations_kept is None:
-            return f"upstream log: {max(self.iteration_bytes):,} bytes a rank and iteration, windows measured first"
-        return f"upstream log: {self.iterations_kept} iterations, {self.host_bytes:,} bytes on a node"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "host_bytes": self.host_bytes}
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "UpstreamLogReport":
-        """Inverse of ``to_json``."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in content.items()
-            if name != "host_bytes"
-        }
-        return cls(**values)
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:

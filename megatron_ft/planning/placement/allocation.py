@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from megatron_ft.errors import ConfigError
 
@@ -41,18 +40,6 @@ class Allocation:
         counts = self.replica_counts
         return f"{sum(counts)} replicas of {len(counts)} experts, {floor}, at most {max(counts)}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "replica_counts": list(self.replica_counts),
-            "min_replicas": self.min_replicas,
-            "requested_min_replicas": self.requested_min_replicas,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Allocation":
-        """Inverse of ``to_json``."""
-        return cls(**{**content, "replica_counts": tuple(content["replica_counts"])})
 
 
 def allocate(

@@ -5,9 +5,8 @@ state is cut into one shard per holder, and every shard has f owners on f distin
 works: ownership is cyclic, nothing has to divide anything.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -66,11 +65,6 @@ class StateCopyPlan:
                     where = f"owners of layer {operator.layer_number}, expert {operator.expert}, shard {shard}"
                     raise ConfigError.of(where, list(owners), f"must lie on {wanted} distinct failure domains")
 
-    def owner_domains(self) -> Iterator[frozenset[str]]:
-        """For every shard the failure domains that own it: what ``survival`` asks for."""
-        domain_of = dict(zip(self.ranks, self.domains, strict=True))
-        for operator in self.operators:
-            yield from (frozenset(domain_of[rank] for rank in owners) for owners in operator.owners)
 
     def bytes_per_rank(self) -> dict[int, int]:
         """Optimizer bytes each rank owns."""
@@ -92,33 +86,6 @@ class StateCopyPlan:
         copies = "every holder" if self.num_state_copies is None else f"{self.num_state_copies} failure domains"
         return f"optimizer state on {copies}: {self.num_bytes:,} bytes, at most {max(per_rank):,} on one rank"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; an operator is [layer, expert, bytes, owners of each shard]."""
-        rows = [[o.layer_number, o.expert, o.num_bytes, [list(ranks) for ranks in o.owners]] for o in self.operators]
-        return {
-            "num_state_copies": self.num_state_copies,
-            "ranks": list(self.ranks),
-            "domains": list(self.domains),
-            "operators": rows,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "StateCopyPlan":
-        """Inverse of ``to_json``; validated."""
-        operators = tuple(
-            OperatorCopies(
-                layer_number=layer, expert=expert, num_bytes=size, owners=tuple(tuple(ranks) for ranks in owners)
-            )
-            for layer, expert, size, owners in content["operators"]
-        )
-        plan = cls(
-            num_state_copies=content["num_state_copies"],
-            ranks=tuple(content["ranks"]),
-            domains=tuple(content["domains"]),
-            operators=operators,
-        )
-        plan.validate()
-        return plan
 
 
 def plan_copies(

@@ -1,8 +1,7 @@
 """From the placement in force to a new one: which rank plays which part, and what has to move."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,6 @@ Holdings = tuple[tuple[frozenset[int], ...], ...]
 """``[layer][rank]``: experts whose state each rank has now, ranks in a plan's order; a new rank has none."""
 
 Costs = npt.NDArray[np.int64]
-Mapping = tuple[int, ...]
-"""For each rank of the plan, in order, the position of the rank whose slots it takes over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +41,11 @@ class MigrationPlan:
 
     def sent_bytes(self) -> dict[int, int]:
         """Bytes each sending rank sends."""
-        return self._sums("source_rank")
-
-    def received_bytes(self) -> dict[int, int]:
-        """Bytes each receiving rank receives."""
-        return self._sums("target_rank")
-
-    def _sums(self, side: str) -> dict[int, int]:
         sums: dict[int, int] = {}
         for transfer in self.transfers:
-            rank = getattr(transfer, side)
-            sums[rank] = sums.get(rank, 0) + transfer.num_bytes
+            sums[transfer.source_rank] = sums.get(transfer.source_rank, 0) + transfer.num_bytes
         return dict(sorted(sums.items()))
+
 
     def validate(self) -> None:
         """Every transfer ends where the placement wants the expert, once."""
@@ -77,19 +67,6 @@ class MigrationPlan:
         largest = max(self.sent_bytes().values(), default=0)
         return f"{len(self.transfers)} expert states move, {self.num_bytes:,} bytes, at most {largest:,} from one rank"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; a transfer is [layer, expert, source rank, target rank, bytes]."""
-        rows = [[t.layer_number, t.expert, t.source_rank, t.target_rank, t.num_bytes] for t in self.transfers]
-        return {"placement": self.placement.to_json(), "transfers": rows}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "MigrationPlan":
-        """Inverse of ``to_json``; validated."""
-        names = ("layer_number", "expert", "source_rank", "target_rank", "num_bytes")
-        transfers = tuple(Transfer(**dict(zip(names, row, strict=True))) for row in content["transfers"])
-        plan = cls(placement=PlacementPlan.from_json(content["placement"]), transfers=transfers)
-        plan.validate()
-        return plan
 
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:
@@ -112,12 +89,9 @@ def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]
     Failure domains change places only with domains that have as many ranks, and ranks inside their domain: survival
     stays what it was. The optimum of both levels is found as linear assignment problems.
     """
-    return _permuted(plan, _mapping(plan, held, expert_bytes, _optimal))
-
-
-def remap_greedily(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int] = 1) -> PlacementPlan:
-    """``remap`` as Lazarus, section 4.3: one after another, the pair that moves least."""
-    return _permuted(plan, _mapping(plan, held, expert_bytes, _greedy))
+    mapping = _mapping(plan, held, expert_bytes)
+    slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
+    return plan.replacing(slots)
 
 
 def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> MigrationPlan:
@@ -173,15 +147,7 @@ def _sizes(plan: PlacementPlan, expert_bytes: int | Sequence[int]) -> list[int]:
     return sizes
 
 
-def _permuted(plan: PlacementPlan, mapping: Mapping) -> PlacementPlan:
-    slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
-    return plan.replacing(slots)
-
-
-Assign = Callable[[Costs], list[tuple[int, int]]]
-
-
-def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int], assign: Assign) -> Mapping:
+def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> tuple[int, ...]:
     """Which position's slots each position takes over."""
     costs = _missing_bytes(plan, held, _sizes(plan, expert_bytes))
     members: dict[str, list[int]] = {}
@@ -192,23 +158,21 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
         alike = [positions for positions in members.values() if len(positions) == size]
         if size == 1:
             single = [positions[0] for positions in alike]
-            for actual, part in assign(costs[np.ix_(single, single)]):
+            for actual, part in _assign(costs[np.ix_(single, single)]):
                 mapping[single[actual]] = single[part]
             continue
-        inner = [[_inner(costs, actual, part, assign) for part in alike] for actual in alike]
+        inner = [[_inner(costs, actual, part) for part in alike] for actual in alike]
         outer = np.asarray([[cost for cost, _ in row] for row in inner], dtype=np.int64)
-        for actual, part in assign(outer):
+        for actual, part in _assign(outer):
             for position, taken in inner[actual][part][1]:
                 mapping[position] = taken
     return tuple(mapping)
 
 
-def _inner(
-    costs: Costs, actual: Sequence[int], part: Sequence[int], assign: Assign
-) -> tuple[int, list[tuple[int, int]]]:
+def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
     """Bytes and pairs when the ranks at ``actual`` take over the slots at ``part``."""
     block = costs[np.ix_(actual, part)]
-    pairs = assign(block)
+    pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]
 
 
@@ -229,19 +193,9 @@ def _incidence(by_rank: Sequence[Sequence[int] | frozenset[int]], num_experts: i
     return matrix
 
 
-def _optimal(costs: Costs) -> list[tuple[int, int]]:
+def _assign(costs: Costs) -> list[tuple[int, int]]:
     from scipy.optimize import linear_sum_assignment  # a third of a second that only migrations need
 
     rows, columns = linear_sum_assignment(costs)
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
-
-def _greedy(costs: Costs) -> list[tuple[int, int]]:
-    left = costs.astype(np.float64)
-    pairs = []
-    for _ in range(len(costs)):
-        row, column = np.unravel_index(int(left.argmin()), left.shape)
-        pairs.append((int(row), int(column)))
-        left[row, :] = np.inf
-        left[:, column] = np.inf
-    return pairs

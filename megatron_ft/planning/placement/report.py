@@ -1,7 +1,7 @@
 """What a job's first placement amounts to: slots, survival of its state, bytes of its copies."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_ft.config.inputs import JobInputs
@@ -70,54 +70,11 @@ class PlacementReport:
         asked = f"placement.min_replicas={self.min_replicas}"
         return (f"{asked}: slots are short, the rarest expert has {self.kept_min_replicas}",)
 
-    def summary(self) -> str:
-        """One log line."""
-        worst = self.weights_survival[-1]
-        return (
-            f"{self.num_slots_per_rank} slots per rank and layer, at least {self.kept_min_replicas} replicas; all "
-            f"weights survive the loss of {worst.num_lost} failure domains with probability {worst.probability:.4f}"
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; with its ``stages`` it is a file that ``placement.schedule`` can name."""
-        values = {name: getattr(self, name) for name in _PLAIN}
-        return {
-            "num_slots_per_rank": self.num_slots_per_rank,
-            **values,
-            "weights_survival": [value.to_json() for value in self.weights_survival],
-            "state_survival": [value.to_json() for value in self.state_survival],
-            "stages": [plan.to_json() for plan in self.stages],
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "PlacementReport":
-        """Inverse of ``to_json``; validated."""
-        report = cls(
-            **{name: content[name] for name in _PLAIN},
-            weights_survival=_survival_from_json(content["weights_survival"]),
-            state_survival=_survival_from_json(content["state_survival"]),
-            stages=tuple(PlacementPlan.from_json(plan) for plan in content["stages"]),
-        )
-        report.validate()
-        return report
-
-
-_PLAIN = (
-    "min_replicas",
-    "kept_min_replicas",
-    "num_state_copies",
-    "expert_weights_bytes",
-    "expert_state_bytes",
-    "expert_copies_bytes",
-    "non_expert_state_bytes",
-    "non_expert_copies_bytes",
-)
-
-
-def _survival_from_json(rows: Sequence[dict[str, Any]]) -> tuple[Survival, ...]:
-    return tuple(
-        Survival(**{**row, "interval": None if row["interval"] is None else tuple(row["interval"])}) for row in rows
-    )
+        stages = [plan.to_json() for plan in self.stages]
+        return {"num_slots_per_rank": self.num_slots_per_rank, **asdict(self), "stages": stages}
 
 
 def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:

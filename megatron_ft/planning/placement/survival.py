@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,15 +41,6 @@ class Survival:
         """Whether the probability is no estimate."""
         return self.method != "monte_carlo"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        interval = None if self.interval is None else list(self.interval)
-        return {
-            "num_lost": self.num_lost,
-            "probability": self.probability,
-            "method": self.method,
-            "interval": interval,
-        }
 
 
 def survival(

@@ -117,16 +117,6 @@ class LocalizedPlan:
         first, count = self.window.start_iteration, len(self.iterations)
         return f"{regions} of {self.num_stages} replay from window {first}: {count} iterations to {self.target}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "LocalizedPlan":
-        """Inverse of ``to_json``."""
-        regions = tuple(tuple(region) for region in content["regions"])
-        window = None if content["window"] is None else KeptWindow(**content["window"])
-        return cls(**{**content, "window": window, "regions": regions})
 
 
 def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> LocalizedPlan | Declined:

@@ -1,6 +1,5 @@
 """``LossCost``: what follows when nodes are lost, in words and as plain values."""
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -86,19 +85,3 @@ class LossCost:
         """Plain values."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "LossCost":
-        """Inverse of ``to_json``; validated."""
-        declined = tuple(
-            Declined(rung=each["rung"], reason=each["reason"], missing=_operators(each["missing"]))
-            for each in content["declined"]
-        )
-        parts = {"declined": declined, "lost_operators": _operators(content["lost_operators"])}
-        numbers = {name: tuple(content[name]) for name in ("lost_nodes", "stages")}
-        cost = cls(**{**content, **parts, **numbers})
-        cost.validate()
-        return cost
-
-
-def _operators(rows: Iterable[dict[str, Any]]) -> tuple[OperatorId, ...]:
-    return tuple(OperatorId(**row) for row in rows)

@@ -14,7 +14,7 @@ from typing import Literal
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.survival import Survival, survival
+
 from megatron_ft.planning.recovery.loss_cost import RUNGS, LossCost, Rung
 from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
 
@@ -175,17 +175,6 @@ def cost_of_loss(
     cost.validate()
     return cost
 
-
-def joint_survival(means: RecoveryMeans, num_lost: Sequence[int]) -> tuple[Survival, ...]:
-    """Probability that the whole state lives on when so many nodes are lost at once, all such losses being as likely.
-
-    Of all layers together, for what they hold sits on the same nodes. Whether ranks may go on is another question.
-    """
-    size = means.ranks_per_node
-    parts = [
-        {str(means.nodes[rank // size]) for rank in held} for operator in means.operators for held in operator.holders
-    ]
-    return survival(parts, [str(node) for node in means.nodes], num_lost)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,6 @@ class NextMembership:
         """New ranks that have no state of the run."""
         return tuple(rank for rank, previous in enumerate(self.previous_ranks) if previous is None)
 
-    @property
-    def stayers(self) -> tuple[int, ...]:
-        """New ranks that were in the membership before."""
-        return tuple(rank for rank, previous in enumerate(self.previous_ranks) if previous is not None)
 
     def validate(self) -> None:
         """Assert order, and that somebody has state."""

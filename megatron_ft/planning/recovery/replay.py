@@ -1,8 +1,7 @@
 """``ReplayPlan``: from the slices of a window to a dense state, one slice and one iteration at a time."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_ft.errors import RecoveryError
 from megatron_ft.operators import OperatorId
@@ -71,23 +70,6 @@ class ReplayPlan:
             f"{len(self.iterations)} iterations replayed to {self.final_iteration}{share}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "ReplayPlan":
-        """Inverse of ``to_json``."""
-        steps = tuple(
-            ReplayStep(
-                load=step["load"],
-                active=tuple(OperatorId(**operator) for operator in step["active"]),
-                frozen=tuple(OperatorId(**operator) for operator in step["frozen"]),
-                vote=None if step["vote"] is None else Vote.from_record(step["vote"]),
-            )
-            for step in content["steps"]
-        )
-        return cls(start_iteration=content["start_iteration"], steps=steps)
 
     def _pairs(self) -> Iterator[tuple[ReplayStep, ReplayStep]]:
         return zip(self.steps, self.steps[1:], strict=False)

@@ -5,8 +5,8 @@ says why (rungs 3 and 4 of the ladder).
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Where = Literal["own", "copy", "persisted"]
 _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}
@@ -64,21 +64,6 @@ class RecoverySource:
         declined = f"; not used: {'; '.join(self.declined)}" if self.declined else ""
         return f"continue from {self.kind}, iteration {self.iteration}{declined}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        places = [asdict(place) for place in self.places]
-        return {"kind": self.kind, "iteration": self.iteration, "places": places, "declined": list(self.declined)}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "RecoverySource":
-        """Inverse of ``to_json``."""
-        places = tuple(StoredWindow(**place) for place in content["places"])
-        return cls(
-            kind=content["kind"],
-            iteration=content["iteration"],
-            places=places,
-            declined=tuple(content["declined"]),
-        )
 
 
 def choose_source(

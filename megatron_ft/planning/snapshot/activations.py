@@ -1,7 +1,7 @@
 """How often experts were activated, and when that has changed enough to order operators anew."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.config.model import ModelConfig
@@ -44,9 +44,6 @@ class Activations:
         """The same totals as one record."""
         return Activations(layers=self.layers, tokens=(self.totals,))
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Activations":

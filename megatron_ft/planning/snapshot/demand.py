@@ -71,7 +71,7 @@ class Demand:
         return found
 
     def bytes_of(self, units: Sequence[Unit]) -> UnitBytes:
-        """Bytes of ``units``, equal to ``unit_bytes`` of every rank's shards."""
+        """Bytes of ``units`` on every rank."""
         part = np.array([unit.part for unit in units], dtype=np.int64)
         num_parts = np.array([unit.num_parts for unit in units], dtype=np.int64)
         rows, shards = self._pairs(units)

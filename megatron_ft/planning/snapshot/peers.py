@@ -2,9 +2,8 @@
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from megatron_ft.errors import ConfigError
 
@@ -51,19 +50,6 @@ class PeerAssignment:
             f"{len(set(self.failure_domains))} domains keep {min(counts)} to {max(counts)} copies each"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "PeerAssignment":
-        """Inverse of ``to_json``."""
-        return cls(
-            peers=tuple(tuple(peers) for peers in content["peers"]),
-            failure_domains=tuple(content["failure_domains"]),
-            num_copies=content["num_copies"],
-            already_held=tuple(tuple(nodes) for nodes in content["already_held"]),
-        )
 
 
 def assign_peers(

@@ -1,6 +1,6 @@
 """Where the bytes of a slice lie: the same on the rank that captures it and on the one that puts it back."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.operator_state import Component, StateShard
@@ -60,15 +60,6 @@ def slice_bytes(pieces: Sequence[Piece]) -> int:
     """Bytes a slice takes in a window's buffer."""
     return _align(pieces[-1].offset + pieces[-1].num_bytes, SLICE_ALIGNMENT_BYTES) if pieces else 0
 
-
-def unit_bytes(unit: Unit, shards: Iterable[StateShard]) -> tuple[int, int]:
-    """(full, frozen) bytes of ``unit`` among ``shards``, without alignment."""
-    full = frozen = 0
-    for shard in shards:
-        if shard.operator == unit.operator:
-            full += sum(piece.num_bytes for piece in _pieces_of(unit, shard, shard.full, 0))
-            frozen += sum(piece.num_bytes for piece in _pieces_of(unit, shard, shard.frozen, 0))
-    return full, frozen
 
 
 def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], offset: int) -> Iterator[Piece]:

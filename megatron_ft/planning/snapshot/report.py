@@ -49,22 +49,11 @@ class SnapshotReport:
         """
         check_limit(self.host_bytes, self.host_memory_limit_bytes)
 
-    def summary(self) -> str:
-        """One log line."""
-        window = "measured first" if self.window_iterations is None else f"W={self.window_iterations}"
-        return f"{self.policy}: {window}, {self.window_bytes:,} bytes a rank, {self.host_bytes:,} bytes on a node"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "host_bytes": self.host_bytes}
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "SnapshotReport":
-        """Inverse of ``to_json``."""
-        values = {name: value for name, value in content.items() if name != "host_bytes"}
-        values["peers"] = tuple(tuple(peers) for peers in values["peers"])
-        values["nodes"] = tuple(NodeMemory(**node) for node in values["nodes"])
-        return cls(**values)
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:

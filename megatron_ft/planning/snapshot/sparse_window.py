@@ -89,26 +89,6 @@ class SparseWindow:
             raise ConfigError.of("snapshot.policy.replan_drift", self.replan_drift, "must be at least 0")
 
 
-def find_window_size(
-    num_operators: int, master_optim_bytes: int, compute_bytes: int, budget_bytes: int
-) -> tuple[int, int]:
-    """(window, active operators per slice) for operators of one size on one rank (MoEvement, algorithm 1).
-
-    Args:
-        master_optim_bytes: of one operator in full: master weights and optimizer state.
-        compute_bytes: of one frozen operator.
-        budget_bytes: bytes captured within an iteration.
-
-    The algorithm stops at two active operators whether they fit or not: a window whose slices do not fit stalls.
-    """
-    assert num_operators >= 1, "a window captures something"
-    most = num_operators
-    if num_operators > 2 and master_optim_bytes * num_operators > budget_bytes:
-        room = budget_bytes - compute_bytes * num_operators
-        extra = master_optim_bytes - compute_bytes
-        most = 2 if extra <= 0 else max(2, room // extra)
-    return -(-num_operators // most), most
-
 
 def _cut(demand: Demand, ordered: Iterable[OperatorId], budget: int, max_parts: int) -> list[Unit]:
     row_of = {operator: row for row, operator in enumerate(demand.operators)}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.allocation import Allocation, allocate, integer_loads
+from megatron_ft.planning.placement.allocation import allocate, integer_loads
 
 
 def test_equation_by_hand() -> None:
@@ -34,7 +34,7 @@ def test_floor_is_lowered_and_said_so() -> None:
     assert allocation.min_replicas == 1
     assert allocation.lowered
     assert "lowered from 2" in allocation.summary()
-    assert Allocation.from_json(allocation.to_json()) == allocation
+
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20), st.integers(0, 60), st.integers(1, 4))
