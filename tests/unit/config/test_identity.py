@@ -67,7 +67,7 @@ def test_other_data_is_named_by_its_keys_or_by_its_tokens() -> None:
     (seed,) = differences(settings(), settings("other", data={"seed": 9}))
     assert (seed.concern, seed.key, seed.stored, seed.present) == ("data", "data.seed", 1234, 9)
     (tokens,) = differences(settings(), settings("other"))
-    assert tokens.key == "data.fingerprint" and "the files hold other tokens" in str(tokens)
+    assert tokens.key == "data.fingerprint" and "the files contain other tokens" in str(tokens)
     length = differences(settings(), settings("other", model={"seq_length": 64}))
     assert {(found.concern, found.key) for found in length} == {
         ("data", "model.seq_length"),
@@ -104,7 +104,7 @@ def test_whose_files_are_of_this_run() -> None:
     job = JobIdentity(run_id="a" * 32, run_name="first", settings={})
     assert job.not_of_run(run_id="a" * 32, run_name="renamed", format_version=2) is None
     other = job.not_of_run(run_id="b" * 32, run_name="first", format_version=2)
-    assert other is not None and other.startswith("is of another run, first (b")
+    assert other is not None and other.startswith("belongs to another run, first (b")
     assert "format 1" in str(job.not_of_run(run_id="first", run_name="first", format_version=1))
     older = replace(job, takes_format_1=True)
     assert older.not_of_run(run_id="first", run_name="first", format_version=1) is None

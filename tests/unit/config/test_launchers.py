@@ -72,7 +72,7 @@ def test_and_taken_where_node_processes_are(name: str) -> None:
 def test_nobody_detects_silence(name: str) -> None:
     longer = {"detector": {name: 70.0 if name == "lost_controller_seconds" else 5.0}}
     validate(job("local", **longer))
-    with pytest.raises(ConfigError, match=rf"^detector\.{name}=(5|70)\.0: must be left at .* no node's process"):
+    with pytest.raises(ConfigError, match=rf"^detector\.{name}=(5|70)\.0: must be left at .* no agent watches"):
         validate(job("torchrun", **longer))
 
 
