@@ -20,8 +20,8 @@ from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.optimizer.state_view import NamedState, expert_of, take_state
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.handover import share_out
 from megatron_ft.planning.recovery.localized import KeptWindow
+from megatron_ft.planning.recovery.replicas import share_out
 from megatron_ft.planning.recovery.target import Target
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors

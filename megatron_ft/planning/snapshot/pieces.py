@@ -1,4 +1,4 @@
-"""Where the bytes of a slice lie: the same on the rank that captures it and on the one that puts it back."""
+"""Layout of a slice in bytes, the same on the rank that captures it and on the one that restores it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ SLICE_ALIGNMENT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One component of one parameter's element range, captured from one state."""
+    """One component of an element range of one parameter."""
 
     parameter: str
     tensor_part: int
@@ -21,13 +21,13 @@ class Piece:
     dtype: str
     start: int
     stop: int
-    """Elements [start, stop) of the flattened part of the parameter; one value for them all where not per element."""
+    """Elements [start, stop) of the flattened tensor part; a component without elements has one value for all."""
     offset: int
-    """First byte, from the start of the slice."""
+    """First byte in the slice."""
     num_bytes: int
 
     def to_row(self) -> list[str | int]:
-        """As the manifest lists it."""
+        """Convert to a row of the manifest."""
         return [
             self.parameter,
             self.tensor_part,
@@ -41,7 +41,7 @@ class Piece:
 
 
 def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> tuple[Piece, ...]:
-    """What the rank with ``shards`` captures in slice ``index``, in order of offset."""
+    """Pieces that the rank with ``shards`` captures in slice ``index``, by offset."""
     by_operator: dict[OperatorId, list[StateShard]] = {}
     for shard in shards:
         by_operator.setdefault(shard.operator, []).append(shard)
@@ -57,9 +57,8 @@ def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> 
 
 
 def slice_bytes(pieces: Sequence[Piece]) -> int:
-    """Bytes a slice takes in a window's buffer."""
+    """Bytes of a slice in a window's buffer."""
     return _align(pieces[-1].offset + pieces[-1].num_bytes, SLICE_ALIGNMENT_BYTES) if pieces else 0
-
 
 
 def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], offset: int) -> Iterator[Piece]:
@@ -86,7 +85,7 @@ def _align(num_bytes: int, alignment: int) -> int:
 
 
 def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
-    """Bytes of all slices of one window on the rank with ``shards``: the sum of ``slice_bytes``, in one pass."""
+    """Bytes of a window on the rank with ``shards``: the sum of ``slice_bytes``, in one pass."""
     by_operator: dict[OperatorId, list[StateShard]] = {}
     for shard in shards:
         by_operator.setdefault(shard.operator, []).append(shard)

@@ -59,7 +59,6 @@ def test_by_hand() -> None:
     assert dealt == [[14, 20, 26], [16, 22, None], [18, 24, None]]
 
 
-
 def test_refuses_half_a_microbatch() -> None:
     plan = BatchPlan(global_batch_size=9, micro_batch_size=2, data_parallel_size=1)
     with pytest.raises(ConfigError, match=r"training\.global_batch_size=9: must be a multiple of .*=2"):

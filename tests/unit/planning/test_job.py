@@ -116,7 +116,6 @@ def test_text_names_what_people_look_for() -> None:
     assert all(len(line) < 160 for line in text.splitlines())
 
 
-
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (5 << 60, "5120.0 PiB")]
 )
@@ -195,7 +194,7 @@ def test_a_plan_says_that_slurm_has_not_named_the_domains() -> None:
     known = {"num_nodes": 4, "ranks_per_node": 1, "node_launcher": "srun"}
     (note,) = plan(launch={**known, "failure_domain_source": "slurm_topology"}).notes
     assert (
-        note.startswith("launch.failure_domain_source=slurm_topology: ") and "each node as a domain of its own" in note
+        note.startswith("launch.failure_domain_source=slurm_topology: ") and "every node is a domain of its own" in note
     )
     assert not plan(launch={**known, "failure_domains": ["a", "a", "b", "b"]}).notes
 
@@ -225,6 +224,6 @@ def test_a_job_that_may_not_outlive_two_losses_says_so() -> None:
         return plan(model=model, placement=placement, parallel=parallel, launch=nodes).notes
 
     (note,) = notes(2, min_nodes=2)
-    assert "without one node 6 slots are left, too few for 2 copies of 4 experts" in note
+    assert "after the loss of a node 6 slots are left, too few for 2 replicas of 4 experts" in note
     assert note.endswith("the loss of another one can end the job; 3 slots per rank are enough")
     assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()

@@ -44,7 +44,6 @@ def test_losses_below_the_copies_lose_nothing(
     assert all(len(set(owners)) == copies for o in owned.operators for owners in o.owners)
 
 
-
 def test_first_owners_compute_and_the_rest_need_not() -> None:
     plan = place(4, 1, 2, [1, 1, 1, 100])
     owned = plan_copies(plan, 3, expert_bytes=12)
@@ -59,7 +58,7 @@ def test_copies_with_every_holder() -> None:
     owned = plan_copies(plan, None, expert_bytes=10, non_expert_bytes=[(0, 7)])
     assert owned.num_bytes == 10 * sum(len(set(experts)) for experts in plan.slots[0]) + 4 * 7
     assert owner_domains(owned) == {*plan.all_expert_domains(), frozenset(plan.domains)}
-    assert "every holder" in owned.summary()
+    assert "every rank that computes with it" in owned.summary()
 
 
 def test_non_expert_state_is_shared_evenly() -> None:

@@ -103,7 +103,6 @@ def test_transfers_bring_exactly_what_is_missing(pair: tuple[PlacementPlan, Plac
         assert max(sent.values()) <= -(-sum(sent.values()) // owners[key])
 
 
-
 def test_senders_share_over_experts_too() -> None:
     old = plan_of((((0, 1, 2), (0, 1, 2), (3,), (4,), (5,)),))
     new = plan_of((((0, 1, 2), (0, 1, 2), (0, 3), (1, 4), (2, 5)),))

@@ -55,7 +55,6 @@ def test_regions(lost: set[int], num_stages: int, is_ring: bool, regions: tuple[
     assert plan.iterations == range(5, 10)
 
 
-
 def test_neighbours_serve_across_the_edges_only() -> None:
     plan = planned({1, 2}, 5)
     assert plan.serves(0) == (("forward", 1),)
@@ -97,7 +96,7 @@ def test_declines_where_a_log_has_a_gap_beside_the_region() -> None:
 
 def test_declines_where_nobody_knows_what_was_voted() -> None:
     found = decide({1}, 3, voted=(5, 6, 8, 9))
-    assert isinstance(found, Declined) and "voted in iterations [7]" in found.reason
+    assert isinstance(found, Declined) and "votes of iterations [7]" in found.reason
 
 
 def test_a_stage_that_is_the_whole_job_needs_votes_and_no_log() -> None:

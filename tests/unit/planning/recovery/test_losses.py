@@ -16,7 +16,6 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import first_plans, stage_requests
 from megatron_ft.planning.placement.survival import survival
-from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored, cost_of_loss
 from megatron_ft.planning.recovery.means import (
     costs_of_nodes,
@@ -114,7 +113,7 @@ def test_what_nobody_holds_is_named_layer_and_expert() -> None:
 
 def test_too_few_nodes_left_decline() -> None:
     cost = cost_of_loss(means(elastic(4, 3)), [0, 1])
-    assert cost.rung != "replicas" and cost.declined[0].reason == "2 nodes are left of launch.min_nodes=3"
+    assert cost.rung != "replicas" and cost.declined[0].reason == "2 nodes are left, fewer than launch.min_nodes=3"
 
 
 def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
@@ -159,7 +158,7 @@ def test_dead_ranks_are_started_again_from_memory() -> None:
 def test_a_node_that_is_gone_takes_windows_in_memory_with_it() -> None:
     cost = cost_of_loss(means(restarting(persist_interval_windows=2)), [1])
     assert (cost.rung, cost.is_automatic) == ("persisted", False)
-    assert "a lost node ends the job" in cost.declined[1].reason and cost.max_iterations == 2 * 3 + 1
+    assert "the loss of a node ends the job" in cost.declined[1].reason and cost.max_iterations == 2 * 3 + 1
 
 
 def test_nothing_is_left_where_nothing_was_put_away() -> None:
@@ -217,7 +216,7 @@ def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
     cost = cost_of_loss(held, [0, 1, 2, 3])
     assert (cost.rung, cost.is_automatic, cost.is_bitwise, cost.max_iterations) == ("checkpoint", True, False, 9)
     assert [d.reason for d in cost.declined[1:]] == [
-        "ranks start again on fewer nodes, and windows are of one size"
+        "ranks restart on fewer nodes, and windows fit the previous number of ranks only"
     ] * 2
     too_few = cost_of_loss(dataclasses.replace(held, min_nodes=3), [0, 1, 2, 3])
     assert (too_few.is_automatic, too_few.is_bitwise) == (False, True)
@@ -236,7 +235,7 @@ def test_a_job_that_does_not_run_has_what_is_on_storage() -> None:
     held = dataclasses.replace(means(restarting(persist_interval_windows=2)), is_running=False)
     cost = cost_of_loss(held, [0], is_gone=False)
     assert (cost.rung, cost.is_automatic) == ("persisted", False)
-    assert [declined.reason for declined in cost.declined] == ["the job does not run: nobody lives"] * 2
+    assert [declined.reason for declined in cost.declined] == ["the job is not running"] * 2
     assert cost_of_loss(dataclasses.replace(means(elastic()), is_running=False), [0]).rung != "replicas"
 
 
@@ -281,7 +280,7 @@ def test_tensor_parts_live_on_where_a_data_parallel_copy_does() -> None:
 def test_spanned_stages_and_shared_domains_are_warned_of() -> None:
     parallel = {"pipeline_model_parallel_size": 2}
     (warning,) = means(job(launch={"num_nodes": 1, "ranks_per_node": 2}, parallel=parallel)).warnings
-    assert warning == "node 0 spans pipeline stages 0, 1: its loss hits all of them"
+    assert warning == "node 0 spans pipeline stages 0, 1: its loss affects all of them"
     shared = dataclasses.replace(means(restarting()), failure_domains=("rack", "rack"))
     assert shared.warnings[0] == "node 0: its peer 1 is in the same failure domain, rack"
     assert not means(restarting()).warnings
@@ -322,8 +321,8 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
     ("lost", "launch", "said"),
     [
         ([0, 1, 2, 3], {}, "no rank is left"),
-        ([0, 1], {}, "are gone with their peers"),
-        ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 places are to be filled"),
+        ([0, 1], {}, "are lost together with their peers"),
+        ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 nodes need a replacement"),
     ],
 )
 def test_a_place_that_nobody_fills_or_no_window_is_left_for(lost: list[int], launch: dict[str, Any], said: str) -> None:
@@ -348,7 +347,7 @@ def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
     assert (cost.rung, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
     assert cost.is_bitwise, "it starts again at the same size"
     if is_automatic:
-        assert "gone with their peers" in cost.declined[2].reason
+        assert "peer copies are lost" in cost.declined[2].reason
 
 
 def test_a_stage_goes_back_to_what_has_been_committed() -> None:
@@ -362,26 +361,28 @@ def test_copies_that_no_recovery_reads_are_named() -> None:
     (state,) = idle_copies(job(launch={"num_nodes": 4}, placement={**SPREAD, "state_copies": 2}))
     assert state.startswith("placement.state_copies=2: no recovery reads these copies")
     (windows,) = idle_copies(restarting())
-    assert windows.startswith("snapshot.num_peer_copies=1: ") and "a lost node ends the job" in windows
+    assert windows.startswith("snapshot.num_peer_copies=1: ") and "the loss of a node ends the job" in windows
     (beside_replicas,) = idle_copies(elastic(snapshot={"policy": WINDOWS, "num_peer_copies": 1}))
-    assert "a lost node ends the job" not in beside_replicas
+    assert "the loss of a node ends the job" not in beside_replicas
     kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
     assert idle_copies(job(launch=kept, snapshot={"policy": WINDOWS, "num_peer_copies": 1})) == ()
 
 
 def test_replicas_are_used_as_the_job_is_configured() -> None:
     assert why_no_replicas(elastic()) == ""
-    assert why_no_replicas(elastic(min_nodes=None)) == "launch.min_nodes=null: a lost node ends the job"
+    assert why_no_replicas(elastic(min_nodes=None)) == "launch.min_nodes=null: the loss of a node ends the job"
     assert why_no_replicas(job()) == "placement.algorithm=null"
     assert why_no_replicas(elastic(training={"device": "cuda"})) == "training.device=cuda"
 
 
 def test_windows_serve_what_the_job_is_configured_for() -> None:
-    assert windows_serve(restarting()) == "ranks that die while all nodes live (launch.max_restarts=2)"
-    assert windows_serve(restarting(persist_interval_windows=1)).endswith("from those on storage, on as many ranks")
+    assert windows_serve(restarting()) == "the death of ranks on running nodes (launch.max_restarts=2)"
+    assert windows_serve(restarting(persist_interval_windows=1)).endswith(
+        "run.resume on the same number of ranks, from persisted windows"
+    )
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: launch.max_restarts=0")
     kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
-    assert windows_serve(job(launch=kept, snapshot={"policy": WINDOWS})).startswith("stages that lose a rank or a node")
+    assert windows_serve(job(launch=kept, snapshot={"policy": WINDOWS})).startswith("the loss of a rank or a node")
 
 
 def test_a_job_of_slurm_is_not_started_again_by_hand() -> None:

@@ -1,7 +1,6 @@
 """From a window and its votes to steps: what is loaded, what runs again, what is frozen meanwhile."""
 
 import dataclasses
-
 import random
 
 import pytest
@@ -65,7 +64,7 @@ def test_a_dense_snapshot_replays_nothing() -> None:
 
 
 def test_a_missing_vote_is_named() -> None:
-    with pytest.raises(RecoveryError, match=r"no logged vote of iteration 12: \[11\] are there"):
+    with pytest.raises(RecoveryError, match=r"vote of iteration 12 is not logged; logged are iterations \[11\]"):
         plan_replay(window(units(HEAD), units(REST), units(EMBEDDING)), 10, {11: vote(11)})
 
 
@@ -81,7 +80,6 @@ def test_any_order_covers_everything_once_and_survives_json() -> None:
         plan.validate()
         assert set(plan.steps[-1].active) == set(operators)
         assert [len(step.active) for step in plan.steps] == cuts[1:]
-
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,12 @@ from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.topology import Topology
 from tests.helpers.demands import context, dense_model, one_huge_embedding, uneven
 
+
 def unit_bytes(unit: Unit, shards: Sequence[StateShard]) -> tuple[int, int]:
     """(full, frozen) bytes of ``unit`` among ``shards``, without alignment: the sums over its pieces."""
-    full, frozen = WindowPlan(slices=((unit,),), interval_iterations=1), WindowPlan(
-        slices=((), (unit,)), interval_iterations=2
+    full, frozen = (
+        WindowPlan(slices=((unit,),), interval_iterations=1),
+        WindowPlan(slices=((), (unit,)), interval_iterations=2),
     )
     return (
         sum(piece.num_bytes for piece in slice_pieces(full, 0, shards)),

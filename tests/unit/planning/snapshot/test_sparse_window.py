@@ -27,7 +27,6 @@ def algorithm_1(num_operators: int, master_optim: int, compute: int, budget: int
     return math.ceil(num_operators / active), active
 
 
-
 def test_never_more_slices_than_the_paper_where_its_slices_fit() -> None:
     rng = random.Random(3)
     num_shorter = num_compared = 0
