@@ -56,9 +56,7 @@ class MigrationPlan:
         for transfer in self.transfers:
             target = (transfer.layer_number, transfer.expert, transfer.target_rank)
             if target not in wanted or target in seen or transfer.source_rank == transfer.target_rank:
-                raise ConfigError.of(
-                    "transfer", transfer, "must bring an expert to a rank that needs it, once"
-                )
+                raise ConfigError.of("transfer", transfer, "must bring an expert to a rank that needs it, once")
             seen.add(target)
 
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""What wrong keys, groups and flags are told."""
+"""Errors for wrong keys, groups and flags."""
 
 from pathlib import Path
 from typing import Any

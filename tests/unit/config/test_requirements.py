@@ -63,4 +63,6 @@ def test_checks_and_planning_name_the_same_key(requirement: Requirement) -> None
 def test_every_requirement_is_of_a_key_that_exists_and_says_what_it_must_be() -> None:
     for requirement in (*REPLICAS, *KEPT_LAYOUT):
         assert value_of(JobConfig(), requirement.key) is not ...
-        assert re.match(r"must be \S+.* with launch\.min_nodes=1(: \S.*)?$", requirement.constraint("launch.min_nodes=1"))
+        assert re.match(
+            r"must be \S+.* with launch\.min_nodes=1(: \S.*)?$", requirement.constraint("launch.min_nodes=1")
+        )

@@ -58,7 +58,7 @@ def test_the_slowest_is_compared_with_the_median(seconds: tuple[float, ...], ran
 
 
 @pytest.mark.parametrize("seconds", [(), (1.0,), (0.0, 0.0), (0.0, 2.0)])
-def test_nobody_is_compared_with_himself(seconds: tuple[float, ...]) -> None:
+def test_fewer_than_two_known_times_have_no_slowest_rank(seconds: tuple[float, ...]) -> None:
     assert slowest(seconds) is None
 
 

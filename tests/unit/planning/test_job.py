@@ -212,7 +212,7 @@ def test_domains_of_spares_wait_with_them() -> None:
     assert placed is not None and placed.stages[0].domains == ("rack0", "rack1")
 
 
-def test_a_job_that_may_not_outlive_two_losses_says_so() -> None:
+def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
     """Three nodes of one rank are left of four: six slots for two copies of four experts."""
     model = {**SMALL["model"], "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
     spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}

@@ -94,7 +94,7 @@ def test_declines_where_a_log_has_a_gap_beside_the_region() -> None:
     assert isinstance(found, Declined) and "rank 0 lacks iterations [7]" in found.reason
 
 
-def test_declines_where_nobody_knows_what_was_voted() -> None:
+def test_declines_where_no_rank_has_the_votes() -> None:
     found = decide({1}, 3, voted=(5, 6, 8, 9))
     assert isinstance(found, Declined) and "votes of iterations [7]" in found.reason
 

@@ -101,7 +101,7 @@ def test_every_joint_loss_serves_where_each_expert_has_a_holder_left(num_lost: i
     assert num_lost == 2 or 0 < served < len(losses), "both outcomes are seen"
 
 
-def test_what_nobody_holds_is_named_layer_and_expert() -> None:
+def test_an_expert_without_holder_is_named_by_layer_and_number() -> None:
     config = elastic(6, 1)
     (plan,), held = plans_of(config), means(config)
     lost = tuple(rank for rank, experts in enumerate(plan.slots[0]) if 5 in experts)
@@ -195,7 +195,7 @@ def test_a_window_that_is_measured_first_has_no_bound() -> None:
     assert cost.rung == "memory" and cost.max_iterations is None and cost.iterations == "<= 2 windows"
 
 
-def test_what_the_run_has_is_told_instead_of_bounds() -> None:
+def test_saved_state_of_the_run_replaces_bounds() -> None:
     held = means(restarting(persist_interval_windows=2))
     stored = Stored(iteration=40, memory_start=36, persisted_start=30, checkpoint=25)
     assert cost_of_loss(held, [0], is_gone=False, stored=stored).max_iterations == 4
@@ -325,7 +325,9 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
         ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 nodes need a replacement"),
     ],
 )
-def test_a_place_that_nobody_fills_or_no_window_is_left_for(lost: list[int], launch: dict[str, Any], said: str) -> None:
+def test_localized_replay_declines_without_replacement_or_window(
+    lost: list[int], launch: dict[str, Any], said: str
+) -> None:
     cost = cost_of_loss(keeping(**launch), lost)
     assert cost.rung != "localized" and said in cost.declined[1].reason
 

@@ -1,4 +1,4 @@
-"""What every rank is told of the next membership."""
+"""The next membership, as ranks receive it."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_ranks_keep_their_numbers_where_others_take_places() -> None:
     assert "on nodes [2, 3, 1]" in PLACED.summary()
 
 
-def test_newcomers_have_no_number_before() -> None:
+def test_joining_ranks_have_no_previous_number() -> None:
     assert NextMembership.from_json(JOINED.to_json()) == JOINED
     assert (JOINED.world_size, JOINED.newcomers) == (6, (2, 3))
     assert [JOINED.new_rank(rank) for rank in range(5)] == [0, 1, 4, 5, None]

@@ -41,7 +41,7 @@ def test_a_checkpoint_as_new_as_the_window_needs_no_replay() -> None:
     assert "as new" in source.declined[0]
 
 
-def test_reasons_of_windows_that_are_no_longer_listed_are_told() -> None:
+def test_reasons_of_windows_that_are_no_longer_listed_are_kept() -> None:
     held = [[window(4, "persisted", -1)]]
     source = choose_source(held, None, reasons=["memory window of iteration 4: damaged"])
     assert (source.kind, source.declined) == ("persisted", ("memory window of iteration 4: damaged",))

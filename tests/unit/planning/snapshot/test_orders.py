@@ -127,7 +127,7 @@ def test_an_expert_that_wakes_up_has_moved() -> None:
     assert ReorderTrigger().fires(shares(0, 0, 8, 8), shares(1, 0, 8, 8))
 
 
-def test_first_counts_order_anew_and_missing_ones_do_not() -> None:
+def test_first_counts_trigger_another_order_and_missing_ones_do_not() -> None:
     assert ReorderTrigger().fires(None, shares(1, 1))
     assert not ReorderTrigger().fires(shares(1, 1), None)
     assert not ReorderTrigger().fires(None, None)

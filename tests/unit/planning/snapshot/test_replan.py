@@ -37,7 +37,7 @@ def test_budgets_beyond_the_drift_make_another() -> None:
     assert replan(SparseWindow(replan_drift=0.5), DEMAND, given(0.35), plan) is plan
 
 
-def test_moved_popularity_orders_anew_and_is_what_counts_from_then_on() -> None:
+def test_changed_popularity_makes_another_order_and_is_its_basis() -> None:
     policy = SparseWindow()
     plan = policy.plan(DEMAND, given())
     assert plan.slices[0][0].operator.expert == 7
