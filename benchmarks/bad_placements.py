@@ -16,18 +16,18 @@ PLACEMENT = [
         "placement.num_slots_per_rank=1",
         says=["placement.num_slots_per_rank=1", "4 ranks", "at least model.num_moe_experts=8"],
     ),
-    bad(*REPLICAS, "placement.min_replicas=5", says=["placement.min_replicas=5", "between 1 and 4", "failure domains"]),
+    bad(*REPLICAS, "placement.min_replicas=5", says=["placement.min_replicas=5", "1..4", "failure domains"]),
     bad(
         *REPLICAS,
         "launch.failure_domains=[a,a,a,b]",
         "placement.min_replicas=3",
-        says=["placement.min_replicas=3", "between 1 and 2", "failure domains"],
+        says=["placement.min_replicas=3", "1..2", "failure domains"],
     ),
-    bad(*REPLICAS, "placement.state_copies=5", says=["placement.state_copies=5", "between 1 and 4"]),
+    bad(*REPLICAS, "placement.state_copies=5", says=["placement.state_copies=5", "1..4"]),
     bad(
         *REPLICAS,
         "parallel.expert_model_parallel_size=2",
-        says=["parallel.expert_model_parallel_size=2", "must be left at 1"],
+        says=["parallel.expert_model_parallel_size=2", "must be 1 with replica slots"],
     ),
     bad(
         *REPLICAS,
@@ -109,7 +109,7 @@ def _trace_cases(folder: Path) -> list[Case]:
             "model.router=trace",
             f"model.router_trace_file={good}",
             "model.router_trace_start=1",
-            says=["model.router_trace_start=1", "must lie between 0 and 0"],
+            says=["model.router_trace_start=1", "must be in 0..0"],
         ),
     ]
 
@@ -132,7 +132,7 @@ def _schedule_cases(folder: Path) -> list[Case]:
     lacking = [*slots[:3], [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 6], [4, 5, 6, 6]]]
     missing = folder / "none.json"
     return [
-        refused("lacking.json", stage(slots=lacking), "expert of layer 4=7: must have at least one slot; it has none"),
+        refused("lacking.json", stage(slots=lacking), "expert of layer 4=7: must have at least one slot"),
         refused("foreign.json", stage(slots=[*slots[:3], [[0, 9], [0], [0], [0]]]), "expert of layer 4=9", "below 8"),
         refused("full.json", stage(slots=[[[0, 1, 2, 3, 4], *slots[0][1:]], *slots[1:]]), "rank 0", "at most 4"),
         refused("ranks.json", stage(ranks=[4, 5, 6, 7]), "ranks=[4, 5, 6, 7]", "must be [0, 1, 2, 3]"),
