@@ -306,7 +306,7 @@ def test_positions_that_cannot_be_end_the_wait_before_it_begins() -> None:
     job.die(2)
     job.say(0, 1, 4)
     step = job.say(5, completed=5)
-    assert step.decision is STOP and "has no gradients of 5" in step.reason
+    assert step.decision is STOP and "has no gradients of iteration 5" in step.reason
 
 
 def test_no_member_may_leave_and_no_change_is_ordered() -> None:

@@ -163,7 +163,7 @@ def test_format_1_is_the_run_s_only_where_the_run_is_older_than_format_2(tmp_pat
     path.mkdir()
     (path / MANIFEST_NAME).write_bytes(VERSION_1.read_bytes())
     found, _ = finder()
-    assert found.newest(tmp_path) is None and "is of format 1" in found.foreign[path]
+    assert found.newest(tmp_path) is None and "it has format 1" in found.foreign[path]
     older, _ = finder(replace(JOB, takes_format_1=True))
     assert older.newest(tmp_path) == path
     (note,) = older.differences(path, older.verify(path))
