@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(__doc__, argv)
     import torch
 
-    from megatron_ft.runtime.snapshot import copier
+    from megatron_ft.snapshot.capture import copier
     from tools.gpu.timing import seconds_of
 
     device = torch.device(device_type())

@@ -5,8 +5,8 @@ One engine trains with PyTorch's deterministic algorithms and without them, an i
 
 import statistics
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 
 from benchmarks.gpu_engine import open_engine
 from benchmarks.report import finish, parse_arguments
@@ -22,18 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = open_engine({"training.train_iterations": 100}, quick=arguments.quick)
     import torch
 
-    from tools.gpu.timing import synchronize
+    from tools.gpu.timing import timed
 
     seconds: dict[bool, list[float]] = {True: [], False: []}
     num_iterations = 2 * ((QUICK_PAIRS if arguments.quick else PAIRS) + WARM_UP)
     for iteration in range(1, num_iterations + 1):
         deterministic = bool(iteration % 2)
         torch.use_deterministic_algorithms(deterministic)
-        synchronize(engine.device)
-        began = time.perf_counter()
-        engine.run_iteration(iteration)
-        synchronize(engine.device)
-        seconds[deterministic].append(time.perf_counter() - began)
+        _, spent = timed(partial(engine.run_iteration, iteration), engine.device)
+        seconds[deterministic].append(spent)
     torch.use_deterministic_algorithms(True)
     pairs = list(zip(seconds[True], seconds[False], strict=True))[WARM_UP:]
     ratio = statistics.median(mine / other for mine, other in pairs)

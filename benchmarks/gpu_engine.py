@@ -1,6 +1,6 @@
 """What the claims about a GPU share: the device, a training engine of one rank on it, and a stage's side of a day.
 
-On a machine without a GPU the quick variants run the same code on the CPU; what they measure there says nothing.
+On a machine without a GPU the quick variants run the same code on the CPU; their figures mean nothing there.
 """
 
 import tempfile
@@ -41,35 +41,12 @@ def device_type() -> str:
 
 def open_engine(overrides: Mapping[str, Any], *, quick: bool) -> Any:
     """A built engine of one rank in this process; small where ``quick``. The process ends with it."""
-    import os
-
-    import torch.distributed as dist
-
     from megatron_ft.config.serialize import from_dict
-    from megatron_ft.mcore.device.install import install, take_device
-    from megatron_ft.mcore.groups import form_groups
-    from megatron_ft.mcore.loop.engine import TrainingEngine
-    from megatron_ft.mcore.loop.main import _prepare_process
-    from megatron_ft.planning.rank_environment import rank_environment
-    from tests.helpers.engines import VOCAB_SIZE, MadeUpSamples
     from tools.gpu import ranks
 
     small = {} if quick else SLICE
     job = from_dict(ranks.config_for(device_type(), {**small, **overrides}))
-    for name, value in rank_environment(job, 0).items():
-        os.environ.setdefault(name, value)
-    device = take_device(job, node=0, local_rank=0)
-    kind, transformer_impl = install(job)
-    _prepare_process(job)
-    store = dist.TCPStore("127.0.0.1", free_port("127.0.0.1"), 1, is_master=True)
-    groups = form_groups(job.parallel, store=store, rank=0, world_size=1, generation=0, device=kind, timeout_seconds=60)
-    samples = MadeUpSamples(job.model.seq_length)
-    splits = {"train": samples, "valid": samples}
-    engine = TrainingEngine(
-        job, device=device, transformer_impl=transformer_impl, vocab_size=VOCAB_SIZE, samples=splits
-    )
-    engine.build(groups)
-    return engine
+    return ranks.open_engine(ranks.Place(rank=0, world_size=1, port=free_port("127.0.0.1")), job)
 
 
 @contextmanager

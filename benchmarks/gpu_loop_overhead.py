@@ -6,8 +6,8 @@ Ours has the vote and the undo record; snapshots are off, and nothing is reporte
 
 import statistics
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 
 from benchmarks.gpu_engine import open_engine
 from benchmarks.report import finish, parse_arguments
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = {"training.train_iterations": pairs, "precision.params_dtype": "bf16"}
     engine = open_engine(overrides, quick=arguments.quick)
     from benchmarks.bare_megatron import BareLoop
-    from tools.gpu.timing import synchronize
+    from tools.gpu.timing import timed
 
     bare = BareLoop(
         engine.config,
@@ -41,11 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for iteration in range(1, pairs + 1):
         seconds = {}
         for number in (0, 1) if iteration % 2 else (1, 0):
-            synchronize(engine.device)
-            began = time.perf_counter()
-            result = loops[number](iteration)
-            synchronize(engine.device)
-            seconds[number] = time.perf_counter() - began
+            result, seconds[number] = timed(partial(loops[number], iteration), engine.device)
             if number == 0:
                 loss = result.vote.loss
             else:

@@ -75,7 +75,7 @@ def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], 
     unproven = [] if is_it else ["the victim wrote no fault down"]
     problems = list(common)
     shares = [share for share in found.shares if share["generation"] == generation + 1]
-    rung = next((rung["rung"] for rung in found.rungs if rung["generation"] > generation), None)
+    rung = next((rung["strategy"] for rung in found.rungs if rung["generation"] > generation), None)
     if is_it and rung != fault["rung"]:
         problems.append(f"went on by {rung}, not by {fault['rung']}")
     idle = [share["num_forward_passes"] for share in shares if share["role"] != "replays"]

@@ -1,6 +1,6 @@
-"""Claim tables of README and docs, written from the stored results between two markers.
+"""Tables of figures in README.md and docs/claims.md, written from the stored results between two markers.
 
-``python -m benchmarks.tables`` rewrites them, ``--check`` only says whether they are current.
+``python -m benchmarks.tables`` rewrites them; ``--check`` reports whether they are current.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import RESULTS_DIR, Claim, load_claims, newest_results
+from benchmarks.front_page import front_page_table
 from benchmarks.source import ROOT, source_digest
 from megatron_ft.errors import ConfigError
 
@@ -38,17 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refresh(*, write: bool) -> list[Path]:
-    """Pages whose table was not current; written anew when ``write``."""
+    """Compare the pages with the results, and rewrite them if ``write``. Returns the pages that were not current."""
     claims, results = load_claims(), newest_results(RESULTS_DIR)
     tables = {
-        ROOT / "README.md": short_table(claims, results),
-        ROOT / "docs" / "claims.md": full_table(claims, results),
+        ROOT / "README.md": front_page_table(claims, results),
+        ROOT / "docs" / "claims.md": f"{short_table(claims, results)}\n\n{full_table(claims, results)}",
     }
     return [path for path, table in tables.items() if update(path, table, write=write)]
 
 
 def update(path: Path, table: str, *, write: bool) -> bool:
-    """Whether the text between the markers differs from ``table``; replaced when ``write``."""
+    """Compare the text between the markers with ``table``, and replace it if ``write``. Returns whether it differed."""
     text = path.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ConfigError.of(path.name, f"{text.count(BEGIN)} markers", f"must hold {BEGIN} and {END} once each")
@@ -61,13 +62,13 @@ def update(path: Path, table: str, *, write: bool) -> bool:
 
 
 def short_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """One line per claim and hardware class that has a result: figure, bound, date."""
-    rows = ["| claim | measured | must be | on | date |", "|---|---|---|---|---|"]
+    """One line per claim and hardware class that has a result, in short cells."""
+    rows = ["| claim | what | result | on | date |", "|---|---|---|---|---|"]
     for claim in claims.values():
         for result in _of(claim, results):
-            figure = result["figure"] if result["passed"] else f"**FAIL** {result['figure']}"
-            cells = (f"`{claim.id}`", figure, result["threshold"], result["hardware"]["class"], result["date"])
-            rows.append(_row(*cells))
+            verdict = "PASS" if result["passed"] else "**FAIL**"
+            link = f"[`{claim.id}`](#{claim.id})"
+            rows.append(_row(link, claim.short, verdict, result["hardware"]["class"], result["date"]))
     return "\n".join(rows)
 
 

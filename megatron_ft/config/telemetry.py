@@ -1,12 +1,28 @@
 """Metrics, events and alerts (group ``telemetry``)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _sinks() -> dict[str, Any]:
+    sinks = "megatron_ft.telemetry.sinks"
+    return {
+        "wandb": {"_target_": f"{sinks}.wandb.WandbSink"},
+        "alerts": {"_target_": f"{sinks}.alerts.AlertSink"},
+        "metrics": {"_target_": f"{sinks}.jsonl.JsonlSink", "metrics": True},
+        "summary": {"_target_": f"{sinks}.summary.SummarySink"},
+        "events": {"_target_": f"{sinks}.jsonl.JsonlSink", "metrics": False},
+        "terminal": {"_target_": f"{sinks}.terminal.TerminalSink"},
+    }
 
 
 @dataclass
 class TelemetryConfig:
     """Sinks of metrics and events, and limits of alerts."""
 
+    sinks: dict[str, Any] = field(default_factory=_sinks)
+    """Places records go to, by name: ``_target_`` names the class, the other entries are its arguments; null for none.
+    The sinks of ``conf/telemetry/default.yaml`` are the defaults; ``metrics`` and ``events`` are always needed."""
     log_interval_iterations: int = 1
     """Iterations from one report of metrics to the next."""
     expert_load_interval_iterations: int = 1

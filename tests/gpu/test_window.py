@@ -1,4 +1,4 @@
-"""A window in a keeper's memory that is pinned here: what is copied there from the GPU, other processes read."""
+"""A window in a snapshot server's memory that is pinned here: other processes read what the GPU wrote there."""
 
 import json
 import subprocess
@@ -9,22 +9,23 @@ import torch
 import xxhash
 
 from benchmarks.source import ROOT
-from megatron_ft.runtime.snapshot.copier import CopyBatch, open_copier
-from megatron_ft.runtime.snapshot.window_memory import WindowMemory
-from tests.unit.runtime.keeper.nodes import PAGE, Cluster, begin, cluster, find, pieces_of, wait_replicated
+from megatron_ft.snapshot.capture.capture import WindowMemory
+from megatron_ft.snapshot.capture.copier import CopyBatch, open_copier
+from tests.unit.snapshot.server.nodes import PAGE, Cluster, begin, cluster, find, slice_of, wait_replicated
 
 DEVICE = torch.device("cuda")
 NUM_BYTES = 1024 * PAGE
 READER = """
 import json, sys, xxhash
-from megatron_ft.runtime.keeper.client import KeeperClient
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.snapshot.server.client import KeeperClient
 
 path, hello = json.loads(sys.argv[1])
 client = KeeperClient(path, hello=hello)
-window = client.fetch(1, start_iteration=5, node=0)
-window.verify()
-print(json.dumps(xxhash.xxh3_128_hexdigest(window.payload)))
-window.close()
+window, payload = client.fetch(1, WindowKey(start_iteration=5, generation=1), node=0)
+for part in window.slices:
+    part.check_payload(payload[part.offset : part.end], f"slice of iteration {part.iteration}")
+print(json.dumps(xxhash.xxh3_128_hexdigest(payload)))
 client.close()
 """
 
@@ -48,8 +49,7 @@ def test_another_process_reads_what_the_gpu_wrote(keepers: Cluster) -> None:
         part = memory.buffers[0].narrow(0, offset, NUM_BYTES)
         copier.start(CopyBatch.of([source], [part]))
         copier.wait()
-        about = {"index": index, "iteration": 5 + index, "offset": offset, "num_bytes": NUM_BYTES}
-        client.captured(0, **about, header={"vote": index}, pieces=pieces_of(NUM_BYTES))
+        client.captured(0, index, slice_of(5 + index, NUM_BYTES, offset=offset))
         del part
     wait_replicated(arena, 5)
     client.committed(5)

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import hardware
 from megatron_ft.mcore.device.common import num_visible_gpus
-from megatron_ft.runtime.snapshot import copier
+from megatron_ft.snapshot.capture import copier
 from tools.gpu import warm
 from tools.gpu.day import Day
 from tools.gpu.timing import seconds_of, synchronize

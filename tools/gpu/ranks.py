@@ -19,10 +19,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.ports import free_port
+
+if TYPE_CHECKING:
+    from megatron_ft.mcore.loop.engine import TrainingEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ITERATIONS = 5
@@ -173,9 +177,8 @@ def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: in
     return to_dict(micro_config({**overrides, **device}, world_size=world_size))
 
 
-def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str, Any]:
-    """A rank that trains ``NUM_ITERATIONS`` iterations on the config's device: what it computed and what it took."""
-    import torch
+def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
+    """Make this process a rank of ``job``, on the job's device, and build its engine on made-up samples."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.device.install import install, take_device
@@ -183,7 +186,6 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
     from megatron_ft.planning.rank_environment import rank_environment
     from tests.helpers.engines import VOCAB_SIZE, MadeUpSamples
 
-    job = from_dict(config)
     for name, value in rank_environment(job, place.rank).items():
         os.environ.setdefault(name, value)
     device = take_device(job, node=0, local_rank=place.rank)
@@ -191,7 +193,6 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
         warnings.simplefilter("ignore")
         device_type, transformer_impl = install(job)
     _prepare_process(job)
-    from megatron_ft.mcore.checkpoint.digest import state_digest
     from megatron_ft.mcore.groups import form_groups
     from megatron_ft.mcore.loop.engine import TrainingEngine
 
@@ -213,21 +214,31 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
         samples={"train": samples, "valid": samples},
     )
     engine.build(groups)
+    return engine
+
+
+def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str, Any]:
+    """A rank that trains ``NUM_ITERATIONS`` iterations on the config's device: what it computed and what it took."""
+    import torch
+
+    engine = open_engine(place, from_dict(config))
+    from megatron_ft.mcore.checkpoint.digest import state_digest
+
     votes, seconds = [], []
     for number in range(1, NUM_ITERATIONS + 1):
         began = time.perf_counter()
         votes.append(engine.run_iteration(number).vote)
         seconds.append(round(time.perf_counter() - began, 4))
     return {
-        "device": device_type,
-        "transformer_impl": transformer_impl,
+        "device": engine.device.type,
+        "transformer_impl": engine.transformer_impl,
         "losses": [vote.loss for vote in votes],
         "grad_norms": [vote.grad_norm for vote in votes],
         "aux_losses": [vote.aux_loss for vote in votes],
         "load": engine.expert_load().tolist(),
         "evaluation": engine.evaluate(),
         "digest": state_digest(engine.model_chunks, engine.optimizer),
-        "peak_bytes": torch.cuda.max_memory_allocated() if device_type == "cuda" else 0,
+        "peak_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else 0,
         "seconds": seconds,
     }
 

@@ -159,7 +159,7 @@ def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -
     day.check(len(generations) == len(kills) + 1, f"{len(generations) - 1} restarts for {len(kills)} kills")
     hits = [(hit["phase"], hit["iteration"]) for generation in generations for hit in generation.hits]
     day.check(hits == list(kills), f"killed at {hits}, not at {list(kills)}")
-    chosen = [generation.newest("recovery_chosen") or {"source": None} for generation in generations[1:]]
+    chosen = [generation.newest("recovery_started") or {"source": None} for generation in generations[1:]]
     sources = [choice["source"] for choice in chosen]
     day.check(set(sources) == {"memory"}, f"continued from {sources}")
     planned = [

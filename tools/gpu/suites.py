@@ -21,7 +21,7 @@ def run_dispatch(day: Day) -> None:
 
 def run_snapshots(day: Day) -> None:
     """Run the tests of what copies state off the GPU."""
-    run_tests(day, SNAPSHOTS if day.has_gpu else ("tests/unit/runtime/snapshot/test_window_memory.py",))
+    run_tests(day, SNAPSHOTS if day.has_gpu else ("tests/unit/snapshot/capture/test_window_memory.py",))
 
 
 def run_engine(day: Day) -> None:

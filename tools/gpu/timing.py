@@ -3,8 +3,11 @@
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 def synchronize(device: torch.device) -> None:
@@ -13,13 +16,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """The result of ``call``, and the seconds it took with its work on the device."""
+    synchronize(device)
+    began = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return result, time.perf_counter() - began
+
+
 def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
     """Median seconds of ``call`` with its work on the device, after one call that is not counted."""
-    rows = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        began = time.perf_counter()
-        call()
-        synchronize(device)
-        rows.append(time.perf_counter() - began)
+    rows = [timed(call, device)[1] for _ in range(repeats + 1)]
     return statistics.median(rows[1:])

@@ -11,23 +11,10 @@ from typing import Any
 
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.snapshot.plan import WindowKey
 
 RUNG = "localized"
 """Name of this recovery strategy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptWindow:
-    """A committed window, which every rank has replicated."""
-
-    start_iteration: int
-    generation: int
-    """Membership that captured it."""
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """(start iteration, generation), as ``StoredWindow.identity``."""
-        return self.start_iteration, self.generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +24,7 @@ class Standing:
     stage: int
     iteration: int | None
     """Newest iteration of its state, the same on all ranks that have state; None without state."""
-    window: KeptWindow | None = None
+    window: WindowKey | None = None
     """Newest window that the rank knows to be committed; another rank may know a newer one from the last vote."""
     logged: tuple[int, ...] = ()
     """Iterations in its upstream log, ascending."""
@@ -54,7 +41,7 @@ class Standing:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Standing":
-        window = None if content["window"] is None else KeptWindow(**content["window"])
+        window = None if content["window"] is None else WindowKey(**content["window"])
         lists = {name: tuple(content[name]) for name in ("logged", "voted")}
         return cls(**{**content, **lists, "window": window})
 
@@ -66,7 +53,7 @@ class LocalizedPlan:
     num_stages: int
     is_ring: bool
     """Whether the last stage also sends to the first one, as with virtual stages."""
-    window: KeptWindow | None
+    window: WindowKey | None
     """Newest committed window; None if there is none yet and no rank needs one."""
     target: int
     """Iteration of the state that all ranks continue with."""

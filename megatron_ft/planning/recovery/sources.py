@@ -5,8 +5,11 @@ chosen, and a reason is given for every other one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.strict_json import JsonValue, decode
 
 Where = Literal["own", "copy", "persisted"]
 _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}
@@ -14,29 +17,45 @@ _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWindow:
-    """A stored window of one rank."""
+    """A window of one rank in a node's memory or on storage; an entry of inventories."""
 
     start_iteration: int
-    num_slices: int
     generation: int
     """Membership that captured it; windows of different generations are never mixed."""
+    num_slices: int
+    num_held: int
+    """Slices that are stored, with their hashes."""
     where: Where
     node: int = -1
     """Node whose memory holds it; -1 for storage."""
-    complete: bool = True
-    """Whether it has all its slices."""
+    committed: bool = False
+    """Whether all ranks have replicated it."""
     buffer: int | None = None
-    """Buffer of the rank's own memory that holds it; None elsewhere."""
+    """Buffer that holds it, of the rank's own memory, or of the memory for its copies; None elsewhere."""
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """(start iteration, generation), the same on all ranks."""
-        return self.start_iteration, self.generation
+    def key(self) -> WindowKey:
+        """Identity of the window, the same on all ranks."""
+        return WindowKey(start_iteration=self.start_iteration, generation=self.generation)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of its slices are stored."""
+        return self.num_held == self.num_slices
 
     @property
     def last_iteration(self) -> int:
         """Iteration of the dense state."""
         return self.start_iteration + self.num_slices - 1
+
+    @classmethod
+    def from_json(cls, content: JsonValue) -> "StoredWindow":
+        """Inverse of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        names = {entry.name: entry.type for entry in fields(cls)}
+        if not isinstance(content, dict) or content.keys() != names.keys() or content["where"] not in get_args(Where):
+            raise ValueError(f"{content!r:.100}: must be an object of {', '.join(names)}")
+        hints = {name: hint for name, hint in names.items() if name != "where"}
+        return cls(where=content["where"], **{name: decode(hints[name], content[name], name) for name in hints})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +75,7 @@ class RecoverySource:
         assert bool(self.places) == (self.kind in ("memory", "persisted")), (
             f"{self.kind} with {len(self.places)} places"
         )
-        assert len({place.identity for place in self.places}) <= 1, "ranks take different windows"
+        assert len({place.key for place in self.places}) <= 1, "ranks take different windows"
 
     def summary(self) -> str:
         declined = f"; not used: {'; '.join(self.declined)}" if self.declined else ""
@@ -77,11 +96,11 @@ def choose_source(
         reasons: reasons why windows that are not listed cannot be used.
     """
     declined = list(reasons)
-    candidates = sorted({window.identity for windows in windows_by_rank for window in windows}, reverse=True)
-    for identity in candidates:
-        start = identity[0]
+    candidates = sorted({window.key for windows in windows_by_rank for window in windows}, reverse=True)
+    for key in candidates:
+        start = key.start_iteration
         for kind in ("memory", "persisted"):
-            places, reason = _places(windows_by_rank, identity, kind)
+            places, reason = _places(windows_by_rank, key, kind)
             if places is None:
                 declined += [reason] if reason else []
                 continue
@@ -96,12 +115,12 @@ def choose_source(
 
 
 def _places(
-    windows_by_rank: Sequence[Sequence[StoredWindow]], identity: tuple[int, int], kind: str
+    windows_by_rank: Sequence[Sequence[StoredWindow]], key: WindowKey, kind: str
 ) -> tuple[tuple[StoredWindow, ...] | None, str]:
     """Stored window of each rank; None and a reason if a rank has none."""
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
-        same = [window for window in windows if window.identity == identity and window.complete]
+        same = [window for window in windows if window.key == key and window.complete]
         usable = [window for window in same if (window.where == "persisted") == (kind == "persisted")]
         if usable:
             found.append(min(usable, key=lambda window: (_NEARNESS[window.where], window.node)))
@@ -110,5 +129,5 @@ def _places(
     if not found:
         return None, ""
     if missing:
-        return None, f"{kind} window of iteration {identity[0]}: incomplete, rank {missing[0]} lacks it"
+        return None, f"{kind} window of iteration {key.start_iteration}: incomplete, rank {missing[0]} lacks it"
     return tuple(found), ""
