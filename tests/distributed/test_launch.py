@@ -255,7 +255,7 @@ def test_services_of_nodes_outlive_their_ranks_and_end_with_the_job(runs: Path) 
     ("manner", "words"),
     [
         ("fails", ["service dummy exited with code 3", "no memory"]),
-        ("garbage", ["bytes that are no JSON|JSON list: must be an object"]),
+        ("garbage", ["bytes that are not JSON|JSON list: must be an object"]),
         ("brittle", ["service dummy was killed by SIGKILL while the job ran"]),
     ],
 )

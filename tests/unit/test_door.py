@@ -210,12 +210,12 @@ def test_a_dry_run_names_the_device_that_refuses_a_recovery(
     machine(NO_GPU)
     assert pretrain_moe.main([*ELASTIC, "dry_run=true"]) == 0
     text = capsys.readouterr().out
-    assert "what a loss costs on cpu\n" in text
+    assert "cost of a loss on cpu\n" in text
     assert "note: on cuda this job is refused before it starts: training.device=cuda: must be cpu" in text
     assert pretrain_moe.main([*ELASTIC, "dry_run=true", "launch.gpu_memory_bytes=80000000000"]) == 2
     assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
     assert pretrain_moe.main(["launch.num_nodes=4", "dry_run=true"]) == 0
-    assert "on cuda this job is accepted" in capsys.readouterr().out
+    assert "on cuda this job is also accepted" in capsys.readouterr().out
 
 
 def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
@@ -286,7 +286,7 @@ def test_a_dry_run_shows_the_first_placement_and_its_json_is_a_script(
     assert pretrain_moe.main([*replicas, "placement.schedule=['1:first.json']"]) == 0
     text = capsys.readouterr().out
     assert "4 in each mixture layer: 16 on 4 ranks for 8 experts" in text and "weights left" in text
-    assert "used after a loss       no: launch.min_nodes=null: a lost node ends the job" in text
+    assert "used after a loss       no: launch.min_nodes=null: the loss of a node ends the job" in text
     survives = ["launch.min_nodes=3", "parallel.use_distributed_optimizer=false"]
     assert pretrain_moe.main([*replicas, *survives]) == 0
     text = capsys.readouterr().out

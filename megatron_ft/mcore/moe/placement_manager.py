@@ -34,8 +34,7 @@ from megatron_ft.planning.placement.stage import (
     stage_requests,
 )
 from megatron_ft.planning.placement.survival import single_loss_survival
-from megatron_ft.planning.recovery.evacuation import plan_evacuation
-from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
+from megatron_ft.planning.recovery.replicas import Declined, plan_drain, plan_replicas
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.topology import Topology
 
@@ -139,7 +138,7 @@ class PlacementManager:
         """
         before = PlacementState(plans=self.plans, loads=self.loads)
         keeper = PlacementManager(config, world_size=len(staying), stage=0, before=before)
-        return plan_evacuation(self.plans[0], staying, keeper._wanted, expert_bytes=expert_state_bytes(self._config))
+        return plan_drain(self.plans[0], staying, keeper._wanted, expert_bytes=expert_state_bytes(self._config))
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
         """Placement and backend to build this rank's model with, for ``plan`` of its stage or the one in force."""
@@ -180,7 +179,7 @@ class PlacementManager:
             return None
         migrations = [self._replan(stage) for stage in range(len(self.plans))]
         verdicts = [
-            self._policy.judge(plan, migration, loads)
+            self._policy.decide(plan, migration, loads)
             for plan, migration, loads in zip(self.plans, migrations, self.loads, strict=True)
         ]
         if not any(verdict.pays for verdict in verdicts):

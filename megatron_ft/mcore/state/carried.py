@@ -19,7 +19,7 @@ from megatron_ft.mcore.state.tensors import NamedState, expert_of, take_state
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.planning.batch import BatchPlan
-from megatron_ft.planning.recovery.handover import share_out
+from megatron_ft.planning.recovery.replicas import share_out
 from megatron_ft.planning.recovery.target import Target
 from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors

@@ -21,11 +21,11 @@ from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
 from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.operator_state import StateShard
+from megatron_ft.planning.alerts import slowest
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.report import dense_plan
-from megatron_ft.planning.stragglers import slowest
 
 _PACKAGES = ("torch", "megatron-core", "numpy")
 

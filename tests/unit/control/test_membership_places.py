@@ -297,7 +297,7 @@ def test_no_membership_is_formed_of_ranks_without_state() -> None:
     assert job.die(0).decision is BREAK
     position = replace(job.position(1), has_state=False)
     step = job.see(RankBroken(1, position, job.now, iteration=5))
-    assert (step.decision, step.reason) == (STOP, "no rank that is left has state: all that had any are lost")
+    assert (step.decision, step.reason) == (STOP, "no surviving rank has state: all ranks with state are lost")
     assert job.die(1).decision is Decision.RESTART
 
 
@@ -306,7 +306,7 @@ def test_positions_that_cannot_be_end_the_wait_before_it_begins() -> None:
     job.die(2)
     job.say(0, 1, 4)
     step = job.say(5, completed=5)
-    assert step.decision is STOP and "has no gradients of 5" in step.reason
+    assert step.decision is STOP and "has no gradients of iteration 5" in step.reason
 
 
 def test_no_member_may_leave_and_no_change_is_ordered() -> None:

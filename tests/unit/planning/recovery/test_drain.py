@@ -5,8 +5,7 @@ from itertools import combinations
 import pytest
 
 from megatron_ft.planning.placement.migration import holdings
-from megatron_ft.planning.recovery.evacuation import plan_evacuation
-from megatron_ft.planning.recovery.replicas import lost_experts
+from megatron_ft.planning.recovery.replicas import lost_experts, plan_drain
 from tests.unit.planning.recovery.test_replicas import EXPERT_BYTES, NUM_EXPERTS, placed
 
 STAYING = [chosen for size in (2, 3) for chosen in combinations(range(4), size)]
@@ -15,7 +14,7 @@ STAYING = [chosen for size in (2, 3) for chosen in combinations(range(4), size)]
 @pytest.mark.parametrize("staying", STAYING, ids=str)
 def test_every_set_of_ranks_that_stay(staying: tuple[int, ...]) -> None:
     plan = placed(4)
-    moves = plan_evacuation(plan, staying, lambda: placed(len(staying)), expert_bytes=EXPERT_BYTES)
+    moves = plan_drain(plan, staying, lambda: placed(len(staying)), expert_bytes=EXPERT_BYTES)
     assert (moves is None) == (not lost_experts(plan, staying))
     if moves is None:
         return
