@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.light_agents import Fleet
 from benchmarks.real_controller import RealController, real_controller
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.control.facts import KillRequested, NodeLost
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import Operator
+from megatron_ft.control.membership.events import KillRequested, NodeLost
 from megatron_ft.framing import Message
 
 ID = "control-plane-scale"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.kill_peers import records_of
 from benchmarks.localized_jobs import Event, FaultJob, formed_by
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import Operator
 from megatron_ft.failures.injecting import Injector, NotInjected
 
 

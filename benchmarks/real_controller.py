@@ -14,10 +14,10 @@ import psutil
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.controller_link import ControllerLink
-from megatron_ft.control.controller_main import ControllerSpec
-from megatron_ft.control.job_end import JobEnd
-from megatron_ft.control.operating import read_address
+from megatron_ft.control.admin import read_address
+from megatron_ft.control.controller.job_result import JobEnd
+from megatron_ft.control.controller.link import ControllerLink
+from megatron_ft.control.controller.main import ControllerSpec
 from megatron_ft.control.rpc import new_token
 from megatron_ft.framing import Message
 
@@ -80,7 +80,7 @@ def real_controller(
             token=token,
             console_descriptor=console.fileno(),
         )
-        command = [sys.executable, "-m", "megatron_ft.control.controller_main"]
+        command = [sys.executable, "-m", "megatron_ft.control.controller.main"]
         kept = (console.fileno(),)
         with (run_dir / "controller.log").open("ab") as log:
             process = subprocess.Popen(

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.simulated_ranks import LAST_ITERATION, WAITING, Rank, Ranks
-from megatron_ft.control import membership
-from megatron_ft.control.facts import AddRequested, DrainRequested, Fact, Tick
-from megatron_ft.control.membership_state import Decision, MembershipPolicy, Phase, State, Step
+from megatron_ft.control.membership.events import AddRequested, DrainRequested, Fact, Tick
+from megatron_ft.control.membership import machine as membership
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, State, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.spread import Spread
 from megatron_ft.planning.recovery.replicas import Declined, plan_replicas

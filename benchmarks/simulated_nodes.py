@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from megatron_ft.control.facts import Fact, NodeJoined, NodeLost
-from megatron_ft.control.membership_state import MembershipPolicy
+from megatron_ft.control.membership.events import Fact, NodeJoined, NodeLost
+from megatron_ft.control.membership.state import MembershipPolicy
 
 HEARTBEAT_SECONDS = 10.0
 LOST_CONTROLLER_SECONDS = 5.0

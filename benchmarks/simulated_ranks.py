@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulated_nodes import HEARTBEAT_SECONDS, Nodes
-from megatron_ft.control.facts import RankBroken, RankExited, RankHung, RankReported
-from megatron_ft.control.membership_state import Step
+from megatron_ft.control.membership.events import RankBroken, RankExited, RankHung, RankReported
+from megatron_ft.control.membership.state import Step
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.target import Position
 

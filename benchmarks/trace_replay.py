@@ -27,8 +27,8 @@ from benchmarks.kill_peers import records_of
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
 from benchmarks.trace_jobs import Job
-from megatron_ft.control.launch import PRELOAD
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import Operator
+from megatron_ft.control.launcher import PRELOAD
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
 from megatron_ft.failures.schedule import FailureSchedule
 from megatron_ft.failures.traces import read_trace

@@ -23,7 +23,7 @@ from benchmarks.control_plane_scale import ask_status, healthy_nodes_lost, statu
 from benchmarks.light_agents import Fleet
 from benchmarks.real_controller import RealController, real_controller
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.control.facts import KillRequested, NodeLost
+from megatron_ft.control.membership.events import KillRequested, NodeLost
 
 ID = "unauthenticated-connections"
 NUM_AGENTS, QUICK_AGENTS = 100, 10

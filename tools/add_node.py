@@ -11,7 +11,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import Operator
 from megatron_ft.errors import EXIT_OK, MegatronFtError
 
 

@@ -25,7 +25,7 @@ from megatron_ft.config.devices import on_device, refused_devices
 from megatron_ft.config.inputs import read_inputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.control.operating import JobNotRunning, Operator
+from megatron_ft.control.admin import JobNotRunning, Operator
 from megatron_ft.errors import EXIT_OK, ConfigError, DataError, MegatronFtError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId

@@ -24,7 +24,7 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.control.operating import CONTROLLER_FILE, JobNotRunning, Operator
+from megatron_ft.control.admin import CONTROLLER_FILE, JobNotRunning, Operator
 from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, DataError, MegatronFtError
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
 from megatron_ft.failures.traces import read_trace

@@ -13,7 +13,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import Operator
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 from megatron_ft.planning.render import table
 

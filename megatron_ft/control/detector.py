@@ -4,8 +4,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from megatron_ft.control.facts import JobHung, NodeLost, RankHung
-from megatron_ft.control.membership_state import MembershipPolicy, Phase, State, ranks_of_all
+from megatron_ft.control.membership.events import JobHung, NodeLost, RankHung
+from megatron_ft.control.membership.state import MembershipPolicy, Phase, State, ranks_of_all
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.detector import DetectorPolicy
-from megatron_ft.control.membership_state import MembershipPolicy
+from megatron_ft.control.membership.state import MembershipPolicy
 
 
 def membership_policy(config: JobConfig) -> MembershipPolicy:

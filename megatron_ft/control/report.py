@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron_ft.control.job_end import JobEnd
-from megatron_ft.control.membership import describe_returncode, signal_name
-from megatron_ft.control.membership_state import Failure, MembershipPolicy, Outcome, Step, first_of
+from megatron_ft.control.controller.job_result import JobEnd
+from megatron_ft.control.membership.machine import describe_returncode, signal_name
+from megatron_ft.control.membership.state import Failure, MembershipPolicy, Outcome, Step, first_of
 from megatron_ft.events import NodeLost, NodeStartFailed, RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
 

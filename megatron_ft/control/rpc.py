@@ -19,7 +19,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 
 from megatron_ft.control.certificates import Certificates
-from megatron_ft.control.strangers import Strangers, max_connections
+from megatron_ft.control.unauthenticated import Strangers, max_connections
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
 

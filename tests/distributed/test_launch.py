@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_ft.control.agent import AgentSpec
+from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed, TrainingStopped
 from tests.helpers.authority import make_authority
 from tests.helpers.jobs import forkserver, start_dummy_job, wait
@@ -415,8 +415,8 @@ def test_a_run_in_use_is_refused(runs: Path) -> None:
 
 
 def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
-    from megatron_ft.control.controller import Controller
-    from megatron_ft.control.membership_state import MembershipPolicy, Phase
+    from megatron_ft.control.controller.controller import Controller
+    from megatron_ft.control.membership.state import MembershipPolicy, Phase
     from tests.helpers.jobs import REPOSITORY
 
     policy = MembershipPolicy(num_nodes=1, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=1)
@@ -438,7 +438,7 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
             runtime_dir=str(tmp_path / "sockets"),
             forkserver_socket=socket_path,
         )
-        command = [sys.executable, "-m", "megatron_ft.control.agent"]
+        command = [sys.executable, "-m", "megatron_ft.control.node.agent"]
         with subprocess.Popen(
             command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
         ) as agent:
@@ -449,7 +449,7 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
             assert "wrong or missing token" in agent.stderr.read().decode()
     assert controller.state.phase is Phase.FORMING
     assert controller.state.joined == frozenset()
-    from megatron_ft.control.facts import KillRequested
+    from megatron_ft.control.membership.events import KillRequested
 
     controller.post(KillRequested())
     server.join(timeout=10)

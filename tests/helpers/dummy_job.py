@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.control.launch import launch
+from megatron_ft.control.launcher import launch
 from megatron_ft.errors import MegatronFtError
 
 

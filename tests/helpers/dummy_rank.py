@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.framing import FrameReader, send
 from megatron_ft.planning.recovery.membership import NextMembership

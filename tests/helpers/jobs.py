@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
+from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -140,7 +140,7 @@ def forkserver(*modules: str) -> Iterator[str]:
     arguments = ["--socket", str(path), "--preload", *modules]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.control.forkserver", *arguments],
+            [sys.executable, "-m", "megatron_ft.control.node.fork_server", *arguments],
             cwd=REPOSITORY,
             env={**os.environ, **SINGLE_THREAD_ENVIRONMENT},
             stdin=subprocess.PIPE,

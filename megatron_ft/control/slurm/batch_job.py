@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.rundir import is_claimed
 from megatron_ft.control.slurm import calls
 from megatron_ft.control.slurm.attempts import (

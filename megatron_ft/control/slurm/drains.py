@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_ft.control.operating import JobNotRunning, Operator
+from megatron_ft.control.admin import JobNotRunning, Operator
 from megatron_ft.control.slurm import calls
 from megatron_ft.errors import MegatronFtError
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.slurm import calls
 from megatron_ft.control.slurm.nodes import read_allocation
 from megatron_ft.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
 from megatron_ft.runtime.keeper.client import KeeperClient

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce, RunStarted, SnapshotPlanned
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
 from megatron_ft.mcore.loop.underway import IterationResult

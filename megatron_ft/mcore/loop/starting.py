@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import RecoveryDecided
 from megatron_ft.mcore.checkpoint import CheckpointManager

@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks.membership_simulation import simulate
 from benchmarks.simulated_job import KEEPS_LAYOUT
-from megatron_ft.control import membership_join, membership_places, membership_reform
-from megatron_ft.control.membership_state import MembershipPolicy, Reform, State, Step
+from megatron_ft.control.membership import joining as membership_join
+from megatron_ft.control.membership import reconfigure as membership_reform
+from megatron_ft.control.membership import replacing as membership_places
+from megatron_ft.control.membership.state import MembershipPolicy, Reform, State, Step
 from megatron_ft.planning.recovery.target import Position, Target
 
 SEEDS = range(60)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from megatron_ft.control import report
-from megatron_ft.control.job_end import JobEnd
-from megatron_ft.control.launch import exit_code_of
-from megatron_ft.control.membership_state import Decision, Failure, MembershipPolicy, Outcome, State, Step
+from megatron_ft.control.controller.job_result import JobEnd
+from megatron_ft.control.launcher import exit_code_of
+from megatron_ft.control.membership.state import Decision, Failure, MembershipPolicy, Outcome, State, Step
 from megatron_ft.control.report import failed_records, failure_screen, lost_records, restart_records, resume_advice
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent

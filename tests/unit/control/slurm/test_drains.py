@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.operating import JobNotRunning
+from megatron_ft.control.admin import JobNotRunning
 from megatron_ft.control.slurm import calls, drains
 from megatron_ft.control.slurm.calls import SlurmError
 from megatron_ft.errors import ConfigError, ControlError
