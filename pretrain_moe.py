@@ -184,8 +184,8 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.control.launcher import launch
     from megatron_ft.telemetry import open_sinks
 
-    services = {} if config.snapshot.policy is None else {"keeper": "megatron_ft.runtime.keeper"}
-    return launch(config, config_yaml, open_sinks=open_sinks, services=services)
+    sidecars = {} if config.snapshot.policy is None else {"keeper": "megatron_ft.runtime.keeper"}
+    return launch(config, config_yaml, open_sinks=open_sinks, sidecars=sidecars)
 
 
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:

@@ -15,7 +15,7 @@ import psutil
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.admin import read_address
-from megatron_ft.control.controller.job_result import JobEnd
+from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.controller.main import ControllerSpec
 from megatron_ft.control.rpc import new_token
@@ -32,7 +32,7 @@ class RealController:
     run_dir: Path
     token: str
     events: list[Message] = field(default_factory=list)
-    end: JobEnd | None = None
+    end: JobResult | None = None
     address: str = ""
     process: psutil.Process | None = None
 
@@ -78,7 +78,7 @@ def real_controller(
             entry="",
             working_dir=str(run_dir),
             token=token,
-            console_descriptor=console.fileno(),
+            launcher_descriptor=console.fileno(),
         )
         command = [sys.executable, "-m", "megatron_ft.control.controller.main"]
         kept = (console.fileno(),)

@@ -37,7 +37,7 @@ _CONNECT_SECONDS = 1.0
 
 
 class Crowd(threading.Thread):
-    """Strangers: as many connections as there can be up to a number, opened again when they are closed."""
+    """Unauthenticated peers: as many connections as there can be up to a number, opened again when they are closed."""
 
     def __init__(self, address: str, number: int) -> None:
         super().__init__(name="crowd", daemon=True)

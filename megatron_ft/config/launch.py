@@ -14,7 +14,8 @@ class LaunchConfig:
     node_launcher: str = "local"
     """Where this command starts the nodes of a job of mode ``local``. ``local``: on this machine. ``srun``: one on each
     node of the Slurm allocation that it runs in. ``none``: nowhere; nodes come by themselves, the tasks of the Slurm
-    array that it runs in, and come back by themselves or not at all."""
+    array that it runs in, and come back by themselves or not at all. ``module:Class`` is a launcher from
+    outside of this package (``control/launchers/base.py``)."""
     num_nodes: int = 1
     """Nodes the job starts with."""
     ranks_per_node: int = 1

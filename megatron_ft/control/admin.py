@@ -1,4 +1,4 @@
-"""What operators ask of a running job: its status, and that a node leaves or joins.
+"""Client for administrators of a running job: its status, and requests that a node leaves or joins.
 
 A job that runs keeps ``controller.json`` in its folder, of mode 0600: address and token of its controller.
 """
@@ -6,12 +6,14 @@ A job that runs keeps ``controller.json`` in its folder, of mode 0600: address a
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated
 
 from megatron_ft.control.certificates import read_certificates
 from megatron_ft.control.rpc import RpcClient, RpcError
-from megatron_ft.control.secret_file import read_private
+from megatron_ft.control.secret_file import read_secret
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
+from megatron_ft.serde import Length, decode
 from megatron_ft.strict_json import parse_json
 
 CONTROLLER_FILE = "controller.json"
@@ -25,14 +27,14 @@ class JobNotRunning(ControlError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerAddress:
-    """Where a job's controller listens, and what it wants to see."""
+    """Address and credentials of a job's controller."""
 
-    address: str
-    token: str
+    address: Annotated[str, Length(1, 1024)]
+    token: Annotated[str, Length(1, 1024)]
     epoch: int
     """Rises with each controller of the job."""
     tls_dir: str | None = None
-    """As ``launch.tls_dir``."""
+    """Value of ``launch.tls_dir``."""
 
 
 def read_address(run_dir: Path) -> ControllerAddress:
@@ -40,11 +42,11 @@ def read_address(run_dir: Path) -> ControllerAddress:
 
     Raises:
         JobNotRunning: there is none.
-        ControlError: others than its owner can read or write it, it belongs to somebody else, or is damaged.
+        ControlError: others than its owner can read or write it, it belongs to another user, or is damaged.
     """
     path = run_dir / CONTROLLER_FILE
     try:
-        content = read_private(path)
+        content = read_secret(path)
     except FileNotFoundError:
         missing = "there is no such folder" if not run_dir.is_dir() else f"it has no {CONTROLLER_FILE}"
         raise JobNotRunning(f"run_dir={run_dir}: no job runs there: {missing}") from None
@@ -54,19 +56,15 @@ def read_address(run_dir: Path) -> ControllerAddress:
 def _parse(path: Path, content: bytes) -> ControllerAddress:
     try:
         values = parse_json(content)
-        found = ControllerAddress(
-            address=values["address"], token=values["token"], epoch=values["epoch"], tls_dir=values.get("tls_dir")
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ControlError(f"{path}: damaged: {error!r}") from None
-    texts_fit = all(isinstance(text, str) and text for text in (found.address, found.token))
-    texts_fit = texts_fit and isinstance(found.tls_dir, str | None)
-    if not texts_fit or type(found.epoch) is not int:
-        raise ControlError(f"{path}: damaged: must hold address and token as text, epoch as a number")
+        # A file of a later version may hold more.
+        known = {name: value for name, value in values.items() if name in ControllerAddress.__dataclass_fields__}
+        found: ControllerAddress = decode(ControllerAddress, known)
+    except (ValueError, AttributeError) as error:
+        raise ControlError(f"{path}: damaged: {error}") from None
     return found
 
 
-class Operator:
+class AdminClient:
     """Calls a running job's controller. A context manager: the connection is closed at its end.
 
     Raises:
@@ -79,7 +77,7 @@ class Operator:
         certificates = read_certificates(found.tls_dir)
         self._client = RpcClient(found.address, "Controller", token=found.token, certificates=certificates)
 
-    def __enter__(self) -> "Operator":
+    def __enter__(self) -> "AdminClient":
         return self
 
     def __exit__(
@@ -103,8 +101,8 @@ class Operator:
         """Call the controller.
 
         Raises:
-            JobNotRunning: nobody answers.
-            ControlError: the controller says no; with its reason.
+            JobNotRunning: no controller answers.
+            ControlError: the controller refuses, with its reason.
         """
         try:
             return self._client.call(method, body, timeout_seconds=CALL_SECONDS, wait_for_peer=True)

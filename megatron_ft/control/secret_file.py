@@ -10,17 +10,17 @@ from megatron_ft.errors import ControlError
 MAX_BYTES = 64 * 1024
 
 
-def write_private(path: Path, content: bytes) -> None:
+def write_secret(path: Path, content: bytes) -> None:
     """Put a file in the place of an earlier one; it is on the disk when this returns."""
     replace_file(path, content, mode=0o600)
 
 
-def read_private(path: Path) -> bytes:
-    """What a file holds.
+def read_secret(path: Path) -> bytes:
+    """Content of a file.
 
     Raises:
         FileNotFoundError: there is none.
-        ControlError: others than its owner can read or write it, it belongs to somebody else, or is too large.
+        ControlError: others than its owner can read or write it, it belongs to another user, or is too large.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

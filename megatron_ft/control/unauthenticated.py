@@ -1,10 +1,10 @@
 """Connections to a gRPC server that have not shown the token: few at a time, and none for long.
 
 A gRPC server takes every connection and keeps it, whether or not a call with the token ever comes on it. Each one holds
-a descriptor, so strangers could use up all that the process may have. gRPC limits the number of its connections, but
-does not tell friends from strangers. This module does: a call with the right token names its connection by the address
-of its peer, all other connections of the server's port are strangers. The oldest of them are shut down when there are
-too many or when they have had their time; gRPC then closes them as if the peer had.
+a descriptor, so they could use up all that the process may have. gRPC limits the number of its connections, but
+does not know which are authenticated. This module does: a call with the right token names its connection by the address
+of its peer, all other connections of the server's port are unauthenticated. The oldest of them are shut down when there
+are too many or when their time is over; gRPC then closes them as if the peer had.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from megatron_ft.errors import ControlError
 
-MAX_STRANGERS = 1024
-LEAST_STRANGERS = 8
+MAX_UNAUTHENTICATED = 1024
+MIN_UNAUTHENTICATED = 8
 AUTHENTICATION_SECONDS = 10.0
 """A connection that has not shown the token by then is closed."""
 LOOK_SECONDS = 0.25
 PRESSED_LOOK_SECONDS = 0.02
-"""While there are too many of them: none may fill up what was left free before the next look."""
+"""While there are too many of them: none may fill up what was left free before the next check."""
 RESERVED_DESCRIPTORS = 64
 """Kept free for the files and sockets that the process needs besides."""
 _LEAST_CONNECTIONS = 16
@@ -57,9 +57,9 @@ def check_descriptors(num_nodes: int) -> None:
         ControlError: the limit of descriptors is too low for so many nodes.
     """
     most = max_connections()
-    if num_nodes + LEAST_STRANGERS > most:
+    if num_nodes + MIN_UNAUTHENTICATED > most:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = soft - most + num_nodes + LEAST_STRANGERS
+        needed = soft - most + num_nodes + MIN_UNAUTHENTICATED
         raise ControlError(
             f"{num_nodes} nodes can belong to the job (launch.num_nodes, launch.max_nodes), and the controller may "
             f"open {soft} files: it needs {needed}, raise the hard limit of open files (ulimit -Hn)"
@@ -67,14 +67,14 @@ def check_descriptors(num_nodes: int) -> None:
 
 
 class _Connection(NamedTuple):
-    """One that somebody opened to the port."""
+    """A connection to the port."""
 
     descriptor: int
     inode: int
     peer: Peer
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """Watches one port that this process listens on."""
 
     def __init__(
@@ -83,21 +83,21 @@ class Strangers:
         """``start`` begins to watch.
 
         Args:
-            max_connections: of the server. Half of those that friends leave free may be strangers: a new friend finds
-                room, and it has the time to show the token before it is the oldest of them.
+            max_connections: of the server. Half of those that agents leave free may be unauthenticated: a new agent
+                finds room, and it has the time to show the token before it is the oldest of them.
             authentication_seconds: longest time that a connection stays one.
         """
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
         self._is_pressed = False
         self._named: set[str] = set()
         """Peers as gRPC writes them, from which a call with the token has come."""
-        self._friends: set[_Connection] = set()
+        self._authenticated: set[_Connection] = set()
         self._since: dict[_Connection, float] = {}
-        """Strangers in the order in which they were seen first."""
+        """UnauthenticatedConnections in the order in which they were seen first."""
         self._others: set[tuple[int, int]] = set()
         """Descriptors with their inodes that are no connections to the port."""
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="strangers", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="unauthenticated", daemon=True)
 
     def start(self) -> None:
         """Watch, in a thread of its own."""
@@ -120,17 +120,17 @@ class Strangers:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> int:
-        """Shut down strangers that are too many or have been here too long; how many are left."""
+        """Shut down unauthenticated connections that are too many or too old; how many are left."""
         named = {peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
-        self._friends = {one for one in connections if one in self._friends or one.peer in named}
-        # They are friends now, or had gone before the connections were listed. A later peer may have the same port.
+        self._authenticated = {one for one in connections if one in self._authenticated or one.peer in named}
+        # They are authenticated now, or had gone before connections were listed. A later peer may have the same port.
         self._named.difference_update(named.values())
-        strangers = connections - self._friends
-        self._since = {one: since for one, since in self._since.items() if one in strangers}
-        for one in sorted(strangers - self._since.keys(), key=lambda one: one.inode):  # inodes rise with time
+        others = connections - self._authenticated
+        self._since = {one: since for one, since in self._since.items() if one in others}
+        for one in sorted(others - self._since.keys(), key=lambda one: one.inode):  # inodes rise with time
             self._since[one] = now
-        num_more = len(self._since) - self.most(len(self._friends))
+        num_more = len(self._since) - self.most(len(self._authenticated))
         self._is_pressed = num_more > 0
         for number, (one, since) in enumerate(list(self._since.items())):
             if number < num_more or now - since >= self._seconds:
@@ -138,13 +138,13 @@ class Strangers:
                 del self._since[one]
         return len(self._since)
 
-    def most(self, num_friends: int) -> int:
-        """How many strangers may be connected at a time beside friends."""
-        return min(MAX_STRANGERS, max(LEAST_STRANGERS, (self._max_connections - num_friends) // 2))
+    def most(self, num_authenticated: int) -> int:
+        """How many unauthenticated connections there may be beside authenticated ones."""
+        return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 
     def _connections(self) -> list[_Connection]:
         found, others = [], set()
-        known = {(one.descriptor, one.inode): one for one in (*self._friends, *self._since)}
+        known = {(one.descriptor, one.inode): one for one in (*self._authenticated, *self._since)}
         for name in os.listdir(_DESCRIPTORS):
             descriptor = int(name)
             with contextlib.suppress(OSError):  # it was closed meanwhile

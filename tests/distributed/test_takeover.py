@@ -131,7 +131,7 @@ def second_controller(runs: Path, token: str) -> "subprocess.CompletedProcess[st
         entry="",
         working_dir=str(runs),
         token=token,
-        console_descriptor=0,
+        launcher_descriptor=0,
     )
     command = [sys.executable, "-m", "megatron_ft.control.controller.main"]
     return subprocess.run(

@@ -1,6 +1,6 @@
 """``python -m tests.helpers.dummy_job SPEC.json``: a job of dummy ranks whose sink is a file of JSON lines.
 
-``SPEC.json`` holds ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``services``.
+``SPEC.json`` holds ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``sidecars``.
 """
 
 import json
@@ -49,7 +49,7 @@ def main() -> int:
             entry=entry,
             preload=spec["preload"],
             command=command,
-            services=spec["services"],
+            sidecars=spec["sidecars"],
         )
     except MegatronFtError as error:
         print(error, file=sys.stderr)

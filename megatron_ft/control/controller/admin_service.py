@@ -1,17 +1,17 @@
-"""What operators may ask the controller of a running job: its status, and that a node leaves or joins."""
+"""Calls of administrators to the controller of a running job: its status, and that a node leaves or joins."""
 
 from collections.abc import Callable
 
 from megatron_ft.control.detector import Detector
-from megatron_ft.control.membership.events import AddRequested, DrainRequested, Fact
-from megatron_ft.control.membership.joining import is_member, refuse_add, refuse_drain
+from megatron_ft.control.membership.events import AddRequested, DrainRequested, MachineEvent
+from megatron_ft.control.membership.joining import refuse_add, refuse_drain
 from megatron_ft.control.membership.state import MembershipPolicy, State
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 
 
-class OperatorCalls:
-    """Methods of the controller's service, called in its threads: they read the present state and hand facts in."""
+class AdminService:
+    """Methods of the controller's service, called in its threads: they read the present state and hand events in."""
 
     def __init__(
         self,
@@ -19,10 +19,10 @@ class OperatorCalls:
         *,
         read_state: Callable[[], State],
         detector: Detector,
-        ask: Callable[[Fact], None],
+        ask: Callable[[MachineEvent], None],
         clock: Callable[[], float],
     ) -> None:
-        """``read_state`` gives what the controller knows at that moment; ``ask`` returns when it knows of a fact."""
+        """``read_state`` gives what the controller knows at that moment; ``ask`` returns when it knows of an event."""
         self._policy = policy
         self._read_state = read_state
         self._detector = detector
@@ -40,15 +40,15 @@ class OperatorCalls:
             "generation": state.generation,
             "phase": state.phase.value,
             "members": list(state.members),
-            "waiting": sorted(newcomer.node for newcomer in state.newcomers),
-            "lost": sorted(state.lost),
-            "draining": sorted(state.draining),
-            "nodes": {str(node): self._node(node) for node in sorted(state.joined - state.agents_lost)},
+            "waiting": sorted(state.nodes.waiting),
+            "lost": sorted(state.nodes.lost),
+            "draining": sorted(state.nodes.draining),
+            "nodes": {str(node): self._node(node) for node in sorted(state.nodes.registered)},
             "num_reforms": state.num_reforms,
         }
 
     def _node(self, node: int) -> Message:
-        """How far the rank of a node is that is furthest behind, and when its process was last heard of."""
+        """Progress of the rank of a node that is furthest behind, and the time since the last call of its agent."""
         places = [self._detector.place(rank) for rank in self._policy.ranks_of(node)]
         known = [place for place in places if place is not None]
         behind = min(known, key=lambda place: (place.iteration, place.step), default=None)
@@ -64,7 +64,7 @@ class OperatorCalls:
         self._refuse(refuse_drain(self._policy, self._read_state(), node))
         self._ask(DrainRequested(node))
         state = self._read_state()
-        if is_member(state, node) and node not in state.draining:  # another request was faster
+        if state.nodes.is_member(node) and node not in state.nodes.draining:  # another request was faster
             self._refuse(refuse_drain(self._policy, state, node))
         return {}
 

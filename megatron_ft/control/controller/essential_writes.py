@@ -1,10 +1,10 @@
 """Writes that decisions rest on: they wait for room on a full disk, and end where the run's folder is gone.
 
-A controller acts only upon what is on disk: its journal, the decisions, the epoch. On a full disk it waits, says so,
-and goes on as soon as there is room; its clock stands still meanwhile, so that nobody is late because of that. Training
-goes on, but nothing that happens to ranks or nodes is dealt with. In a folder that was deleted or moved away nothing
-that is written would be found again: the job ends, and says why. Logs, metrics and events are not essential: they never
-hold up a decision.
+A controller acts only upon what is on disk: its journal, the decisions, the epoch. On a full disk it waits, reports it,
+and continues as soon as there is room; its clock is stopped meanwhile, so that nothing is late because of that.
+Training continues, but nothing that happens to ranks or nodes is handled. In a folder that was deleted or moved away
+nothing that is written would be found again: the job ends with that reason. Logs, metrics and events are not
+essential: they never hold up a decision.
 """
 
 import errno
@@ -33,7 +33,7 @@ class CannotDecide(ControlError):
 
 
 class StandingClock:
-    """A clock that can be stopped for a while and goes on from where it stood. One thread stops it, any may read it."""
+    """A clock that can be stopped for a while and continues from there. One thread stops it, any may read it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -63,8 +63,8 @@ class EssentialWrites:
         """Begin with the folder that there is now.
 
         Args:
-            on_wait: told once for each wait what cannot be written and why.
-            on_go_on: told how many seconds the wait took.
+            on_wait: called once for each wait with what cannot be written and why.
+            on_go_on: called with the seconds that the wait took.
         """
         self._run_dir = run_dir
         self._place = self._look()
@@ -73,14 +73,14 @@ class EssentialWrites:
         self.clock = StandingClock(time.monotonic)
 
     def request_end(self) -> None:
-        """Somebody wants the job to end at once: wait for room no longer. Safe in any thread."""
+        """Wait for room no longer: the job is to end at once. Safe in any thread."""
         self._end_requested.set()
 
     def do(self, write: Callable[[], Result]) -> Result:
         """Do ``write`` as often as it takes: what it has written in part must not count.
 
         Raises:
-            CannotDecide: the run's folder is gone, or somebody wants the job to end while there is no room.
+            CannotDecide: the run's folder is gone, or the job is to end while there is no room.
             OSError: the disk fails in another way.
         """
         problem = self._try(write)
@@ -98,7 +98,7 @@ class EssentialWrites:
         return problem
 
     def _try(self, write: Callable[[], Result]) -> Result | OSError:
-        """What ``write`` returns, or why there is no room for it."""
+        """The result of ``write``, or why there is no room for it."""
         self.check_place()
         try:
             return write()
@@ -116,7 +116,7 @@ class EssentialWrites:
             is_there = False
         if not is_there:
             raise CannotDecide(
-                f"the run's folder was deleted or moved away while the job ran: {self._run_dir}; how the job goes on "
+                f"the run's folder was deleted or moved away while the job ran: {self._run_dir}; how the job continues "
                 "cannot be kept, so it ends; continue from a copy of its checkpoints, or start again"
             )
 

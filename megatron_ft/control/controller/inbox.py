@@ -1,4 +1,4 @@
-"""What waits for the controller's thread, in the order in which it arrived, each with the time of its arrival."""
+"""Queue of the controller's thread: what arrived, in order, each with the time of its arrival."""
 
 import queue
 import threading
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_ft.control.membership.events import Fact, Tick
+from megatron_ft.control.membership.events import MachineEvent, Tick
+from megatron_ft.control.messages import Report
 from megatron_ft.framing import Message
 
 
@@ -21,11 +22,13 @@ class Origin(NamedTuple):
 
 @dataclass(slots=True)
 class Item:
-    """Something that a node has handed in."""
+    """Something that a node has delivered."""
 
     origin: Origin | None
-    """None for what is not numbered: a second one says nothing new."""
+    """None for what is not numbered: a second one changes nothing."""
     content: Message
+    report: Report | None = None
+    """``content``, read; None of what is not a report."""
     arrived_seconds: float = 0.0
     """When it came, on the controller's clock."""
     has_effect: threading.Event = field(default_factory=threading.Event)
@@ -47,9 +50,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A fact from elsewhere; those of the console are numbered."""
+    """An event from elsewhere; those of the launcher are numbered."""
 
-    fact: Fact
+    event: MachineEvent
     arrived_seconds: float
     """When it came, on the controller's clock. Of a ``Tick``: all that came before has been taken."""
     number: int | None = None
@@ -68,9 +71,9 @@ class Inbox:
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
-    def post(self, fact: Fact, number: int | None = None) -> None:
-        """Put in a fact; safe in signal handlers, too."""
-        self._queue.put(Posted(fact, self._clock(), number))
+    def post(self, event: MachineEvent, number: int | None = None) -> None:
+        """Put in an event; safe in signal handlers, too."""
+        self._queue.put(Posted(event, self._clock(), number))
 
     def put(self, items: Sequence[Item]) -> None:
         """Put in items; once the inbox is closed they count as taken."""
@@ -82,10 +85,10 @@ class Inbox:
                 else:
                     self._queue.put(item)
 
-    # --- the one that takes ----------------------------------------------------------------------------------------
+    # --- the thread that takes ----------------------------------------------------------------------------------------
 
     def take(self, until_seconds: float) -> Item | Posted:
-        """What came next, if it came before ``until_seconds``; else, once that time has come, that time went on.
+        """The next arrival, if it arrived before ``until_seconds``; else, once that time has come, a tick.
 
         So nothing is late only because the one that takes was busy when it came.
         """

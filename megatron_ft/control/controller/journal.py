@@ -1,7 +1,7 @@
-"""What a controller has taken in, on disk: one that takes over does the same again and stands where it stood.
+"""Journal of what a controller has taken in: one that takes over does the same again and has the same state.
 
-One JSON object a line. An entry is in the file before anything follows from it, so that it outlives its writer;
-``sync`` makes it outlive the machine.
+One JSON object a line; the first has the ``format``. An entry is in the file before anything follows from it, so that
+it outlives its writer; ``sync`` makes it outlive the machine.
 """
 
 import json
@@ -14,6 +14,9 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 from megatron_ft.strict_json import parse_json
 
+FORMAT = 2
+"""Rises when an entry changes its meaning; a journal of another format is refused."""
+
 Do = Callable[[Callable[[], None]], None]
 
 
@@ -22,31 +25,39 @@ def _at_once(write: Callable[[], None]) -> None:
 
 
 class Journal:
-    """Appends entries to one file. One writer at a time, see ``epochs``."""
+    """Appends entries to one file. One writer at a time, see ``lease``."""
 
     def __init__(self, path: Path, do: Do = _at_once) -> None:
         """Open ``path``, or begin it; ``entries`` is what it holds.
 
-        The last line, where it was cut short, was never acted upon: it goes.
+        The last line, where it was cut short, was never acted upon: it is removed.
 
         Args:
             do: carries out each write, again where it failed; see ``essential_writes``.
 
         Raises:
-            ControlError: another line is no JSON object.
+            ControlError: another line is no JSON object, or another version of this package wrote the journal.
         """
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        self.entries = [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
+        lines = [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
+        if lines and lines[0].get("format") != FORMAT:
+            raise ControlError(
+                f"{path}: has format {lines[0].get('format', 1)}, must have {FORMAT}: another version wrote it; "
+                "start the job again, which continues from its newest checkpoint"
+            )
+        self.entries = lines[1:]
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._descriptor, len(whole))
         self._num_bytes = len(whole)
         self._unsynced = b""
         """The last bytes, which may not be on disk yet."""
         self._do = do
+        if not lines:
+            self.append({"format": FORMAT})
 
     def first(self, name: str, value: float) -> float:
-        """The value that the job's first controller noted under ``name``: ``value``, where this is it."""
+        """The value that the job's first controller wrote under ``name``: ``value`` where this one is the first."""
         for entry in self.entries:
             if name in entry:
                 return float(entry[name])
@@ -54,7 +65,7 @@ class Journal:
         return value
 
     def append(self, entry: Message) -> None:
-        """Write one entry; it is the kernel's when this returns.
+        """Write one entry; it outlives this process when this returns.
 
         Raises:
             OSError: the disk did not take it; nothing of it is in the file.
@@ -73,7 +84,11 @@ class Journal:
             raise
 
     def sync(self) -> None:
-        """Return when everything is on disk. Raises OSError where it does not come there."""
+        """Return when everything is on disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         self._do(self._sync)
         self._unsynced = b""
 
@@ -81,12 +96,12 @@ class Journal:
         try:
             os.fsync(self._descriptor)
         except OSError:
-            # The kernel tells of a failure once and may forget what it could not write: it is to be written again.
+            # The kernel reports a failure once and may drop what it could not write: write it again.
             self._write(self._num_bytes - len(self._unsynced), self._unsynced)
             raise
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         os.close(self._descriptor)
 
 

@@ -1,8 +1,8 @@
-"""Which controller of a run is obeyed: epochs, granted by a file in the run's folder.
+"""The lease of a run: one controller at a time has it, by a file in the run's folder.
 
 A controller holds the lock of that file as long as it lives, so that no other one starts beside it, and has written a
-higher number into it than all before. Every answer it gives bears that number. Agents take no answer below the highest
-they have seen, so that one that was thought dead and wakes is not obeyed; it also looks at the file before it decides.
+higher epoch into it than all before. Every answer it gives has that epoch. Agents refuse answers of an epoch below the
+highest they have seen, which fences a controller that was presumed dead; it also reads the file before it decides.
 """
 
 import fcntl
@@ -17,32 +17,32 @@ _MAX_BYTES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
-    """One controller's time. Ends with its process, or with ``release``."""
+class Lease:
+    """The lease of one controller. Ends with its process, or with ``release``."""
 
-    number: int
-    """From 1, rising."""
+    epoch: int
+    """Rises from 1 with each controller of the run."""
     _path: Path
     _descriptor: int
 
     @property
-    def is_over(self) -> bool:
-        """Whether a later controller has begun its own."""
+    def is_stale(self) -> bool:
+        """Whether a later controller has the lease."""
         try:
-            return _read(self._path) != self.number
+            return _read(self._path) != self.epoch
         except FileNotFoundError:
             return True
 
     def release(self) -> None:
-        """Let another controller begin."""
+        """Let another controller acquire it."""
         os.close(self._descriptor)
 
 
-def begin_epoch(folder: Path) -> Epoch:
-    """Be the one controller of the run whose control folder is ``folder``.
+def acquire_lease(folder: Path) -> Lease:
+    """Acquire the lease of the run whose control folder is ``folder``.
 
     Raises:
-        ControlError: another one lives, or the file is damaged.
+        ControlError: another controller lives, or the file is damaged.
     """
     path = folder / _FILE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -50,15 +50,15 @@ def begin_epoch(folder: Path) -> Epoch:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ControlError(f"{path}: another controller of this run lives; there is one at a time") from None
+        raise ControlError(f"{path}: another controller of this run lives; only one may at a time") from None
     try:
-        number = _read(path) + 1
-        os.pwrite(descriptor, b"%d\n" % number, 0)
+        epoch = _read(path) + 1
+        os.pwrite(descriptor, b"%d\n" % epoch, 0)
         os.fsync(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
-    return Epoch(number, path, descriptor)
+    return Lease(epoch, path, descriptor)
 
 
 def _read(path: Path) -> int:

@@ -1,7 +1,7 @@
-"""The console's side of the controller: a process of its own, started again in its place when it ends before the job.
+"""The launcher's side of the controller: a process of its own, started again in its place when it ends before the job.
 
-Facts that the console has seen go to it; records of ranks and what follows from decisions come back, each once, however
-often a controller had to take over.
+Events that the launcher has seen go to it; records of ranks and what follows from decisions come back, each once,
+however often a controller had to take over.
 """
 
 import contextlib
@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ft.control.controller.job_result import JobEnd
-from megatron_ft.control.membership.events import Fact, to_json
+from megatron_ft.control.controller.job_result import JobResult
+from megatron_ft.control.membership.events import MachineEvent
 from megatron_ft.control.membership.machine import describe_returncode
+from megatron_ft.control.messages import event_to_json
 from megatron_ft.control.node.ranks import last_line, size_of
-from megatron_ft.control.secret_file import write_private
+from megatron_ft.control.secret_file import write_secret
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
-MAX_FRUITLESS_STARTS = 5
+MAX_FAILED_STARTS = 5
 """Controllers in a row that end without anything having come from them."""
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
@@ -51,7 +52,7 @@ class ControllerLink:
             access: what they need besides.
             silence_seconds: a controller that gives no sign for so long, and at least ``LEAST_SILENCE_SECONDS``, is
                 killed: it takes a while to start.
-            log: what it writes, of which the last line is told where it ends by itself.
+            log: its log, whose last line is reported where it ends by itself.
         """
         self._start = start
         self._log, self._log_begin_bytes = log, 0
@@ -59,20 +60,20 @@ class ControllerLink:
         self._silence_seconds = max(silence_seconds, LEAST_SILENCE_SECONDS)
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
-        self._facts: list[Fact] = []
+        self._events: list[MachineEvent] = []
         self._num_told = 0
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
         """For each node the session and number of the last one."""
         self._to_grant: bytes | None = None
-        """What the file that grants access is to hold and does not yet."""
+        """Content that the file that grants access is to have and has not yet."""
         self._num_events = 0
         self._num_fruitless_starts = 0
 
-    def post(self, fact: Fact) -> None:
-        """Tell a fact; safe in any thread and in signal handlers."""
-        self._facts.append(fact)
+    def post(self, event: MachineEvent) -> None:
+        """Tell an event; safe in any thread and in signal handlers."""
+        self._events.append(event)
         with contextlib.suppress(BlockingIOError):
             self._wake_send.send(b"\0", socket.MSG_DONTWAIT)
 
@@ -84,7 +85,7 @@ class ControllerLink:
             self._process = self._start(its)
         self._reader, self._num_told = FrameReader(mine), 0
 
-    def run(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobEnd:
+    def run(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult:
         """Serve until the job has ended; records of ranks and events go to the callbacks, in this thread.
 
         Raises:
@@ -105,20 +106,20 @@ class ControllerLink:
         """The job has ended: let the controller go, and take back what grants access to it."""
         self._access_path.unlink(missing_ok=True)
         self._end_process(patience_seconds=5.0)
-        self._hang_up()
+        self._abort()
         for sock in (self._wake_receive, self._wake_send):
             sock.close()
 
     # --- one controller ------------------------------------------------------------------------------------------
 
-    def _serve(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobEnd:
+    def _serve(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult:
         assert self._reader is not None, "begun"
         with selectors.DefaultSelector() as selector:
             selector.register(self._reader.sock, selectors.EVENT_READ)
             selector.register(self._wake_receive, selectors.EVENT_READ)
             silent_since = time.monotonic()
             while True:
-                self._tell_facts()
+                self._send_events()
                 self._write_access()
                 ready = {key.fileobj for key, _ in selector.select(_PING_SECONDS)}
                 if self._wake_receive in ready:
@@ -131,9 +132,9 @@ class ControllerLink:
                 elif not ready:
                     self._ask_for_a_sign(silent_since)
 
-    def _tell_facts(self) -> None:
-        for number in range(self._num_told, len(self._facts)):
-            self._send({"op": "fact", "number": number, "fact": to_json(self._facts[number])})
+    def _send_events(self) -> None:
+        for number in range(self._num_told, len(self._events)):
+            self._send({"op": "event", "number": number, "event": event_to_json(self._events[number])})
             self._num_told = number + 1
 
     def _ask_for_a_sign(self, silent_since: float) -> None:
@@ -148,7 +149,7 @@ class ControllerLink:
         except OSError as error:
             raise _Gone(f"its connection broke: {error}") from None
 
-    def _take_in(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobEnd | None:
+    def _take_in(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult | None:
         assert self._reader is not None, "begun"
         messages, closed = self._reader.pump()
         for message in messages:
@@ -166,10 +167,10 @@ class ControllerLink:
                 case "event" if message["number"] >= self._num_events:
                     self._num_events, self._num_fruitless_starts = message["number"] + 1, 0
                     if message["event"] == "ended":
-                        return JobEnd.from_json(message["end"])
+                        return JobResult.from_json(message["end"])
                     on_event(message)
         if closed:
-            raise _Gone(self._last_words())
+            raise _Gone(self._describe_end())
         return None
 
     def _grant_access(self, message: Message) -> None:
@@ -182,7 +183,7 @@ class ControllerLink:
         """A disk that is full, or a folder that is gone, ends nothing here: it is tried again."""
         if self._to_grant is not None:
             with contextlib.suppress(OSError):
-                write_private(self._access_path, self._to_grant)
+                write_secret(self._access_path, self._to_grant)
                 self._to_grant = None
 
     # --- the next one ----------------------------------------------------------------------------------------------
@@ -190,18 +191,18 @@ class ControllerLink:
     def _give_up(self, reason: str) -> None:
         self._num_fruitless_starts += 1
         self._end_process(patience_seconds=0.0)
-        if self._num_fruitless_starts >= MAX_FRUITLESS_STARTS:
-            raise ControlError(f"the controller ended {MAX_FRUITLESS_STARTS} times in a row; the last time {reason}")
+        if self._num_fruitless_starts >= MAX_FAILED_STARTS:
+            raise ControlError(f"the controller ended {MAX_FAILED_STARTS} times in a row; the last time {reason}")
 
-    def _read_rest(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobEnd | None:
-        """What a controller has said before it ended: nodes have been told that it is taken in."""
+    def _read_rest(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult | None:
+        """Read what a controller sent before it ended: to nodes it is acknowledged already."""
         try:
             while True:
                 end = self._take_in(on_record, on_event)
                 if end is not None:
                     return end
         except _Gone:
-            self._hang_up()
+            self._abort()
         return None
 
     def _end_process(self, *, patience_seconds: float) -> None:
@@ -218,18 +219,18 @@ class ControllerLink:
             process.send_signal(signal.SIGKILL)
             process.wait()
 
-    def _last_words(self) -> str:
+    def _describe_end(self) -> str:
         """How it ended, and what it wrote last where it ended by itself."""
         if self._process is None:
             return "it was given up"
         try:
             returncode = self._process.wait(timeout=_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return "it has hung up"
-        words = last_line(self._log, self._log_begin_bytes) if self._log is not None and returncode > 0 else ""
-        return f"it {describe_returncode(returncode)}" + (f": {words}" if words else "")
+            return "it has closed its connection"
+        last = last_line(self._log, self._log_begin_bytes) if self._log is not None and returncode > 0 else ""
+        return f"it {describe_returncode(returncode)}" + (f": {last}" if last else "")
 
-    def _hang_up(self) -> None:
+    def _abort(self) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = None

@@ -1,9 +1,9 @@
 """The controller's process: ``python -m megatron_ft.control.controller.main``.
 
-It reads one line of JSON from standard input (``ControllerSpec``) and keeps it open: when it closes, the console has
-gone. What it takes in is in the journal first, so that the console can start another one in its place, whatever it was
-doing. It speaks to the console through a unix socket: facts in, records and events out, each with a number by which the
-console knows what it has had already.
+It reads one line of JSON from standard input (``ControllerSpec``) and keeps it open: when it closes, the launcher is
+gone. What it takes in is in the journal first, so that the launcher can start another one in its place at any time. It
+talks to the launcher through a unix socket: events in, records and decisions out, each with a number by which the
+launcher drops what it has already.
 """
 
 import contextlib
@@ -29,11 +29,13 @@ from megatron_ft.control.controller.controller import Controller
 from megatron_ft.control.controller.essential_writes import EssentialWrites, StandingClock
 from megatron_ft.control.controller.inbox import Origin
 from megatron_ft.control.controller.journal import Journal
-from megatron_ft.control.controller.launch_spec import start_order
-from megatron_ft.control.controller.lease import Epoch, begin_epoch
-from megatron_ft.control.membership import events as facts
-from megatron_ft.control.membership.state import Decision, Step
-from megatron_ft.control.policies import detector_policy, membership_policy
+from megatron_ft.control.controller.launch_spec import launch_spec
+from megatron_ft.control.controller.lease import Lease, acquire_lease
+from megatron_ft.control.detector import DetectorPolicy
+from megatron_ft.control.launchers.base import launcher_class
+from megatron_ft.control.membership import events
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Step
+from megatron_ft.control.messages import event_from_json
 from megatron_ft.control.runtime_dir import Use
 from megatron_ft.control.unauthenticated import check_descriptors, raise_descriptor_limit
 from megatron_ft.durable import append_line
@@ -41,13 +43,13 @@ from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 
 FOLDER = "control"
-"""Of the run's folder, with the journal and ``epoch``."""
+"""Subfolder of the run's folder, with the journal and ``epoch``."""
 JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSpec:
-    """What the process is told through its standard input."""
+    """Specification that the process reads from standard input."""
 
     config: dict[str, Any]
     """JSON of ``JobConfig``."""
@@ -56,8 +58,8 @@ class ControllerSpec:
     entry: str
     working_dir: str
     token: str
-    console_descriptor: int
-    """Of the connection to the console."""
+    launcher_descriptor: int
+    """Descriptor of the connection to the launcher."""
     port: int = 0
     """To serve at; 0 takes a free one. A controller that takes over serves where its predecessor did."""
     runtime_dir: str | None = None
@@ -68,8 +70,8 @@ class ControllerSpec:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-class _Console:
-    """The way to the console."""
+class _Launcher:
+    """The connection to the launcher."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -81,30 +83,30 @@ class _Console:
         """Opened at its first use: a second controller that was started by mistake may have none."""
         return socket.socket(fileno=self._descriptor)
 
-    def say(self, message: Message) -> None:
-        """Blocks while the console is behind."""
+    def send(self, message: Message) -> None:
+        """Send a message; blocks while the launcher is behind."""
         with self._lock:
             send(self._socket, message)
 
     def record(self, record: Message, origin: Origin) -> None:
         """Pass on what a rank reports."""
-        self.say({"op": "record", "record": record, "origin": origin})
+        self.send({"op": "record", "record": record, "origin": origin})
 
     def event(self, event: Message) -> None:
-        """Say something that follows from decisions; numbered, for it is said again by who takes over."""
-        self.say({"op": "event", "number": self._num_events, **event})
+        """Send what follows from a decision; numbered, for a controller that takes over sends it again."""
+        self.send({"op": "event", "number": self._num_events, **event})
         self._num_events += 1
 
-    def listen(self, post: Callable[[facts.Fact, int], None]) -> None:
-        """Thread: take the facts that the console has to tell."""
+    def listen(self, post: Callable[[events.MachineEvent, int], None]) -> None:
+        """Thread: receive the launcher's events."""
         reader, closed = FrameReader(self._socket), False
         while not closed:
             messages, closed = reader.pump()
             for message in messages:
                 if message["op"] == "ping":
-                    self.say({"op": "pong"})
+                    self.send({"op": "pong"})
                 else:
-                    post(facts.from_json(message["fact"]), message["number"])
+                    post(event_from_json(message["event"]), message["number"])
 
 
 class ControllerProcess:
@@ -113,14 +115,15 @@ class ControllerProcess:
     def __init__(self, spec: ControllerSpec) -> None:
         run_dir = Path(spec.run_dir)
         folder = run_dir / FOLDER
-        self._console = _Console(spec.console_descriptor)
-        self._writes = EssentialWrites(run_dir, self._say_wait, self._say_go_on)
+        self._launcher = _Launcher(spec.launcher_descriptor)
+        self._writes = EssentialWrites(run_dir, self._report_wait, self._report_end_of_wait)
         self._writes.do(lambda: folder.mkdir(mode=0o700, exist_ok=True))
         self._access_path = run_dir / CONTROLLER_FILE
         self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
-        self._epoch: Epoch = self._writes.do(lambda: begin_epoch(folder))
+        self._lease: Lease = self._writes.do(lambda: acquire_lease(folder))
         config: JobConfig = from_dict(spec.config)
-        self._policy = membership_policy(config)
+        starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
+        self._policy = MembershipPolicy.of(config.launch, starts_nodes=starts_nodes)
         check_descriptors(self._policy.most_nodes)
         journal = Journal(folder / JOURNAL, self._writes.do)
         self._writes.clock = StandingClock(clock_after(journal.entries))
@@ -130,13 +133,13 @@ class ControllerProcess:
             self._policy,
             interface=config.launch.interface,
             token=spec.token,
-            start_order=functools.partial(
-                start_order, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
+            launch_spec=functools.partial(
+                launch_spec, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
             ),
             record_decision=self._record_decision,
-            detection=detector_policy(config),
+            detection=DetectorPolicy(**asdict(config.detector)),
             journal=journal,
-            epoch=self._epoch.number,
+            epoch=self._lease.epoch,
             port=spec.port,
             certificates=read_certificates(config.launch.tls_dir),
             clock=self._writes.clock,
@@ -146,36 +149,36 @@ class ControllerProcess:
         self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
 
     def run(self) -> None:
-        """Serve until the job has ended and the console has let go."""
-        self._console.say(
+        """Serve until the job has ended and the launcher has closed standard input."""
+        self._launcher.send(
             {
                 "op": "ready",
                 "address": self._controller.address,
-                "epoch": self._epoch.number,
+                "epoch": self._lease.epoch,
                 "process_id": os.getpid(),
             }
         )
-        for target, arguments in ((self._console.listen, (self._post,)), (self._end_with_console, ())):
+        for target, arguments in ((self._launcher.listen, (self._post,)), (self._end_with_launcher, ())):
             threading.Thread(target=target, args=arguments, daemon=True).start()
-        end = self._controller.run(self._console.record, self._on_step)
-        self._console.event({"event": "ended", "end": end.to_json()})
-        threading.Event().wait()  # agents fetch their last order until the console lets go
+        end = self._controller.run(self._launcher.record, self._on_step)
+        self._launcher.event({"event": "ended", "end": end.to_json()})
+        threading.Event().wait()  # agents fetch their last order until the launcher closes standard input
 
-    def _post(self, fact: facts.Fact, number: int) -> None:
-        if isinstance(fact, facts.KillRequested):
+    def _post(self, event: events.MachineEvent, number: int) -> None:
+        if isinstance(event, events.KillRequested):
             self._writes.request_end()
-        self._controller.post(fact, number)
+        self._controller.post(event, number)
 
-    def _say_wait(self, problem: str) -> None:
-        self._console.say({"op": "waits", "problem": problem})
+    def _report_wait(self, problem: str) -> None:
+        self._launcher.send({"op": "waits", "problem": problem})
 
-    def _say_go_on(self, seconds: float) -> None:
-        self._console.say({"op": "goes_on", "seconds": seconds})
+    def _report_end_of_wait(self, seconds: float) -> None:
+        self._launcher.send({"op": "goes_on", "seconds": seconds})
 
-    def _end_with_console(self) -> None:
-        """Thread: when standard input closes the console lets go, or has died. What matters is in the journal.
+    def _end_with_launcher(self) -> None:
+        """Thread: end when standard input closes: the launcher has ended the job, or has died.
 
-        A console that was killed could not take back what grants access to this controller, nor remove the folder of
+        A launcher that was killed could not take back what grants access to this controller, nor remove the folder of
         sockets.
         """
         while os.read(sys.stdin.fileno(), 4096):
@@ -188,10 +191,10 @@ class ControllerProcess:
         os._exit(0)
 
     def _record_decision(self, decision: Message) -> None:
-        """Unless the controller before has recorded it. One that has been followed decides nothing any more."""
+        """Record a decision, unless the controller before has; one with a stale lease must not decide."""
         self._writes.check_place()
-        if self._epoch.is_over:
-            raise ControlError(f"epoch {self._epoch.number} is over: another controller has taken over")
+        if self._lease.is_stale:
+            raise ControlError(f"stale epoch {self._lease.epoch}: another controller has taken over")
         if self._num_decisions >= self._num_recorded:
             line = json.dumps(decision).encode() + b"\n"
             self._writes.do(lambda: append_line(self._decisions_path, line))
@@ -199,22 +202,22 @@ class ControllerProcess:
 
     def _on_step(self, step: Step) -> None:
         for event in report.failed_start_records(step):
-            self._console.event({"event": "record", "record": event.to_record()})
+            self._launcher.event({"event": "record", "record": event.to_record()})
         match step.decision:
             case Decision.STOP if not step.state.failures:
-                self._console.event({"event": "stopping"})
+                self._launcher.event({"event": "stopping"})
             case Decision.START_AGENTS:
-                self._console.event({"event": "start_agents", "nodes": list(step.nodes)})
+                self._launcher.event({"event": "start_agents", "nodes": list(step.nodes)})
             case Decision.RESTART:
                 for event in report.restart_records(step, self._controller.details, self._policy):
-                    self._console.event({"event": "record", "record": event.to_record()})
+                    self._launcher.event({"event": "record", "record": event.to_record()})
             case Decision.REFORM:
                 for event in report.lost_records(step, self._controller.details, self._policy):
-                    self._console.event({"event": "record", "record": event.to_record()})
+                    self._launcher.event({"event": "record", "record": event.to_record()})
 
 
 def clock_after(entries: list[Message]) -> Callable[[], float]:
-    """A monotonic clock that goes on from the time of the last entry, by the time that has passed since then."""
+    """A monotonic clock that continues from the time of the last entry, by the time that has passed since then."""
     now_seconds = time.monotonic()
     last = next((entry for entry in reversed(entries) if "now" in entry), None)
     if last is None:
@@ -230,11 +233,11 @@ def _num_lines(path: Path) -> int:
 def main() -> int:
     """Entry of the controller's process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the console is asked to stop, and asks
+        signal.signal(number, signal.SIG_IGN)  # the launcher is asked to stop, and asks
     raise_descriptor_limit()
     line = read_line(sys.stdin.fileno())
     if not line.endswith(b"\n"):
-        print("controller: the console closed standard input before it sent the spec", file=sys.stderr)
+        print("controller: the launcher closed standard input before it sent the spec", file=sys.stderr)
         return ControlError.exit_code
     try:
         ControllerProcess(ControllerSpec(**json.loads(line))).run()

@@ -8,7 +8,7 @@ from megatron_ft.errors import ControlError
 
 
 @dataclass
-class Session:
+class AgentSession:
     """One process of a node, from the moment it registers."""
 
     number: int
@@ -21,7 +21,7 @@ class Session:
     """Number of the first item that has not had its effect."""
     next_arrival: int = 0
     """Number of the first item that has not arrived: those between ``next_item`` and it wait for the controller."""
-    num_told: int = 0
+    num_fetched: int = 0
     """Orders that there were when it fetched some for the last time."""
     is_inherited: bool = False
     """It may have handed in more than this controller knows of: records that its predecessor has passed on."""
@@ -30,11 +30,11 @@ class Session:
     delivery: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Sessions:
+class AgentSessions:
     """The newest session of each node. One thread changes them, any may ask."""
 
     def __init__(self) -> None:
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, AgentSession] = {}
 
     # --- the thread that changes them ------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ class Sessions:
         if earlier is not None and earlier.process_id == process_id:
             return False
         number = 0 if earlier is None else earlier.number + 1
-        self._sessions[node] = Session(number, process_id, num_orders)
+        self._sessions[node] = AgentSession(number, process_id, num_orders)
         return True
 
     def end(self, node: int, process_id: int | None) -> bool:
@@ -52,7 +52,7 @@ class Sessions:
 
         Returns:
             Whether that is news: of the newest of its node, unless that was given up before, of a node that has none,
-            or where nobody knows which one is meant. Another than the newest is one that has not come to register
+            or where it is unknown which one is meant. Another than the newest is one that has not registered
             where the newest was given up before.
         """
         session = self._sessions.get(node)
@@ -70,22 +70,22 @@ class Sessions:
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
-    def newest(self, node: int) -> Session | None:
+    def newest(self, node: int) -> AgentSession | None:
         """The newest session of a node."""
         return self._sessions.get(node)
 
-    def living(self) -> list[Session]:
-        """Those of processes that nobody has given up."""
+    def living(self) -> list[AgentSession]:
+        """Sessions of agents that are not lost."""
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """The process that nobody has given up whose place a process takes that registers."""
+        """The living agent that a process replaces by registering."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
             return None
         return session.process_id
 
-    def of_process(self, node: int, process_id: int) -> Session:
+    def of_process(self, node: int, process_id: int) -> AgentSession:
         """The session of a process that has registered.
 
         Raises:
@@ -96,7 +96,7 @@ class Sessions:
             raise ControlError(f"node {node} was lost: this process may not register again")
         return session
 
-    def find(self, node: int, number: int) -> Session:
+    def find(self, node: int, number: int) -> AgentSession:
         """The session in which a process calls.
 
         Raises:
@@ -104,5 +104,5 @@ class Sessions:
         """
         session = self._sessions.get(node)
         if session is None or session.number != number or session.is_over:
-            raise ControlError(f"node {node}: session {number} is over: another process has its place, or it was lost")
+            raise ControlError(f"node {node}: stale session {number}: another process has replaced it, or it was lost")
         return session

@@ -1,13 +1,12 @@
-"""The processes that a console starts: each has a session of its own, and ends when its standard input closes."""
+"""Processes that the launcher starts: each has a session of its own, and ends when its standard input closes."""
 
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,14 @@ import megatron_ft
 
 @dataclass
 class Processes:
-    """What the console started."""
+    """Starts processes of a job on this machine, and holds what they share."""
 
     runtime_dir: Path
     log_dir: Path
-    nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    watchers: dict[int, threading.Thread] = field(default_factory=dict)
-    forkserver: subprocess.Popen[bytes] | None = None
 
     @property
     def forkserver_socket(self) -> Path:
-        """Where the job's own fork server listens."""
+        """Socket of the job's own fork server."""
         return self.runtime_dir / "forkserver.sock"
 
     def start(
@@ -42,7 +38,7 @@ class Processes:
         """Start ``python -m module`` in a session of its own; its standard input is its lifeline.
 
         Args:
-            descriptors: those that it has, too.
+            descriptors: further ones that it inherits.
             through: a command that runs it, ``srun`` for example.
         """
         with (self.log_dir / log).open("ab") as output:
@@ -60,13 +56,13 @@ class Processes:
 def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
     """Write a spec to the standard input of a process that was just started."""
     assert process.stdin is not None, "started with a lifeline"
-    with contextlib.suppress(BrokenPipeError):  # it has died; its watcher says so
+    with contextlib.suppress(BrokenPipeError):  # it has died, which its watcher reports
         process.stdin.write(line)
         process.stdin.flush()
 
 
 def kill(process: "subprocess.Popen[bytes]", *, term_seconds: float = 0.0) -> None:
-    """End a process and what it started, unless it has ended, and let go of it.
+    """End a process and what it started, unless it has ended.
 
     Args:
         term_seconds: time that it has after SIGTERM before it is killed; 0 kills it at once.

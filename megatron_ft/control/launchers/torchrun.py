@@ -1,4 +1,4 @@
-"""What ``torchrun`` and ``srun`` say about a process, read from their environment variables. Pure.
+"""Ranks that ``torchrun`` or ``srun`` started, read from their environment variables. Pure.
 
 Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section
 "OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``: its ``ft_launcher`` is
@@ -20,7 +20,7 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """A rank that somebody else started. ``attempt`` counts the restarts that its node took part in."""
+    """A rank that another launcher started. ``attempt`` counts the restarts that its node took part in."""
 
     launcher: str
     rank: int
@@ -32,7 +32,7 @@ class RankEnvironment:
     job_id: str
     attempt: int = 0
     max_restarts: int = 0
-    """Times that the launcher says it starts all ranks again."""
+    """Times that the launcher starts all ranks again."""
     store_is_served: bool = False
     """Whether the launcher already serves a ``TCPStore`` at the master's address, which outlives an attempt."""
     program: str = ""
@@ -49,7 +49,7 @@ class RankEnvironment:
         return self.world_size // self.local_world_size
 
     def summary(self) -> str:
-        """What this start is, and what a lost rank will mean."""
+        """Describe this start, and the consequence of a lost rank."""
         then = "end the step (srun --kill-on-bad-exit=1)"
         if self.launcher == "torchrun":
             then = f"have {self.program} start all again from the newest checkpoint, {self.max_restarts} times at most"
@@ -65,7 +65,7 @@ def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
     """A start after the first has to find the run again.
 
     It asks the launcher's store for the name. Where none outlives an attempt (ft_launcher, torchrun with another
-    rendezvous than ``c10d``, a requeued srun job), the configuration has to name the run, or training would begin anew
+    rendezvous than ``c10d``, a requeued srun job), the configuration has to name the run, or training would start over
     in another folder.
 
     Raises:
@@ -84,7 +84,7 @@ def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
 
 
 def detect(variables: Mapping[str, str]) -> str:
-    """``torchrun``, ``srun`` or ``local``: who started this process, from ``os.environ``.
+    """What started this process: ``torchrun``, ``srun`` or ``local``, from ``os.environ``.
 
     A torchrun started by srun counts as torchrun. An interactive shell inside a Slurm job step has
     ``SLURM_PROCID`` as well; choose ``launch=local`` there.

@@ -1,1 +1,1 @@
-"""Who belongs to a job and what happens next: pure, without clocks, files or sockets."""
+"""The membership of a job as a pure state machine, without clocks, files or sockets."""

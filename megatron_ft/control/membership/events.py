@@ -1,17 +1,17 @@
-"""What can happen to a job: the facts that the state machine of ``membership`` takes in.
+"""Machine events: what can happen to a job, as the state machine takes it in.
 
-Ranks go by ``node * ranks_per_node + local_rank`` as long as the job lives, whatever number memberships give them.
+Ranks have the number ``node * ranks_per_node + local_rank`` as long as the job lives, whatever number memberships give
+them. ``at_seconds`` is the wall clock of the machine that saw the event, in seconds since 1970.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from dataclasses import dataclass
 
 from megatron_ft.planning.recovery.target import Position
 
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node's agent registered: at the start, or to join the job that runs."""
+    """A node's agent registered: at the start, or to join the running job."""
 
     node: int
 
@@ -24,19 +24,19 @@ class NodeLost:
     at_seconds: float
     detail: str = ""
     process_id: int | None = None
-    """The agent's, where it is known: what is said of an earlier one comes too late."""
+    """Process id of the agent, where it is known: a loss of an earlier one is stale."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReported:
-    """A rank lives and speaks."""
+    """A rank has connected to its agent."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankRaised:
-    """A rank is about to end with an exception in ``iteration``; ``final``: another try cannot mend it."""
+    """A rank is about to end with an exception in ``iteration``; ``final``: another try would fail in the same way."""
 
     rank: int
     at_seconds: float
@@ -46,10 +46,10 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True)
 class RankBroken:
-    """A rank's iteration ended with an error, probably because others are gone; it waits to be told how to go on.
+    """A rank's iteration ended with an error, probably because others are gone; it waits for the next membership.
 
-    ``final``: another try cannot mend its error. ``planned``: there is none, it stands at the boundary at which the
-    membership is to change.
+    ``final``: another try would fail in the same way. ``planned``: there is no error, the rank stands at the boundary
+    at which the membership is to change.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class RankBroken:
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """A rank's process ended; ``returncode`` is negative for a signal, ``done`` says that its work was.
+    """A rank's process ended; ``returncode`` is negative for a signal, ``done``: whether its work was done.
 
     ``iteration`` is the last it has reached, 0 before the first.
     """
@@ -76,7 +76,7 @@ class RankExited:
 
 @dataclass(frozen=True, slots=True)
 class RankHung:
-    """A rank lives and does nothing any more: it is to be killed. ``detail`` says how that is known."""
+    """A rank lives and is unresponsive: it is to be killed. ``detail`` describes how that is known."""
 
     rank: int
     at_seconds: float
@@ -86,7 +86,7 @@ class RankHung:
 
 @dataclass(frozen=True, slots=True)
 class JobHung:
-    """No rank gets any further, and none is behind the others."""
+    """No rank makes progress, and none is behind the others."""
 
     at_seconds: float
     detail: str
@@ -94,34 +94,34 @@ class JobHung:
 
 @dataclass(frozen=True, slots=True)
 class AddRequested:
-    """Somebody asked for a node that is no member: its agent and ranks are to be started, and to join."""
+    """An operator wants a node that is not a member to be started, and to join."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Somebody asked for a member to leave the job at the next iteration boundary."""
+    """An operator wants a member to leave the job at the next iteration boundary."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Somebody asked the job to stop after the iteration."""
+    """The job is to stop after the iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillRequested:
-    """Somebody asked the job to end at once."""
+    """The job is to end at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time went on."""
+    """Time passed."""
 
 
-Fact = (
+MachineEvent = (
     NodeJoined
     | NodeLost
     | RankReported
@@ -136,27 +136,3 @@ Fact = (
     | KillRequested
     | Tick
 )
-
-_KINDS = {kind.__name__: kind for kind in get_args(Fact)}
-
-
-def to_json(fact: Fact) -> dict[str, Any]:
-    """Plain values, the fact's name as ``fact``."""
-    content = {"fact": type(fact).__name__, **asdict(fact)}
-    position = getattr(fact, "position", None)
-    return content if position is None else {**content, "position": position.to_json()}
-
-
-def from_json(content: dict[str, Any]) -> Fact:
-    """Inverse of ``to_json``.
-
-    Raises:
-        KeyError: there is no such fact.
-        TypeError: it has other fields.
-    """
-    fields = dict(content)
-    kind = _KINDS[fields.pop("fact")]
-    if "position" in fields:
-        fields["position"] = Position.from_json(fields["position"])
-    fact: Fact = kind(**fields)
-    return fact

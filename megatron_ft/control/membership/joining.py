@@ -1,143 +1,117 @@
-"""How nodes join a job that runs, and leave it as asked: rules of the state machine of ``membership``.
+"""Rules for nodes that join a running job, and for those that leave it on request.
 
-A node outside of the membership is wanted when its process registers, or when somebody adds it. Its ranks are started
-(``START_NODES``); when all have reported they wait. Once the first node has waited ``join_window_seconds``, or a
-member is to leave, the members are told (``CHANGE``); when all stand at the boundary, the next membership begins
-(``membership_reform``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
+A node that is not a member is wanted when its agent registers, or when an operator adds it. Its ranks are started
+(``START_NODES``) and wait when all have connected. Once the first node has waited ``join_window_seconds``, or a member
+is to leave, the members are ordered to stop at a boundary (``CHANGE``); when all have, the next membership begins
+(``reconfigure``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
+from megatron_ft.control.membership.nodes import AgentState, NodeRecord, Nodes, NodeState
 from megatron_ft.control.membership.state import (
     SETTLED_ITERATIONS,
+    TRAINING,
     Decision,
     FailedStart,
     MembershipPolicy,
     Moment,
-    Newcomer,
     Phase,
-    Return,
     State,
     Step,
     ranks_of_all,
 )
 
-_ALIVE = (Phase.STARTING, Phase.RUNNING, Phase.REFORMING)
+_NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
 
 
-def is_member(state: State, node: int) -> bool:
-    """Whether a node is of the present membership and not lost."""
-    return node in state.members and node not in state.lost
-
-
-def join(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Take in that a node's process has registered."""
-    state = replace(state, joined=state.joined | {node}, agents_lost=state.agents_lost - {node})
-    return want(policy, replace(state, agents_starting=state.agents_starting - {node}), node)
+def register(policy: MembershipPolicy, state: State, node: int) -> State:
+    """Take in that a node's agent has registered."""
+    nodes = state.nodes.change(node, agent=AgentState.REGISTERED, was_registered=True)
+    return replace(state, nodes=_want(policy, nodes, node))
 
 
 def add(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Take in that somebody wants a node to join, however often it was lost before."""
-    returns = tuple(found for found in state.returns if found.node != node)
-    return want(policy, replace(state, returns=returns), node)
+    """Take in that an operator wants a node to join, however often it was lost before."""
+    nodes = state.nodes.change(node, joined_iteration=0, num_losses=0)
+    return replace(state, nodes=_want(policy, nodes, node))
 
 
-def count_returns(
-    state: State, iteration: int, *, lost: Iterable[int], joining: Iterable[int] = ()
-) -> tuple[Return, ...]:
-    """How often nodes have come and gone, once those ``lost`` are left behind after ``iteration``."""
-    known = {found.node: found for found in state.returns}
-    for node in lost:
-        before = known.get(node, Return(node, iteration=0, num_losses=0))
-        has_settled = iteration - before.iteration >= SETTLED_ITERATIONS
-        known[node] = replace(before, num_losses=1 if has_settled else before.num_losses + 1)
-    for node in joining:
-        known[node] = replace(known.get(node, Return(node, iteration, num_losses=0)), iteration=iteration)
-    return tuple(known[node] for node in sorted(known))
+def _want(policy: MembershipPolicy, nodes: Nodes, node: int) -> Nodes:
+    if not policy.may_lose_nodes or nodes.is_member(node) or node in nodes.waiting:
+        return nodes
+    has_left = nodes[node].state is NodeState.LEFT
+    return nodes.change(node, is_wanted=True, **({"state": NodeState.ABSENT} if has_left else {}))
+
+
+def count_loss(record: NodeRecord, iteration: int) -> int:
+    """Losses in a row of a node, once it is left behind after ``iteration``."""
+    has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
+    return 1 if has_settled else record.num_losses + 1
+
+
+def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
+    """Whether a lost node is started again."""
+    return policy.restart_lost_nodes and record.num_losses <= policy.max_node_restarts
 
 
 def fail_start(policy: MembershipPolicy, state: State, node: int, reason: str, *, num_losses: int = 1) -> State:
-    """Count a start that came to nothing like a loss, or several; the node is started again as often as is allowed."""
-    known = {found.node: found for found in state.returns}
-    before = known.get(node, Return(node, iteration=0, num_losses=0))
-    known[node] = replace(before, num_losses=before.num_losses + num_losses)
-    starts_again = bool(returning(policy, [node], known.values()))
-    return replace(
-        state,
-        returns=tuple(known[number] for number in sorted(known)),
-        wanted=state.wanted | {node} if starts_again else state.wanted - {node},
-        failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again)),
-    )
-
-
-def returning(policy: MembershipPolicy, lost: Iterable[int], returns: Iterable[Return]) -> set[int]:
-    """Those of the ``lost`` that are started again."""
-    if not policy.restart_lost_nodes:
-        return set()
-    hopeless = {found.node for found in returns if found.num_losses > policy.max_node_restarts}
-    return set(lost) - hopeless
-
-
-def want(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Have a node that is no member start and join."""
-    if not policy.may_lose_nodes or is_member(state, node) or _newcomer(state, node) is not None:
-        return state
-    return replace(state, wanted=state.wanted | {node}, left=state.left - {node})
+    """Count a failed start as a loss, or several; the node is started again as often as is allowed."""
+    nodes = state.nodes.change(node, num_losses=state.nodes[node].num_losses + num_losses)
+    starts_again = may_return(policy, nodes[node])
+    nodes = nodes.change(node, is_wanted=starts_again)
+    return replace(state, nodes=nodes, failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again)))
 
 
 def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
-    """Take in that a node's process is gone, and its ranks with it."""
-    is_new = node not in state.joined | state.agents_lost and not is_member(state, node)
-    if is_new or node in state.agents_starting or node in state.waiting:
+    """Take in that a node's agent is gone, and its ranks with it."""
+    record = state.nodes[node]
+    never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
+    if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
         state = fail_start(policy, state, node, reason)
     elif not policy.restart_lost_nodes:
-        state = replace(state, wanted=state.wanted - {node})
-    return replace(
-        state,
-        gone=state.gone | set(policy.ranks_of(node)),
-        agents_lost=state.agents_lost | {node},
-        agents_starting=state.agents_starting - {node},
-        newcomers=_without(state, node),
-        dismissed=state.dismissed - {node},
-    )
+        state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
+    nodes = _stop_joining(state.nodes, node).change(node, agent=AgentState.LOST, is_dismissed=False)
+    return replace(state, nodes=nodes, gone=state.gone | set(policy.ranks_of(node)))
 
 
-def report(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> State:
-    """Take in that a rank lives; a newcomer whose ranks all do is ready."""
-    state = replace(state, reported=state.reported | {rank})
+def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> State:
+    """Take in that a rank lives; a node that joins is ready when all its ranks do."""
+    state = replace(state, connected=state.connected | {rank})
     node = policy.node_of(rank)
-    newcomer = _newcomer(state, node)
-    if newcomer is None or newcomer.is_ready or not state.reported >= set(policy.ranks_of(node)):
+    is_starting = state.nodes[node].state is NodeState.STARTING
+    if not is_starting or not state.connected >= set(policy.ranks_of(node)):
         return state
-    return replace(state, newcomers=(*_without(state, node), Newcomer(node, now.seconds, is_ready=True)))
+    number = state.nodes.next_queue_number
+    nodes = state.nodes.change(node, state=NodeState.READY, since_seconds=now.seconds, queue_number=number)
+    return replace(state, nodes=nodes)
 
 
 def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str) -> State:
-    """Take in that a rank of a node that is no member has ended: as a newcomer it will not join."""
+    """Take in that a rank of a node that is not a member has ended: the node will not join with these ranks."""
     node = policy.node_of(rank)
     state = replace(state, gone=state.gone | {rank})
-    return state if _newcomer(state, node) is None else _dismiss(policy, state, node, reason)
+    return _dismiss(policy, state, node, reason) if node in state.nodes.waiting else state
 
 
 def drain(policy: MembershipPolicy, state: State, node: int) -> State:
     """Take in that a member is to leave, unless it cannot."""
     if refuse_drain(policy, state, node) is not None:
         return state
-    return replace(state, draining=state.draining | {node})
+    return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
 
 
 def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | None:
     """Why a node cannot leave; None if it can."""
-    if state.phase not in _ALIVE or state.interrupted:
+    if state.phase in _NOT_ALIVE or state.interrupted:
         return f"the job is {'stopping' if state.interrupted else state.phase.value}"
-    if not is_member(state, node):
-        return f"node {node} is no member"
+    if not state.nodes.is_member(node):
+        return f"node {node} is not a member"
     if policy.keeps_layout:
         return "launch.keep_layout=true: every place of the layout is needed, and only a lost node is replaced"
-    if node in state.draining:
+    if state.nodes[node].state is NodeState.DRAINING:
         return f"node {node} is leaving already"
-    num_left = len(set(state.members) - state.lost - state.draining) - 1
+    num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
     if num_left < policy.fewest_nodes:
         return f"{num_left} nodes would be left, launch.min_nodes={policy.fewest_nodes}"
     return None
@@ -145,125 +119,131 @@ def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | Non
 
 def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
     """Why a node cannot be added; None if it can."""
-    if state.phase not in _ALIVE or state.interrupted:
+    if state.phase in _NOT_ALIVE or state.interrupted:
         return f"the job is {'stopping' if state.interrupted else state.phase.value}"
     if not policy.may_lose_nodes:
         return f"launch.min_nodes={policy.min_nodes} and launch.max_nodes={policy.max_nodes}: no node can join this job"
-    if is_member(state, node):
+    if state.nodes.is_member(node):
         return f"node {node} is a member"
-    if _newcomer(state, node) is not None or node in state.wanted:
+    if node in state.nodes.waiting or state.nodes[node].is_wanted:
         return f"node {node} is waiting to join already"
-    if not policy.starts_nodes and node not in state.joined - state.agents_lost:
+    if not policy.starts_nodes and node not in state.nodes.registered:
         return f"node {node} has no process, and launch.node_launcher=none starts none: it joins when it comes"
     return None
 
 
 def admitted(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
     """Nodes that join the next membership beside ``num_staying`` members: those that have waited longest, rising."""
-    ready = [newcomer.node for newcomer in state.newcomers if newcomer.is_ready]
+    ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
     return tuple(sorted(ready[: max(0, policy.most_members - num_staying)]))
 
 
 def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """The next step about nodes that join or leave, while the members work."""
-    if state.phase is not Phase.RUNNING or state.failures or state.broken or state.interrupted:
+    """The next step about nodes that join or leave, while the members train."""
+    if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
         return None
     if not policy.may_lose_nodes or not ranks_of_all(policy, state.members).isdisjoint(state.gone):
         return None  # ranks have done their work: the job is about to end
     return kill_or_start(policy, state, now) or _change(policy, state, now)
 
 
-def look_again(policy: MembershipPolicy, state: State, now: Moment) -> State:
-    """Set when ``decide`` has something to say next."""
-    if state.phase is not Phase.RUNNING:
-        return state if state.look_at_seconds is None else replace(state, look_at_seconds=None)
+def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
+    """Set when ``decide`` has its next step."""
+    if state.phase not in TRAINING:
+        return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
     if decide(policy, state, now) is not None:
-        return replace(state, look_at_seconds=now.arrived_seconds)
-    waits = {False: policy.start_timeout_seconds, True: policy.join_window_seconds}
-    times = [newcomer.since_seconds + waits[newcomer.is_ready] for newcomer in state.newcomers]
-    return replace(state, look_at_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
-
-
-def is_vacant(policy: MembershipPolicy, state: State, node: int) -> bool:
-    """Whether a node has no rank that lives."""
-    return node not in state.started or state.gone >= set(policy.ranks_of(node))
-
-
-def begin(policy: MembershipPolicy, state: State, nodes: tuple[int, ...]) -> State:
-    """Forget what is known of the earlier ranks of nodes whose ranks are started. A dead member stays lost."""
-    ranks = {rank for node in nodes for rank in policy.ranks_of(node)}
-    names, others = ("left", "wanted", "dismissed"), set(nodes) - set(state.members)
-    return replace(
-        state,
-        lost=state.lost - others,
-        announced=state.announced - others,
-        started=state.started | set(nodes),
-        gone=state.gone - ranks,
-        reported=state.reported - ranks,
-        **{name: getattr(state, name) - set(nodes) for name in names},
-    )
+        return replace(state, wake_up_seconds=now.arrived_seconds)
+    waits = {NodeState.STARTING: policy.start_timeout_seconds, NodeState.READY: policy.join_window_seconds}
+    times = [record.since_seconds + waits[record.state] for record in state.nodes.joining]
+    return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
 
 def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """The next step about nodes outside of the membership alone."""
+    """The next step about nodes outside of the membership."""
     return _kill(policy, state, now) or _start(policy, state, now)
 
 
 def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    for newcomer in state.newcomers:
-        if not newcomer.is_ready and now.arrived_seconds >= newcomer.since_seconds + policy.start_timeout_seconds:
+    for record in state.nodes.joining:
+        is_due = now.arrived_seconds >= record.since_seconds + policy.start_timeout_seconds
+        if record.state is NodeState.STARTING and is_due:
             late = f"not all of its ranks reported (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
-            state = _dismiss(policy, state, newcomer.node, late)
-    nodes = tuple(sorted(state.dismissed))
-    if not nodes:
+            state = _dismiss(policy, state, record.node, late)
+    dismissed = tuple(sorted(state.nodes.dismissed))
+    if not dismissed:
         return None
-    reason = f"nodes {list(nodes)} do not join: a rank has ended or did not report"
-    return Step(replace(state, dismissed=frozenset()), Decision.KILL_NODES, reason, nodes=nodes)
+    reason = f"nodes {list(dismissed)} do not join: a rank has ended or did not report"
+    state = replace(state, nodes=state.nodes.change(dismissed, is_dismissed=False))
+    return Step(state, Decision.KILL_NODES, reason, nodes=dismissed)
 
 
 def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    startable = {node for node in state.wanted if not is_member(state, node) and is_vacant(policy, state, node)}
-    absent = startable - (state.joined - state.agents_lost)
-    nodes = tuple(sorted(startable - absent))
-    if nodes:
-        state = begin(policy, state, nodes)
-        newcomers = (*state.newcomers, *(Newcomer(node, now.seconds) for node in nodes))
-        reason = f"nodes {list(nodes)} are to join"
-        return Step(replace(state, newcomers=newcomers), Decision.START_NODES, reason, nodes=nodes)
-    nodes = tuple(sorted(absent - state.agents_starting))
-    if nodes:
-        state = replace(state, agents_starting=state.agents_starting | set(nodes))
-        return Step(state, Decision.START_AGENTS, f"nodes {list(nodes)} are to join", nodes=nodes)
+    wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
+    startable = [record for record in wanted if not _has_living_rank(policy, state, record)]
+    present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
+    if present:
+        return Step(
+            _begin(policy, state, present, now),
+            Decision.START_NODES,
+            f"nodes {list(present)} are to join",
+            nodes=present,
+        )
+    absent = tuple(record.node for record in startable if record.agent is not AgentState.STARTING)
+    if absent:
+        state = replace(state, nodes=state.nodes.change(absent, agent=AgentState.STARTING))
+        return Step(state, Decision.START_AGENTS, f"nodes {list(absent)} are to join", nodes=absent)
     return None
 
 
+def _has_living_rank(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
+    return record.has_ranks and not state.gone >= set(policy.ranks_of(record.node))
+
+
+def _begin(policy: MembershipPolicy, state: State, started: tuple[int, ...], now: Moment) -> State:
+    """Start the ranks of nodes; what is known of their earlier ranks no longer counts."""
+    nodes = state.nodes
+    for node in started:
+        nodes = nodes.change(
+            node,
+            state=NodeState.STARTING,
+            is_wanted=False,
+            is_dismissed=False,
+            has_ranks=True,
+            since_seconds=now.seconds,
+            queue_number=nodes.next_queue_number,
+            # A dead member stays lost for the others until the next membership.
+            is_announced=nodes[node].is_announced and node in nodes.members,
+        )
+    ranks = {rank for node in started for rank in policy.ranks_of(node)}
+    return replace(state, nodes=nodes, gone=state.gone - ranks, connected=state.connected - ranks)
+
+
 def _change(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    if state.change is not None:
+    if state.phase is Phase.CHANGING:
         return None
     num_spare = len(state.members) - policy.fewest_nodes
-    leaving = tuple(sorted(state.draining)[: max(0, num_spare)])
+    leaving = tuple(sorted(state.nodes.draining)[: max(0, num_spare)])
     joining = admitted(policy, state, len(state.members) - len(leaving))
-    since = [newcomer.since_seconds for newcomer in state.newcomers if newcomer.node in joining]
+    since = [record.since_seconds for record in state.nodes.joining if record.node in joining]
     if not leaving and (not since or now.arrived_seconds < min(since) + policy.join_window_seconds):
         return None
-    reason = describe_change(joining, leaving)
-    return Step(replace(state, change=frozenset(leaving)), Decision.CHANGE, reason, nodes=leaving)
+    state = replace(state, phase=Phase.CHANGING, nodes=state.nodes.change(leaving, leaves_now=True))
+    return Step(state, Decision.CHANGE, describe_change(joining, leaving), nodes=leaving)
 
 
 def describe_change(joining: tuple[int, ...], leaving: tuple[int, ...]) -> str:
     """``nodes [3] join, nodes [1] leave``."""
     parts = [f"nodes {list(nodes)} {what}" for nodes, what in ((joining, "join"), (leaving, "leave")) if nodes]
-    return ", ".join(parts) or "nobody joins or leaves after all"
+    return ", ".join(parts) or "no node joins or leaves"
 
 
-def _newcomer(state: State, node: int) -> Newcomer | None:
-    return next((newcomer for newcomer in state.newcomers if newcomer.node == node), None)
-
-
-def _without(state: State, node: int) -> tuple[Newcomer, ...]:
-    return tuple(newcomer for newcomer in state.newcomers if newcomer.node != node)
+def _stop_joining(nodes: Nodes, node: int) -> Nodes:
+    """The same where ``node`` no longer waits to join: a dead member is lost again, another node absent."""
+    if node not in nodes.waiting:
+        return nodes
+    return nodes.change(node, state=NodeState.LOST if node in nodes.members else NodeState.ABSENT)
 
 
 def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
     state = fail_start(policy, state, node, reason)
-    return replace(state, newcomers=_without(state, node), dismissed=state.dismissed | {node})
+    return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))

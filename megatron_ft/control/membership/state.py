@@ -1,48 +1,62 @@
-"""What the state machine of ``membership`` knows and decides: phases, decisions, knobs, deaths."""
+"""State, decisions and knobs of the state machine in ``machine``."""
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.control.membership.events import RankBroken
+from megatron_ft.control.membership.nodes import Nodes
 from megatron_ft.planning.recovery.target import Position, Target
 
 SAME_TIME_SECONDS = 1.0
 SETTLED_ITERATIONS = 10
-"""A node that was a member for so many has settled: an earlier loss of it does not count any more."""
+"""Iterations after which an earlier loss of a member no longer counts."""
 
 
 class Phase(Enum):
-    """Where the job stands."""
+    """Phase of the job."""
 
     FORMING = "forming"
+    """Agents register."""
     STARTING = "starting"
+    """Ranks are being started; not all have reported."""
     RUNNING = "running"
+    CHANGING = "changing"
+    """Ranks run, and are to stop at the next iteration boundary, where nodes join or leave."""
     REFORMING = "reforming"
-    """Nodes were lost; ranks of the others say how far they are."""
+    """Nodes were lost; ranks of the others report how far they are."""
+    FILLING = "filling"
+    """All ranks that are left have reported; the job waits for nodes that take the places of lost ones."""
     STOPPING = "stopping"
     KILLING = "killing"
     ENDED = "ended"
 
 
+TRAINING = (Phase.RUNNING, Phase.CHANGING)
+"""Ranks train."""
+BREAKABLE = (*TRAINING, Phase.REFORMING, Phase.FILLING)
+"""The job can continue without a node that is lost now."""
+
+
 class Decision(Enum):
-    """What the controller has to do now."""
+    """Decision that the controller carries out."""
 
     WAIT = "wait"
     START = "start"
     RESTART = "restart"
     BREAK = "break"
-    """End the membership: kill what is left of lost nodes, have the other ranks stop and say how far they are."""
+    """End the membership: kill what is left of lost nodes, have the other ranks stop and report how far they are."""
     REFORM = "reform"
     """Begin the next membership, of the nodes that are left and those that join."""
     CHANGE = "change"
-    """Have the members stop at the next iteration boundary and say how far they are: nodes join or leave there."""
+    """Have the members stop at the next iteration boundary and report how far they are: nodes join or leave there."""
     START_NODES = "start_nodes"
-    """Start the ranks of nodes that are no members (``Step.nodes``); they wait to be named in a membership."""
+    """Start the ranks of nodes that are not members (``Step.nodes``); they wait until a membership names them."""
     START_AGENTS = "start_agents"
-    """Start the processes of nodes (``Step.nodes``) that have none, or await them where nobody starts any."""
+    """Start the agents of nodes (``Step.nodes``) that have none, or wait for them where the job starts none."""
     KILL_NODES = "kill_nodes"
     """Kill what is left of the ranks of nodes that will not join (``Step.nodes``)."""
     STOP = "stop"
@@ -60,42 +74,54 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPolicy:
-    """Knobs of the decisions."""
+    """Knobs of the decisions. Those without a docstring are keys of ``launch`` of the same name."""
 
     num_nodes: int
     ranks_per_node: int
     start_timeout_seconds: float
     stop_timeout_seconds: float
     failure_grace_seconds: float = 2.0
-    """After the first death the others may say why they end, too, for so long."""
+    """Time that other ranks have after the first death to report why they end, too."""
     kill_timeout_seconds: float = 10.0
-    """Killed ranks nobody reports for so long are given up."""
+    """Time after which the job no longer waits for the exit of killed ranks."""
     max_restarts: int = 0
-    """Times in a row that all ranks are started again without the job getting further than before."""
     min_nodes: int | None = None
-    """Fewest nodes that the job goes on with when nodes are lost; null needs all of them."""
     position_timeout_seconds: float = 10.0
-    """Longest wait for a rank to say how far it is while others have; then its node is lost, too."""
     reform_timeout_seconds: float = 60.0
-    """Longest wait for ranks to say how far they are."""
     max_nodes: int | None = None
-    """Nodes that there can be, members or not: they are numbered from 0 to below it; null: ``num_nodes`` and spares."""
     num_spare_nodes: int = 0
-    """Of them, those that are not members as long as the others are."""
     join_window_seconds: float = 5.0
-    """From the first node that is ready to join until the change is ordered: others may join with it."""
     max_node_restarts: int = 3
-    """Times in a row that a lost node is started again without having settled."""
     restart_lost_nodes: bool = False
-    """Whether a lost node is started again, to join."""
     keeps_layout: bool = False
     """Whether every membership has ``num_nodes`` nodes, and others take the places of lost ones."""
     starts_nodes: bool = True
-    """Whether somebody starts the processes of nodes that are to be started; else they come by themselves or not."""
+    """Whether the job starts the agents of nodes; else they come by themselves or not."""
+
+    @staticmethod
+    def of(launch: LaunchConfig, *, starts_nodes: bool) -> "MembershipPolicy":
+        """The knobs that a configuration has."""
+        return MembershipPolicy(
+            num_nodes=launch.num_nodes,
+            ranks_per_node=launch.ranks_per_node,
+            start_timeout_seconds=launch.start_timeout_seconds,
+            stop_timeout_seconds=launch.stop_timeout_seconds,
+            max_restarts=launch.max_restarts,
+            min_nodes=launch.min_nodes,
+            position_timeout_seconds=launch.position_timeout_seconds,
+            reform_timeout_seconds=launch.reform_timeout_seconds,
+            max_nodes=launch.max_nodes,
+            num_spare_nodes=launch.num_spare_nodes,
+            join_window_seconds=launch.join_window_seconds,
+            max_node_restarts=launch.max_node_restarts,
+            restart_lost_nodes=launch.restart_lost_nodes,
+            keeps_layout=launch.keep_layout,
+            starts_nodes=starts_nodes,
+        )
 
     @property
     def fewest_nodes(self) -> int:
-        """Nodes the job goes on with, at least."""
+        """Nodes that the job continues with, at least."""
         return self.num_nodes if self.min_nodes is None else self.min_nodes
 
     @property
@@ -133,46 +159,26 @@ class MembershipPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One death: of a rank, or of a node (``rank`` is ``None``), or of nobody (both ``None``: start timed out)."""
+    """One death: of a rank, or of a node (``rank`` is ``None``), or of neither (both ``None``: start timed out)."""
 
     at_seconds: float
+    """On the clock of the agent that saw it."""
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership that it failed in, where nothing else says it."""
+    """Number of the rank in the membership that it failed in, where nothing else gives it."""
     iteration: int = 0
     """Last iteration the rank reached, 0 before the first."""
     sudden: bool = False
-    """A lost node, or a signal that no lost peer brings about: not an error that a rank saw, nor an abort."""
+    """A lost node, or a signal that no lost peer causes: neither an error that a rank saw nor an abort."""
     final: bool = False
-    """Another try cannot mend it."""
+    """Another try would fail in the same way."""
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomer:
-    """A node outside of the membership whose ranks were started to join it."""
-
-    node: int
-    since_seconds: float
-    """On the controller's clock: since when its ranks are being started, then since when they are ready."""
-    is_ready: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """A node that comes and goes."""
-
-    node: int
-    iteration: int
-    """After which it has joined last."""
-    num_losses: int
-    """In a row without having settled in between."""
-
-
-@dataclass(frozen=True, slots=True)
 class FailedStart:
-    """A node that was started to join came to nothing: its process or a rank ended, or was late, before it joined."""
+    """A node that was started to join and failed before: its process or a rank ended, or was late."""
 
     node: int
     reason: str
@@ -180,67 +186,40 @@ class FailedStart:
     """Whether the node is started once more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class State:
-    """What the controller knows. ``deadline_seconds`` is on the controller's clock, ``at_seconds`` on the agents'.
+    """State of the job as the controller knows it. Times are on the controller's clock.
 
-    Ranks go by the number that ``facts`` gives them, whatever number memberships give them.
+    Ranks have the number that ``events`` gives them, whatever number memberships give them.
     """
 
     phase: Phase = Phase.FORMING
     generation: int = 0
+    nodes: Nodes = field(default_factory=Nodes)
     deadline_seconds: float | None = None
+    """When the phase has taken too long."""
     reform_by_seconds: float | None = None
-    """Until then all ranks have to have said how far they are; None where nothing is awaited of ranks."""
-    look_at_seconds: float | None = None
-    """When something is to be decided about nodes outside of the membership, or ones that leave it."""
-    joined: frozenset[int] = frozenset()
-    """Nodes whose process has registered."""
-    members: tuple[int, ...] = ()
-    """Nodes of this generation: rising, or by place in a job that keeps its layout."""
-    lost: frozenset[int] = frozenset()
-    """Nodes that the job goes on without: dead members, until the next membership, and all before. The ranks of a dead
-    member can be started again before the next membership: it is a newcomer, too, then."""
-    announced: frozenset[int] = frozenset()
-    """Those of ``lost`` that the other ranks have been told of."""
-    agents_lost: frozenset[int] = frozenset()
-    """Nodes whose own process is gone."""
-    started: frozenset[int] = frozenset()
-    """Nodes whose ranks were started, members or not."""
-    wanted: frozenset[int] = frozenset()
-    """Nodes outside of the membership that are to be started."""
-    agents_starting: frozenset[int] = frozenset()
-    """Those of ``wanted`` whose own process is being started."""
-    newcomers: tuple[Newcomer, ...] = ()
-    """In the order in which they were started, then became ready."""
-    dismissed: frozenset[int] = frozenset()
-    """Nodes that have been newcomers and whose ranks are to be killed."""
-    draining: frozenset[int] = frozenset()
-    """Members that are to leave."""
-    left: frozenset[int] = frozenset()
-    """Nodes that have left as asked."""
-    returns: tuple[Return, ...] = ()
-    """Nodes that were lost or have joined, rising."""
+    """When ``REFORMING`` ends at the latest; ``deadline_seconds`` is the limit of those that do not report."""
+    wake_up_seconds: float | None = None
+    """When something is to be decided about nodes that join or leave."""
     failed_starts: tuple[FailedStart, ...] = ()
-    """Of the last step alone."""
-    counted: frozenset[int] = frozenset()
-    """Dead members whose loss is in ``returns`` already."""
-    change: frozenset[int] | None = None
-    """The nodes that leave by the change that was ordered in this generation; null: none was ordered."""
+    """Failed starts of the last step alone."""
     broken: tuple[RankBroken, ...] = ()
-    """What living ranks of this generation, which is at its end, have said."""
-    spoke: frozenset[int] = frozenset()
+    """Reports of living ranks of this generation, which is ending."""
+    has_reported: frozenset[int] = frozenset()
     """Ranks of ``broken``."""
     has_errors: bool = False
     """Whether one of ``broken`` is not planned."""
-    reported: frozenset[int] = frozenset()
+    connected: frozenset[int] = frozenset()
+    """Ranks that have connected to their agent."""
     gone: frozenset[int] = frozenset()
+    """Ranks whose process has ended."""
     failures: tuple[Failure, ...] = ()
     """Deaths of this generation."""
     survived: tuple[tuple[Failure, ...], ...] = ()
-    """Deaths of each earlier generation; none where it ended by a change as asked."""
+    """Deaths of each earlier generation; none where it ended by a change on request."""
     num_reforms: int = 0
-    """Generations that went on in living processes, without a start."""
+    """Generations that continued in living processes, without a start."""
     interrupted: bool = False
     furthest_iteration: int = 0
     """Furthest iteration in which an earlier generation failed."""
@@ -248,14 +227,14 @@ class State:
     """Restarts since the job last got further."""
 
     @property
-    def waiting(self) -> frozenset[int]:
-        """Nodes that are newcomers, ready or not."""
-        return frozenset(newcomer.node for newcomer in self.newcomers)
+    def members(self) -> tuple[int, ...]:
+        """Nodes of this generation, see ``Nodes.members``."""
+        return self.nodes.members
 
     @property
     def wake_seconds(self) -> float | None:
-        """When there is something to decide even if nothing happens, on the controller's clock."""
-        times = [at for at in (self.deadline_seconds, self.look_at_seconds) if at is not None]
+        """When there is something to decide even if nothing happens."""
+        times = [at for at in (self.deadline_seconds, self.wake_up_seconds) if at is not None]
         return min(times, default=None)
 
     @property
@@ -264,10 +243,10 @@ class State:
         return first_of(self.failures)
 
     @property
-    def num_fruitless_restarts(self) -> int:
+    def num_restarts_without_progress(self) -> int:
         """Restarts in a row that got the job no further than where it had failed before.
 
-        The first rank to fail tells: what fails at the same place each time fails in the same iteration of that rank.
+        Judged by the first rank to fail: what fails at the same place each time fails in the same iteration there.
         """
         first = self.first_failure
         return 0 if first is not None and first.iteration > self.furthest_iteration else self.num_restarts
@@ -283,8 +262,8 @@ class State:
 def first_of(failures: Sequence[Failure]) -> Failure | None:
     """The earliest death; later ones may only be its consequences.
 
-    On a busy machine peers can speak of a killed rank before its exit is seen: a sudden death comes first among
-    those within ``SAME_TIME_SECONDS`` of the earliest.
+    On a busy machine the errors of peers can arrive before the exit of a killed rank is seen: a sudden death comes
+    first among those within ``SAME_TIME_SECONDS`` of the earliest.
     """
     earliest = min((failure.at_seconds for failure in failures), default=0.0)
     close = [failure for failure in failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
@@ -293,45 +272,45 @@ def first_of(failures: Sequence[Failure]) -> Failure | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reform:
-    """From one membership to the next, as ``NextMembership`` has it."""
+    """The step from one membership to the next, as ``NextMembership`` has it."""
 
     lost: tuple[int, ...]
     """Nodes that are left behind, or whose ranks are new where they are among those ``joining``, too."""
     leaving: tuple[int, ...]
-    """Nodes that leave as asked; their ranks have spoken, too."""
+    """Nodes that leave on request; their ranks have reported, too."""
     joining: tuple[int, ...]
     """Nodes whose ranks were not of the membership before."""
     positions: tuple[Position, ...]
-    """How far each rank that has spoken is, in rank order."""
+    """Position of each rank that has reported, in rank order."""
     target: Target
     previous_ranks: tuple[int | None, ...]
-    """For each new rank its number in the membership before; None for a newcomer."""
+    """For each new rank its number in the membership before; None for a joining node."""
     nodes: tuple[int, ...]
     """For each new rank its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One move of the state machine."""
+    """One transition of the state machine."""
 
     state: State
     decision: Decision
     reason: str
     reform: Reform | None = None
-    """Of the decision ``REFORM``."""
+    """Next membership, of the decision ``REFORM``."""
     nodes: tuple[int, ...] = ()
-    """That the decision is about: those that leave by a ``CHANGE``, those to start or to kill. Of ``BREAK`` and
-    ``REFORM`` lost ones with ranks to kill, if any live: not those whose ranks were started again meanwhile."""
+    """Nodes of the decision: those that leave by a ``CHANGE``, those to start or to kill. Of ``BREAK`` and ``REFORM``
+    lost ones with ranks to kill, if any live: not those whose ranks were started again meanwhile."""
 
 
 def ranks_of_all(policy: MembershipPolicy, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
-    """Global ranks of ``nodes``. Computed once for nodes that are asked about again and again, fact by fact."""
+    """Global ranks of ``nodes``. Computed once for nodes that are asked about event by event."""
     return _ranks_of_all(policy.ranks_per_node, nodes, frozenset())
 
 
-def left_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
+def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
     """Ranks of the members that are not lost."""
-    return _ranks_of_all(policy.ranks_per_node, state.members, state.lost)
+    return _ranks_of_all(policy.ranks_per_node, state.members, state.nodes.lost)
 
 
 @functools.lru_cache(maxsize=32)
@@ -341,17 +320,16 @@ def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int
 
 
 class Moment(NamedTuple):
-    """The two times of a fact, both on the controller's clock.
+    """The two times of an event, both on the controller's clock.
 
-    A controller that is behind takes a fact in long after it came. Whether something is late is decided by when the
-    fact came, or nodes would be lost for the controller's own backlog. A limit that begins with a decision counts from
-    the decision itself: nobody can act on it earlier.
+    A controller with a backlog takes an event in long after it arrived. Lateness is judged by the arrival, or nodes
+    would be lost for the controller's own backlog. A limit that begins with a decision counts from the decision.
     """
 
     seconds: float
-    """When the fact is taken in."""
+    """When the event is taken in."""
     arrived_seconds: float
-    """When it came. Of a ``Tick``: everything that came before has been taken in."""
+    """When it arrived. Of a ``Tick``: everything that arrived before has been taken in."""
 
 
 def is_late(state: State, now: Moment) -> bool:

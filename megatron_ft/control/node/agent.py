@@ -1,4 +1,4 @@
-"""A node's process: starts its ranks, watches them, relays what they say.
+"""A node's process: starts its ranks, watches them, forwards their reports.
 
 ``python -m megatron_ft.control.node.agent`` reads one line of JSON from standard input (address and token of the
 controller, node number, sockets) and keeps it open: when it closes, the launcher is gone and the node ends. The main
@@ -16,18 +16,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megatron_ft.config.serialize import from_dict
+from megatron_ft.control import messages
+from megatron_ft.control.messages import Join, Order, decode_order, to_message
 from megatron_ft.control.node.fork_server import listen
 from megatron_ft.control.node.outbox import Outbox
 from megatron_ft.control.node.ranks import Ranks
-from megatron_ft.control.node.sidecars import Services
+from megatron_ft.control.node.sidecars import Sidecars
+from megatron_ft.control.node.store_endpoint import StoreEndpoint
 from megatron_ft.control.runtime_dir import Use, remove_stale_sockets, socket_path
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 from megatron_ft.planning.rank_environment import rank_environment
+from megatron_ft.serde import decode, encode
+from megatron_ft.strict_json import parse_json
 
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
@@ -35,7 +40,7 @@ _JOIN_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
-    """What a node process is told through its standard input."""
+    """Specification that an agent reads from standard input."""
 
     controller_address: str
     token: str
@@ -46,31 +51,40 @@ class AgentSpec:
     lost_controller_seconds: float = 60.0
     """A controller that does not answer for so long is lost, and the node ends its ranks: another one had the time to
     take over."""
-    services: dict[str, str] = field(default_factory=dict)
-    """Name to module of the processes that the node has beside its ranks, see ``services``."""
+    sidecars: dict[str, str] = field(default_factory=dict)
+    """Name to module of the processes that the node has beside its ranks, see ``sidecars``."""
     interface: str = ""
-    """Address the services bind to."""
+    """Address the sidecars bind to."""
     log_dir: str = ""
-    """Folder of the services' logs."""
+    """Folder of the sidecars' logs."""
     heartbeat_interval_seconds: float = 1.0
     """Between two signs of life that the node gives, or asks its ranks for."""
     heartbeat_timeout_seconds: float = 10.0
     """A rank that gives none for so long is killed."""
 
     tls_dir: str | None = None
-    """As ``launch.tls_dir``."""
+    """Value of ``launch.tls_dir``."""
     process_id: int | None = None
-    """Of the process on the console's machine that this node is known by there; null: the agent's own."""
-    store: Message | None = None
-    """JSON of ``StorePlace``; null where the controller finds ports itself, on the same machine."""
+    """Process id on the launcher's machine by which this node is known there; null: the agent's own."""
+    store: StoreEndpoint | None = None
+    """Null where the controller finds ports itself, on the same machine."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+        return json.dumps(encode(self)).encode() + b"\n"
 
 
 class ControllerSilent(ControlError):
     """The controller does not answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """The controller is lost to this node."""
+
+    reason: str
+    is_refused: bool
+    """It answers, and refuses this node; else it does not answer."""
 
 
 class Agent:
@@ -81,7 +95,7 @@ class Agent:
         self._use = Use(Path(spec.runtime_dir))
         remove_stale_sockets(Path(spec.runtime_dir), spec.node)
         self._forkserver = FrameReader(_connect(spec.forkserver_socket))
-        self._services = _start_services(spec)  # before this process has threads
+        self._sidecars = _start_sidecars(spec)  # before this process has threads
         from megatron_ft.control.certificates import read_certificates
         from megatron_ft.control.node.controller_client import ControllerClient
 
@@ -89,7 +103,7 @@ class Agent:
         self._client = ControllerClient(spec.controller_address, token=spec.token, certificates=certificates)
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
-        self._orders: deque[Message] = deque()
+        self._orders: deque[Order | _Lost] = deque()
         self._outbox = Outbox(self._wake)
         self._exit_code: int | None = None
         self._socket_path = socket_path(Path(spec.runtime_dir), spec.node)
@@ -103,7 +117,7 @@ class Agent:
         self._check_life_at = time.monotonic()
 
     def run(self) -> int:
-        """Serve until the controller says ``end`` or is lost; the process's exit code.
+        """Serve until the controller orders the end or is lost; the process's exit code.
 
         Raises:
             ControllerSilent: it does not answer. Ranks end when this node is closed.
@@ -115,18 +129,18 @@ class Agent:
             (sys.stdin.fileno(), self._launcher_closed),
         ):
             self._selector.register(source, selectors.EVENT_READ, callback)
-        self._services.watch(self._selector, on_ready=self._join)
+        self._sidecars.watch(self._selector, on_ready=self._join)
         while self._exit_code is None:
             for key, _ in self._selector.select(self._seconds_left()):
                 key.data()
-            self._services.check_in_time()
+            self._sidecars.check_in_time()
             self._check_life()
         return self._exit_code
 
     def _seconds_left(self) -> float:
-        """Until there is something to do even if nobody says anything."""
-        services, ranks = self._services.seconds_left(), max(0.0, self._check_life_at - time.monotonic())
-        return ranks if services is None else min(services, ranks)
+        """Time until there is something to do even if no message arrives."""
+        sidecars, ranks = self._sidecars.seconds_left(), max(0.0, self._check_life_at - time.monotonic())
+        return ranks if sidecars is None else min(sidecars, ranks)
 
     def _check_life(self) -> None:
         now = time.monotonic()
@@ -135,10 +149,13 @@ class Agent:
             self._signal(self._ranks.check_life(now), signal.SIGKILL)
 
     def _join(self) -> None:
-        process_id, store = self._spec.process_id or os.getpid(), self._spec.store
-        identity: Message = {"node": self._spec.node, "process_id": process_id}
-        identity |= {"services": self._services.for_controller()} | ({} if store is None else {"store": store})
-        joined = self._client.insist("join", identity, timeout_seconds=_JOIN_SECONDS)
+        join = Join(
+            node=self._spec.node,
+            process_id=self._spec.process_id or os.getpid(),
+            sidecars=self._sidecars.addresses(),
+            store=self._spec.store,
+        )
+        joined = self._client.insist("join", encode(join), timeout_seconds=_JOIN_SECONDS)
         who = {"node": self._spec.node, "session": joined["session"]}
         orders = threading.Thread(target=self._ask_for_orders, name="orders", args=(who, joined["after"]), daemon=True)
         sender = threading.Thread(target=self._send_reports, name="sender", args=(who,), daemon=True)
@@ -146,9 +163,9 @@ class Agent:
         sender.start()
 
     def close(self) -> None:
-        """Let go of ranks (the fork server kills them), end services, remove the socket file."""
+        """Disconnect from the fork server, which kills the ranks, end sidecars, remove the socket file."""
         self._forkserver.close()
-        self._services.close()
+        self._sidecars.close()
         self._listener.close()
         self._socket_path.unlink(missing_ok=True)
         self._use.end()
@@ -156,7 +173,7 @@ class Agent:
     # --- threads -------------------------------------------------------------------------------------------------
 
     def _ask_for_orders(self, who: Message, after: int) -> None:
-        """Thread: fetch orders by long polls, which tell the controller that this node lives."""
+        """Thread: fetch orders by long polls, which are signs of life for the controller."""
         from megatron_ft.control.rpc import RpcError
 
         last_answer = time.monotonic()
@@ -166,14 +183,19 @@ class Agent:
                 orders = self._client.call("poll", request, timeout_seconds=request["wait_seconds"] + 20)["orders"]
             except RpcError as error:
                 if error.refused or time.monotonic() - last_answer > self._spec.lost_controller_seconds:
-                    self._order({"op": "lost" if error.refused else "silent", "reason": str(error)})
+                    self._order(_Lost(str(error), error.refused))
                     return
                 self._retry_pause.wait(0.2)
                 continue
             last_answer, after = time.monotonic(), after + len(orders)
-            for order in orders:
+            try:
+                decoded = [decode_order(order) for order in orders]
+            except ControlError as error:
+                self._order(_Lost(str(error), is_refused=True))
+                return
+            for order in decoded:
                 self._order(order)
-            if any(order["op"] == "end" for order in orders):
+            if any(isinstance(order, messages.End) for order in decoded):
                 return
 
     _retry_pause = threading.Event()
@@ -189,11 +211,11 @@ class Agent:
                 self._outbox.acknowledge(self._client.call("deliver", body, timeout_seconds=60)["next"])
             except RpcError as error:
                 if error.refused:
-                    self._order({"op": "lost", "reason": str(error)})
+                    self._order(_Lost(str(error), is_refused=True))
                     return
                 self._retry_pause.wait(0.2)
 
-    def _order(self, order: Message) -> None:
+    def _order(self, order: Order | _Lost) -> None:
         self._orders.append(order)
         self._wake()
 
@@ -210,51 +232,51 @@ class Agent:
             self._obey(self._orders.popleft())
         self._ranks.resume()
 
-    def _obey(self, order: Message) -> None:
-        match order["op"]:
-            case "start":
+    def _obey(self, order: Order | _Lost) -> None:
+        node = self._spec.node
+        match order:
+            case messages.Start():
                 self._start(order)
-            case "break":
-                self._break(order)
-            case "change":
-                self._change(order)
-            case "reform":
+            case messages.Break() if node in order.lost:
+                self._signal(self._ranks.numbers, signal.SIGKILL)
+            case messages.Break() | messages.Change():
+                self._broadcast(to_message(order))
+            case messages.Reform():
                 self._reform(order)
-            case "stop":
-                if order["survivors_end"]:
-                    self._tell({"op": "end", "reason": order["reason"]})
+            case messages.Stop():
+                if order.survivors_end:
+                    self._broadcast({"op": "end", "reason": order.reason})
                 self._signal(self._ranks.numbers, signal.SIGTERM)
-            case "kill":
-                if self._spec.node in order["nodes"]:
+            case messages.Kill():
+                if node in order.nodes:
                     self._signal(self._ranks.numbers, signal.SIGKILL)
-            case "end":
+            case messages.End():
                 self._exit_code = 0
-            case "lost":
-                self._lost(order["reason"])
-            case "silent":
-                raise ControllerSilent(f"the controller does not answer: {order['reason']}")
-            case other:
-                self._lost(f"unknown order {other!r}")
+            case _Lost(reason, is_refused=True):
+                self._lose_controller(reason)
+            case _Lost(reason):
+                raise ControllerSilent(f"the controller does not answer: {reason}")
 
-    def _lost(self, reason: str) -> None:
+    def _lose_controller(self, reason: str) -> None:
         print(f"node {self._spec.node}: lost the controller, ending ranks: {reason}", file=sys.stderr, flush=True)
         self._exit_code = ControlError.exit_code
 
     def _launcher_closed(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
-            self._lost("the launcher has gone")
+            self._lose_controller("the launcher has gone")
 
-    def _start(self, order: Message) -> None:
-        """Start this node's ranks if the order is for it; newcomers have no number in the membership yet."""
+    def _start(self, order: messages.Start) -> None:
+        """Start this node's ranks if the order is for it; those that join have no number in the membership yet."""
         node = self._spec.node
-        numbers = order["ranks"].get(str(node))
+        numbers = order.ranks.get(str(node))
         if numbers is None:
             return
-        first = numbers[0] if order["is_newcomer"] else order["nodes"].index(node)
-        shared = {name: value for name, value in order.items() if name not in ("op", "ranks", "services")}
+        first = numbers[0] if order.is_joining else order.nodes.index(node)
+        kept = [field.name for field in fields(order) if field.name not in ("ranks", "sidecars", "reason")]
+        shared = {name: getattr(order, name) for name in kept}
         for local_rank, number in enumerate(numbers):
             who = {"number": number, "rank": first + local_rank, "local_rank": local_rank, "node": node}
-            self._spawn(number, {**shared, **who, "services": self._services.for_ranks(order["services"])})
+            self._spawn(number, {**shared, **who, "sidecars": self._sidecars.for_ranks(order.sidecars)})
 
     def _spawn(self, number: int, spec: Message) -> None:
         log = Path(spec["run_dir"]) / "logs" / f"rank-{number:05d}.log"
@@ -267,30 +289,19 @@ class Agent:
         finally:
             os.close(descriptor)
 
-    def _break(self, order: Message) -> None:
-        """End the membership: ranks of a lost node are killed, others are told."""
-        if self._spec.node in order["lost"]:
-            self._signal(self._ranks.numbers, signal.SIGKILL)
-        else:
-            self._tell({name: order[name] for name in ("op", "generation", "reason")})
-
-    def _change(self, order: Message) -> None:
-        """Have the ranks leave their loop at the next boundary."""
-        self._tell({name: order[name] for name in ("op", "generation", "leaving", "reason")})
-
-    def _reform(self, order: Message) -> None:
+    def _reform(self, order: messages.Reform) -> None:
         """Begin the next membership: ranks of a lost node are killed, those of one that leaves end, others wait."""
-        following, node = order["next"], self._spec.node
-        if node in following["nodes"]:
-            self._ranks.generation = following["generation"]
-            self._tell({"op": "reform", "next": following})
-        elif node in order["lost"]:
+        following, node = order.next, self._spec.node
+        if node in following.nodes:
+            self._ranks.generation = following.generation
+            self._broadcast({"op": "reform", "next": encode(following)})
+        elif node in order.lost:
             self._signal(self._ranks.numbers, signal.SIGKILL)
-        elif node in order["leaving"]:
-            self._tell({"op": "leave", "generation": following["generation"] - 1, "reason": order["reason"]})
+        elif node in order.leaving:
+            self._broadcast({"op": "leave", "generation": following.generation - 1, "reason": order.reason})
 
-    def _tell(self, message: Message) -> None:
-        self._signal(self._ranks.tell(message), signal.SIGKILL)
+    def _broadcast(self, message: Message) -> None:
+        self._signal(self._ranks.broadcast(message), signal.SIGKILL)
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
         for rank in ranks:
@@ -304,12 +315,12 @@ class Agent:
             elif message["op"] == "spawned":
                 self._ranks.spawned(message["rank"], message["process_id"])
         if closed:
-            self._lost("the fork server has gone")
+            self._lose_controller("the fork server has gone")
 
 
-def _start_services(spec: AgentSpec) -> Services:
-    return Services(
-        spec.services,
+def _start_sidecars(spec: AgentSpec) -> Sidecars:
+    return Sidecars(
+        spec.sidecars,
         node=spec.node,
         runtime_dir=Path(spec.runtime_dir),
         log_dir=Path(spec.log_dir),
@@ -329,7 +340,9 @@ def _connect(path: str) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError) as error:
             sock.close()
             if time.monotonic() > deadline:
-                raise ControlError(f"launch.forkserver_socket={path}: nobody listens there ({error})") from error
+                raise ControlError(
+                    f"launch.forkserver_socket={path}: no fork server listens there ({error})"
+                ) from error
             threading.Event().wait(0.02)
 
 
@@ -337,14 +350,15 @@ def _read_spec() -> AgentSpec:
     line = read_line(sys.stdin.fileno())
     if not line.endswith(b"\n"):
         raise ControlError("the launcher closed standard input before it sent the node's spec")
-    return AgentSpec(**json.loads(line))
+    found: AgentSpec = decode(AgentSpec, parse_json(line))
+    return found
 
 
 def serve(spec: AgentSpec) -> int:
     """Be a node's agent until the job has ended; the process's exit code.
 
     Raises:
-        ControllerSilent: it has not been heard of for ``lost_controller_seconds``; the node's ranks are ended.
+        ControllerSilent: it has not answered for ``lost_controller_seconds``; the node's ranks are ended.
     """
     agent = None
     try:

@@ -7,35 +7,36 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from megatron_ft.control.node.worker_client import HangUp, MembershipOrder, Record, StopFlag
+from megatron_ft.control.node.worker_client import Abort, MembershipOrder, Record, StopFlag
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
+from megatron_ft.serde import encode
 
 _MAX_TRACEBACK, _MAX_ERROR = 65536, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who a process is when it starts."""
+    """Identity of a process when it starts."""
 
     number: int
     """By which the control plane knows the process as long as it lives: ``node * ranks_per_node + local_rank``."""
     rank: int
-    """Its number in the membership of ``generation``; nothing yet for a newcomer."""
+    """Its number in the membership of ``generation``; without meaning on a joining node."""
     node: int
     local_rank: int
     generation: int
     start: int
-    """Of the starts of ranks in this job, the one that made this process; from 0."""
-    is_newcomer: bool = False
+    """Number of the start that made this process, from 0; stale processes are known by it."""
+    is_joining: bool = False
 
 
 class AgentClient:
     """Messages go out in the calling thread: when the agent is behind, the socket's buffer is full and the call blocks.
 
-    A thread takes what the agent says and answers its pings.
+    A thread receives the agent's messages and answers its pings.
     """
 
     def __init__(self, path: str, identity: Identity, *, stop: StopFlag, can_survive: bool = False) -> None:
@@ -56,10 +57,10 @@ class AgentClient:
             self._socket.connect(path)
         except OSError as error:
             raise ControlError(f"rank {identity.number} cannot reach its agent at {path}: {error}") from error
-        self._rank: int | None = None if identity.is_newcomer else identity.rank
+        self._rank: int | None = None if identity.is_joining else identity.rank
         self._generation = identity.generation
         self._changed = threading.Condition()
-        self._hang_up: HangUp | None = None
+        self._abort: Abort | None = None
         self._broken: str | None = None
         self._order: MembershipOrder | None = None
         self._next: NextMembership | None = None
@@ -69,7 +70,7 @@ class AgentClient:
         self._listener.start()
         self._send({"op": "hello", "rank": identity.number, "start": identity.start})
 
-    # --- what a rank says and asks -------------------------------------------------------------------------------
+    # --- calls of the rank ---------------------------------------------------------------------------------------
 
     def report(self, record: Record) -> None:
         """See ``WorkerClient``.
@@ -80,7 +81,6 @@ class AgentClient:
         self._send({"op": "record", "record": record})
 
     def progress(self, iteration: int, phase: str) -> None:
-        """See ``WorkerClient``."""
         self._send({"op": "progress", "iteration": iteration, "phase": phase})
 
     def raised(self, traceback: str, *, error: str, exit_code: int | None) -> None:
@@ -90,40 +90,35 @@ class AgentClient:
             error: its last line.
             exit_code: of an error of this project's own, else ``None``.
         """
-        self._send({"op": "raised", **_words(traceback, error, exit_code)})
+        self._send({"op": "raised", **_failure(traceback, error, exit_code)})
 
     def done(self) -> None:
         """Say that this rank's work is done and that it ends."""
         self._send({"op": "done"})
 
     def stop_requested(self) -> bool:
-        """See ``WorkerClient``."""
         return bool(self._stop)
 
     @property
     def can_survive(self) -> bool:
-        """See ``WorkerClient``."""
         return self._can_survive
 
-    def on_break(self, hang_up: HangUp) -> None:
-        """See ``WorkerClient``."""
+    def on_break(self, abort: Abort) -> None:
         with self._changed:
-            self._hang_up = hang_up
+            self._abort = abort
             reason = self._broken
         if reason is not None:
-            _call_in_thread(hang_up, reason)
+            _call_in_thread(abort, reason)
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
-        """See ``WorkerClient``."""
-        self._stand(position, _words_of(error))
+        self._report_position(position, _describe(error))
         following = self._await_next()
         if following is None:
-            raise ControlError("training does not go on in this process: its node leaves the job")
+            raise ControlError("training does not continue in this process: its node leaves the job")
         return following
 
     def await_membership(self) -> NextMembership:
-        """See ``WorkerClient``."""
-        if not self._identity.is_newcomer:
+        if not self._identity.is_joining:
             raise ControlError(f"rank {self._rank} was started with the others: it has a membership")
         following = self._await_next()
         if following is None:
@@ -131,25 +126,21 @@ class AgentClient:
         return following
 
     def change_requested(self) -> bool:
-        """See ``WorkerClient``."""
         return self._order is not None
 
     def awaited_change(self) -> MembershipOrder:
-        """See ``WorkerClient``."""
         self._check_can_survive()
         with self._changed:
             self._changed.wait_for(lambda: self._order is not None or self._ended is not None)
             if self._order is None:
-                raise ControlError(f"training does not go on in this process: {self._ended}")
+                raise ControlError(f"training does not continue in this process: {self._ended}")
             return self._order
 
     def change(self, position: Position) -> NextMembership | None:
-        """See ``WorkerClient``."""
-        self._stand(position, {"planned": True, "at_seconds": time.time()})
+        self._report_position(position, {"planned": True, "at_seconds": time.time()})
         return self._await_next()
 
     def close(self) -> None:
-        """See ``WorkerClient``."""
         with contextlib.suppress(OSError):  # the agent has gone already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._listener.join()
@@ -160,11 +151,11 @@ class AgentClient:
         if not self._can_survive:
             raise ControlError("launch.min_nodes: this job needs all of its nodes")
 
-    def _stand(self, position: Position, words: Record) -> None:
+    def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()
         if (position.rank, position.generation) != (self._rank, self._generation):
-            raise ControlError(f"rank {self._rank} of generation {self._generation} speaks for {position}")
-        self._send({"op": "broken", "position": position.to_json(), **words})
+            raise ControlError(f"rank {self._rank} of generation {self._generation} must not report {position}")
+        self._send({"op": "broken", "position": encode(position), **about})
 
     def _await_next(self) -> NextMembership | None:
         """The next membership; None where this rank's node leaves."""
@@ -172,10 +163,10 @@ class AgentClient:
             self._changed.wait_for(lambda: self._next is not None or self._leaves or self._ended is not None)
             following, self._next = self._next, None
         if following is None and not self._leaves:
-            raise ControlError(f"training does not go on in this process: {self._ended}")
+            raise ControlError(f"training does not continue in this process: {self._ended}")
         return following
 
-    # --- what the agent says, in the listener's thread -----------------------------------------------------------
+    # --- messages of the agent, in the listener's thread ---------------------------------------------------------
 
     def _listen(self) -> None:
         reader, closed = FrameReader(self._socket), False
@@ -183,21 +174,21 @@ class AgentClient:
             while not closed:
                 messages, closed = reader.pump()
                 for message in messages:
-                    self._told(message)
+                    self._receive(message)
         finally:
             with self._changed:
-                self._ended = self._ended or "nothing is heard of the node's agent any more"
+                self._ended = self._ended or "the connection to the node's agent is closed"
                 self._changed.notify_all()
 
-    def _told(self, message: Message) -> None:
-        hang_up = None
+    def _receive(self, message: Message) -> None:
+        abort = None
         with self._changed:
             match message["op"]:
                 case "ping":
                     pass
                 case "break":
                     if self._concerns_us(message) and self._broken is None:
-                        self._broken, hang_up = message["reason"], self._hang_up
+                        self._broken, abort = message["reason"], self._abort
                 case "change":
                     if self._concerns_us(message):
                         self._order = MembershipOrder(tuple(message["leaving"]))
@@ -209,19 +200,19 @@ class AgentClient:
                 case "end":
                     self._ended = message["reason"]
                 case other:
-                    raise ControlError(f"the node's agent says {other!r}")
+                    raise ControlError(f"unknown message {other!r} of the node's agent")
             self._changed.notify_all()
         if message["op"] == "ping":
             self._send({"op": "pong"})
-        if hang_up is not None:
-            _call_in_thread(hang_up, message["reason"])
+        if abort is not None:
+            _call_in_thread(abort, message["reason"])
 
     def _concerns_us(self, message: Message) -> bool:
         return self._rank is not None and message["generation"] == self._generation
 
     def _begin(self, following: NextMembership) -> None:
         rank = following.rank_on(self._identity.node, self._identity.local_rank)
-        if rank is None or following.previous_ranks[rank] != self._rank:  # None of a newcomer
+        if rank is None or following.previous_ranks[rank] != self._rank:  # None on a joining node
             who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
             raise ControlError(f"{who} is not of {following.summary()}")
         self._rank, self._generation = rank, following.generation
@@ -235,20 +226,20 @@ class AgentClient:
             raise ControlError(f"the node's agent is gone: {error}") from error
 
 
-def _call_in_thread(hang_up: HangUp, reason: str) -> None:
-    """Break connections without holding up whoever listens to the agent: NCCL takes seconds to abort, and a rank that
+def _call_in_thread(abort: Abort, reason: str) -> None:
+    """Break connections without blocking the listener's thread: NCCL takes seconds to abort, and a rank that
     answers no ping meanwhile is killed."""
-    threading.Thread(target=hang_up, args=(reason,), name="hang up", daemon=True).start()
+    threading.Thread(target=abort, args=(reason,), name="abort", daemon=True).start()
 
 
-def _words_of(error: BaseException | str) -> Record:
+def _describe(error: BaseException | str) -> Record:
     if isinstance(error, str):
-        return _words(error, error.strip().splitlines()[-1] if error.strip() else "", None)
+        return _failure(error, error.strip().splitlines()[-1] if error.strip() else "", None)
     own_code = error.exit_code if isinstance(error, MegatronFtError) else None
     last_line = "".join(traceback.format_exception_only(error)).strip()
-    return _words("".join(traceback.format_exception(error)), last_line, own_code)
+    return _failure("".join(traceback.format_exception(error)), last_line, own_code)
 
 
-def _words(text: str, error: str, exit_code: int | None) -> Record:
-    words = {"traceback": text[-_MAX_TRACEBACK:], "error": error[:_MAX_ERROR], "exit_code": exit_code}
-    return {**words, "at_seconds": time.time()}
+def _failure(text: str, error: str, exit_code: int | None) -> Record:
+    about = {"traceback": text[-_MAX_TRACEBACK:], "error": error[:_MAX_ERROR], "exit_code": exit_code}
+    return {**about, "at_seconds": time.time()}

@@ -39,7 +39,7 @@ class ControllerClient:
         """Call until there is an answer: of the controller that is to come, or that takes over meanwhile.
 
         Raises:
-            RpcError: refused, or nobody has answered in time.
+            RpcError: refused, or no answer in time.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:

@@ -1,8 +1,8 @@
 """Starts ranks by forking a process that has already imported what they need.
 
 ``python -m megatron_ft.control.node.fork_server --socket PATH --preload MODULE ...`` imports the modules once and then
-serves its unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor, and is
-told the process id, and the exit when it happens. Ranks belong to the connection that asked for them: when it
+serves its unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor, and
+receives the process id, and the exit when it happens. Ranks belong to the connection that asked for them: when it
 closes, they are killed. When the server's standard input closes, it ends, and every rank with it.
 
 The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, not initialised.
@@ -213,7 +213,7 @@ class ForkServer:
 
     def _tell_exit(self, child: _Child, returncode: int, at_seconds: float) -> None:
         message = {"op": "exited", "rank": child.rank, "returncode": returncode, "at_seconds": at_seconds}
-        with contextlib.suppress(ConnectionError):  # the client is gone: reading it says so and drops it
+        with contextlib.suppress(ConnectionError):  # the client is gone: the next read drops it
             send(child.client.reader.sock, message)
 
 

@@ -1,4 +1,4 @@
-"""A node that somebody else's machine is: ``python -m megatron_ft.control.node.main``, started there by ``srun``.
+"""A node on a machine of its own: ``python -m megatron_ft.control.node.main``, started there by ``srun``.
 
 It reads one line of JSON from standard input (``NodeSpec``), which ``srun`` passes on and closes with its own: that is
 the node's lifeline. It finds out what only this machine knows (its address towards the controller, free ports, a folder
@@ -13,19 +13,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.control.launchers.processes import Processes, kill
 from megatron_ft.control.node import agent
 from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.control.node.store_endpoint import find_store_place
+from megatron_ft.control.node.store_endpoint import find_store_endpoint
 from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.slurm import batch_host
 from megatron_ft.control.slurm.nodes import own_address
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import read_line
+from megatron_ft.serde import decode, encode
+from megatron_ft.strict_json import parse_json
 
 _FORKSERVER_SECONDS = 60.0
 """Longest wait for a fork server to listen: a cold file system has Python's files first."""
@@ -34,26 +35,24 @@ _EXIT_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """What the node is told through its standard input."""
+    """Specification that a node reads from standard input."""
 
     agent: agent.AgentSpec
     """Without what only its machine knows."""
-    preload: Sequence[str]
+    preload: list[str]
     """Modules that the fork server imports."""
     batch_job: str | None = None
-    """Slurm's id of the job whose batch host has the console; None where nobody has to ask for its return."""
+    """Slurm's id of the job whose batch host runs the launcher; None where no node has to requeue the job."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+        return json.dumps(encode(self)).encode() + b"\n"
 
     @staticmethod
     def from_line(line: bytes) -> "NodeSpec":
-        """The inverse."""
-        content = json.loads(line)
-        return NodeSpec(
-            agent=agent.AgentSpec(**content["agent"]), preload=content["preload"], batch_job=content["batch_job"]
-        )
+        """Inverse of ``to_line``."""
+        found: NodeSpec = decode(NodeSpec, parse_json(line))
+        return found
 
 
 def run(spec: NodeSpec) -> int:
@@ -67,7 +66,7 @@ def run(spec: NodeSpec) -> int:
         try:
             _await_socket(forkserver, path, processes.log_dir / log)
             here = {"runtime_dir": str(runtime_dir), "forkserver_socket": str(path), "interface": address}
-            store = find_store_place(address).to_json()
+            store = find_store_endpoint(address)
             return agent.serve(dataclasses.replace(spec.agent, **here, store=store))
         finally:
             forkserver.stdin.close()
@@ -91,27 +90,27 @@ def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
-    """Stay until it is known whether the console's machine lives; the process's exit code.
+    """Stay until it is known whether the launcher's machine lives; the process's exit code.
 
-    What is said goes into the node's log: standard error ends with ``srun``, on that machine.
+    Messages go into the node's log: standard error ends with ``srun``, on that machine.
     """
     lifeline_is_cut = threading.Event()
     threading.Thread(target=_await_end_of_input, args=(lifeline_is_cut,), daemon=True).start()
     with (Path(spec.agent.log_dir) / f"node-{spec.agent.node:03d}.log").open("a", buffering=1) as log:
 
-        def say(text: str) -> None:
+        def log_line(text: str) -> None:
             log.write(f"node {spec.agent.node}: {text}\n")
 
-        say(reason)
+        log_line(reason)
         try:
-            batch_host.watch(job_id, lifeline_is_cut, say=say)
+            batch_host.watch(job_id, lifeline_is_cut, report=log_line)
         except ControlError as error:
-            say(str(error))
+            log_line(str(error))
     return ControlError.exit_code
 
 
 def _await_end_of_input(is_over: threading.Event) -> None:
-    """Thread: the console has ended and its machine lives."""
+    """Thread: the launcher has ended and its machine lives."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     is_over.set()

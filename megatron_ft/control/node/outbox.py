@@ -1,4 +1,4 @@
-"""What an agent has to tell the controller, in order, until the controller has it."""
+"""Reports of an agent in order, kept until the controller has them."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ _BATCH_BYTES = 4 * 1024 * 1024
 class Outbox:
     """A numbered queue between one producer and one sender.
 
-    ``put`` never blocks; a producer that can wait looks at ``is_full`` and resumes when ``on_drained`` is called.
+    ``put`` never blocks; a producer that can wait checks ``is_full`` and resumes when ``on_drained`` is called.
     """
 
     def __init__(self, on_drained: Callable[[], None]) -> None:

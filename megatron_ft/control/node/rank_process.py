@@ -1,4 +1,4 @@
-"""What a forked rank does: from the spec it was started with to its exit code."""
+"""Entry of a forked rank: from the spec it was started with to its exit code."""
 
 import dataclasses
 import faulthandler
@@ -39,8 +39,8 @@ def run(spec: Message) -> int:
     try:
         module, _, function = spec["entry"].partition(":")
         getattr(import_module(module), function)(from_dict(spec["config"]), _context(spec, worker))
-    except BaseException as error:  # noqa: BLE001 - a rank's last words, whatever they are
-        return _last_words(worker, error)
+    except BaseException as error:  # noqa: BLE001 - every failure is reported
+        return _report_failure(worker, error)
     worker.done()
     worker.close()
     return 0
@@ -54,19 +54,19 @@ def _context(spec: Message, worker: AgentClient) -> RankContext:
         run_dir=Path(spec["run_dir"]),
         resume_from=None if resume_from is None else Path(resume_from),
         worker=worker,
-        services=spec["services"],
+        sidecars=spec["sidecars"],
         nodes=tuple(spec["nodes"]),
-        is_newcomer=spec["is_newcomer"],
+        is_joining=spec["is_joining"],
     )
 
 
-def _last_words(worker: AgentClient, error: BaseException) -> int:
+def _report_failure(worker: AgentClient, error: BaseException) -> int:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     if isinstance(error, RankLost):
         return (
             error.exit_code
-        )  # an exit without a word is a death, which others outlive; what a rank raises ends the job
+        )  # an exit without a report is a death, which others survive; an error that a rank reports ends the job
     if isinstance(error, SystemExit) and error.code in (0, None):
         text = "the rank called sys.exit() before its work was done\n" + text
     own_code = error.exit_code if isinstance(error, MegatronFtError) else None

@@ -1,4 +1,4 @@
-"""The ranks of one node as its agent sees them: their sockets, what they say and are told, how they end.
+"""The ranks of one node as its agent sees them: their sockets, their messages, their ends.
 
 On the control plane a rank goes by the number it was started with as long as it lives, whatever number later
 memberships give it.
@@ -18,11 +18,11 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 _LOG_TAIL_BYTES = 8192
-_TELL_SECONDS = 5.0
+_SEND_SECONDS = 5.0
 GREETING_BYTES = 4096
 """The longest first message of a connection."""
-MAX_STRANGERS = 256
-"""Connections that may be open without having said which rank they are; of more, the oldest are closed."""
+MAX_UNAUTHENTICATED = 256
+"""Connections that may be open without having named their rank; of more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
 """A silent rank that uses more than this of a processor, within the timeout, is not hung."""
 
@@ -41,7 +41,7 @@ class _Rank:
     is_pinged: bool = False
     """Whether it owes an answer."""
     processor_seconds: float = 0.0
-    """That it had used when it was pinged."""
+    """Processor time that it had used when it was pinged."""
     process_id: int | None = None
     done: bool = False
 
@@ -64,15 +64,17 @@ class Ranks:
             heartbeat_timeout_seconds: a rank that answers no ping for so long is hung.
         """
         self._signs = SignsOfLife[int](heartbeat_timeout_seconds)
+        limit = f"{heartbeat_timeout_seconds:g} s (detector.heartbeat_timeout_seconds)"
+        self._limit = f"was unresponsive for {limit}"
         self._node = node
         self._listener = listener
         self._selector = selector
         self._outbox = outbox
         self._ranks: dict[int, _Rank] = {}
-        self._strangers: dict[FrameReader, None] = {}
+        self._unnamed: dict[FrameReader, None] = {}
         self._paused = False
         self.generation = 0
-        """Of the membership that the ranks belong to; everything they say bears it."""
+        """Generation of the membership that the ranks belong to; every report has it."""
 
     @property
     def numbers(self) -> list[int]:
@@ -92,17 +94,17 @@ class Ranks:
                 connection.setblocking(False)
                 self._greet(FrameReader(connection, first_frame_bytes=GREETING_BYTES))
 
-    def tell(self, message: Message) -> list[int]:
-        """Say something to every rank that is connected; those that do not take it."""
+    def broadcast(self, message: Message) -> list[int]:
+        """Send a message to every rank that is connected; those that do not take it."""
         connected = [state for state in self._ranks.values() if state.reader is not None]
-        return [state.rank for state in connected if not self._tell(state, message)]
+        return [state.rank for state in connected if not self._send(state, message)]
 
-    def _tell(self, state: _Rank, message: Message) -> bool:
+    def _send(self, state: _Rank, message: Message) -> bool:
         assert state.reader is not None, "a rank that is connected"
-        state.reader.sock.settimeout(_TELL_SECONDS)
+        state.reader.sock.settimeout(_SEND_SECONDS)
         try:
             send(state.reader.sock, message)
-        except OSError:  # it has gone, which its exit tells, or its buffer is full
+        except OSError:  # it is gone, which its exit will show, or its buffer is full
             return False
         finally:
             state.reader.sock.setblocking(False)
@@ -115,7 +117,7 @@ class Ranks:
     def check_life(self, now: float) -> list[int]:
         """Ping ranks that owe no answer, pass on how far they are; those that have to be killed, for they are hung.
 
-        To be called several times within the timeout. Ranks that are not read owe nothing. One that says nothing but
+        To be called several times within the timeout. Ranks that are not read owe nothing. One that is silent but
         uses a processor works on something that lets no other thread of it run.
 
         Args:
@@ -129,7 +131,8 @@ class Ranks:
             else:
                 hung.append(rank)
                 self._signs.forget(rank)
-                self._put(state, {"op": "hung", "node": self._node, "at_seconds": time.time(), **state.last})
+                about = {"node": self._node, "at_seconds": time.time(), "hung": self._limit, **state.last}
+                self._put(state, {"op": "hung", **about})
         for state in self._ranks.values():
             self._check_life(state, now)
         return hung
@@ -142,18 +145,18 @@ class Ranks:
             return
         state.is_pinged = True
         state.processor_seconds = processor_seconds(state.process_id)
-        self._tell(state, {"op": "ping"})
+        self._send(state, {"op": "ping"})
 
     def _owe_nothing(self, state: _Rank, now: float) -> None:
         state.is_pinged = False
         self._signs.hear(state.rank, now)
 
     def exited(self, message: Message) -> None:
-        """A rank's process has ended. What it said comes first: it waits in sockets of this process."""
+        """A rank's process has ended. Its messages come first: they wait in sockets of this process."""
         state = self._ranks[message["rank"]]
         self.accept()
-        for stranger in list(self._strangers):
-            self._read_stranger(stranger)
+        for reader in list(self._unnamed):
+            self._read_first(reader)
         if state.reader is not None:
             self._read_rank(state, state.reader, until_empty=True)
         tail = "" if state.done else tail_of(state.log)
@@ -171,20 +174,20 @@ class Ranks:
                     self._watch(state, state.reader)
 
     def _greet(self, reader: FrameReader) -> None:
-        self._strangers[reader] = None
-        self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_stranger(reader))
-        if len(self._strangers) > MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
+        self._unnamed[reader] = None
+        self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_first(reader))
+        if len(self._unnamed) > MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unnamed))
             self._leave(oldest)
             oldest.close()
 
-    def _read_stranger(self, reader: FrameReader) -> None:
-        """The first message of a connection says which rank it is."""
-        if reader not in self._strangers:
+    def _read_first(self, reader: FrameReader) -> None:
+        """Read the first message of a connection, which names its rank."""
+        if reader not in self._unnamed:
             return
         try:
             messages, closed = reader.pump()
-        except ControlError:  # what it says is no message: no rank of ours
+        except ControlError:  # not a rank of this job
             messages, closed = [], True
         if not messages and not closed:
             return
@@ -197,16 +200,16 @@ class Ranks:
         self._signs.hear(state.rank, time.monotonic())
         self._put(state, {"op": "reported"})
         for message in messages[1:]:
-            self._rank_said(state, message)
+            self._receive(state, message)
         if not closed and not self._paused:
             self._watch(state, reader)
 
-    def _leave(self, stranger: FrameReader) -> None:
-        del self._strangers[stranger]
-        self._selector.unregister(stranger.sock)
+    def _leave(self, reader: FrameReader) -> None:
+        del self._unnamed[reader]
+        self._selector.unregister(reader.sock)
 
     def _named(self, message: Message) -> _Rank | None:
-        """The rank that a greeting speaks for."""
+        """The rank that a greeting names."""
         rank = message.get("rank")
         return self._ranks.get(rank) if type(rank) is int else None
 
@@ -219,7 +222,7 @@ class Ranks:
         while True:
             messages, closed = reader.pump()
             for message in messages:
-                self._rank_said(state, message)
+                self._receive(state, message)
             if closed:
                 self._forget(state, reader)
                 return
@@ -242,7 +245,7 @@ class Ranks:
         reader.close()
         state.reader = None
 
-    def _rank_said(self, state: _Rank, message: Message) -> None:
+    def _receive(self, state: _Rank, message: Message) -> None:
         self._owe_nothing(state, time.monotonic())
         match message["op"]:
             case "record":
@@ -269,7 +272,7 @@ def _greets(message: Message, state: _Rank) -> bool:
 
 
 def processor_seconds(process_id: int | None) -> float:
-    """What a process has used of processors so far; 0 of one that is gone."""
+    """Processor time that a process has used so far; 0 for one that is gone."""
     try:
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -283,7 +286,7 @@ def size_of(path: Path) -> int:
 
 
 def last_line(path: Path, begin_bytes: int) -> str:
-    """The last line with words that was written to a log behind its first ``begin_bytes``; empty if there is none."""
+    """The last line that is not blank behind the first ``begin_bytes`` of a log; empty if there is none."""
     lines = _last_lines(path, begin_bytes)
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

@@ -1,4 +1,4 @@
-"""A node's services: processes beside the ranks that live as long as the node and outlive restarts of the ranks.
+"""A node's sidecars: processes beside the ranks that live as long as the node and outlive restarts of the ranks.
 
 The agent starts ``python -m MODULE`` with one line of JSON on standard input: ``socket_path`` (unix socket for the
 node's ranks), ``interface`` (address to bind to for other nodes), ``token`` and ``node``. The service answers with one
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.membership.machine import describe_returncode
+from megatron_ft.control.messages import SidecarAddress
 from megatron_ft.control.node.fork_server import die_with_parent
 from megatron_ft.control.node.ranks import last_line
 from megatron_ft.control.runtime_dir import socket_path
@@ -35,7 +36,7 @@ _READ_BYTES = 4096
 
 
 @dataclass
-class Service:
+class Sidecar:
     """One service of a node."""
 
     name: str
@@ -44,7 +45,7 @@ class Service:
     socket_path: Path
     log: Path
     log_begin_bytes: int
-    """Size of the log when it was started: earlier services of the node have written that."""
+    """Size of the log when it was started: earlier sidecars of the node have written that."""
     address: str | None = None
     line: bytearray = field(default_factory=bytearray)
 
@@ -61,7 +62,7 @@ class Service:
         self.line += data
         head, end, _ = self.line.partition(b"\n")
         if len(head) > _MAX_LINE_BYTES:
-            raise ControlError(f"service {self.name}: its first line must have at most {_MAX_LINE_BYTES} bytes")
+            raise ControlError(f"sidecar {self.name}: its first line must have at most {_MAX_LINE_BYTES} bytes")
         if end:
             self.address = self._address_in(bytes(head))
         return bool(data)
@@ -69,20 +70,20 @@ class Service:
     def _address_in(self, line: bytes) -> str:
         address = decode(line).get("address")
         if not isinstance(address, str) or not address:
-            raise ControlError(f"service {self.name}: its first line must say its address; it says {line!r}")
+            raise ControlError(f"sidecar {self.name}: its first line must hold its address; it holds {line!r}")
         return address
 
     def how_it_ended(self) -> str:
-        """In words, after its process has."""
+        """Description of its end, after its process has ended."""
         returncode = self.process.wait()
         how = "exited with code 0" if returncode == 0 else describe_returncode(returncode)
-        words = last_line(self.log, self.log_begin_bytes)
-        said = f", its last words: {words}" if words else ""
-        return f"service {self.name} {how} while the job ran{said}; its log: {self.log}"
+        last = last_line(self.log, self.log_begin_bytes)
+        cause = f", the last line of its log: {last}" if last else ""
+        return f"sidecar {self.name} {how} while the job ran{cause}; its log: {self.log}"
 
 
-class Services:
-    """All services of a node, started together; used by the node's main thread only."""
+class Sidecars:
+    """All sidecars of a node, started together; used by the node's main thread only."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Services:
         self._token = token
         self._start_seconds = start_seconds
         self._deadline = time.monotonic() + start_seconds
-        self._all: list[Service] = []
+        self._all: list[Sidecar] = []
         for name, module in modules.items():
             path = socket_path(runtime_dir, node, name)
             about = {"socket_path": str(path), "interface": interface, "token": token, "node": node}
@@ -113,11 +114,11 @@ class Services:
 
     @property
     def ready(self) -> bool:
-        """Whether all have said their address."""
+        """Whether all have sent their address."""
         return all(service.address is not None for service in self._all)
 
     def seconds_left(self) -> float | None:
-        """Time left to say an address; none when all have."""
+        """Time left to send an address; None when all have."""
         return None if self.ready else max(0.0, self._deadline - time.monotonic())
 
     def check_in_time(self) -> None:
@@ -128,33 +129,33 @@ class Services:
         """
         if self.seconds_left() == 0.0:
             silent = ", ".join(f"{service.name} (log: {service.log})" for service in self._all if not service.address)
-            raise ControlError(f"no address of service {silent} within {self._start_seconds:g} s")
+            raise ControlError(f"no address of sidecar {silent} within {self._start_seconds:g} s")
 
     def watch(self, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
-        """Have ``selector`` call back when one speaks or ends; ``on_ready`` is called once, when all are ready.
+        """Have ``selector`` call back when one writes or ends; ``on_ready`` is called once, when all are ready.
 
-        The callbacks raise ControlError for a service that says no address or ends.
+        The callbacks raise ControlError for a sidecar that sends no address or ends.
         """
         for service in self._all:
-            heard = functools.partial(self._heard, service, selector, on_ready)
-            selector.register(service.process.stdout, selectors.EVENT_READ, heard)  # type: ignore[arg-type]
+            read = functools.partial(self._read, service, selector, on_ready)
+            selector.register(service.process.stdout, selectors.EVENT_READ, read)  # type: ignore[arg-type]
             selector.register(service.pidfd, selectors.EVENT_READ, functools.partial(_ended, service))
         if not self._all:
             on_ready()
 
-    def _heard(self, service: Service, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
+    def _read(self, service: Sidecar, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
         was_ready = self.ready
         if not service.read():
             selector.unregister(service.process.stdout)  # type: ignore[arg-type]
         if self.ready and not was_ready:
             on_ready()
 
-    def for_controller(self) -> dict[str, dict[str, str | None]]:
-        """Name to ``socket`` and ``address``."""
-        return {service.name: {"socket": str(service.socket_path), "address": service.address} for service in self._all}
+    def addresses(self) -> dict[str, SidecarAddress]:
+        """Name to where it listens; all are ready."""
+        return {one.name: SidecarAddress(address=str(one.address), socket=str(one.socket_path)) for one in self._all}
 
     def for_ranks(self, addresses: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, object]]:
-        """What this node's ranks are told, see ``RankContext.services``.
+        """Sidecars as this node's ranks receive them, see ``RankContext.sidecars``.
 
         Args:
             addresses: service name to node number (as text) to address.
@@ -178,7 +179,7 @@ class Services:
             _wait_or_kill(service, deadline)
 
 
-def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) -> Service:
+def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) -> Sidecar:
     with log.open("ab") as errors:
         log_begin_bytes = errors.tell()
         process = subprocess.Popen(
@@ -189,21 +190,21 @@ def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) ->
             bufsize=0,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
-    service = Service(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)
-    with contextlib.suppress(BrokenPipeError):  # it has ended; the selector says so
+    service = Sidecar(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)
+    with contextlib.suppress(BrokenPipeError):  # it has ended, which the selector reports
         process.stdin.write(line)  # type: ignore[union-attr]
     return service
 
 
-def _ended(service: Service) -> None:
+def _ended(service: Sidecar) -> None:
     raise ControlError(service.how_it_ended())
 
 
-def _wait_or_kill(service: Service, deadline: float) -> None:
+def _wait_or_kill(service: Sidecar, deadline: float) -> None:
     try:
         service.process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        print(f"service {service.name} did not end within {STOP_SECONDS:g} s: killed", file=sys.stderr, flush=True)
+        print(f"sidecar {service.name} did not end within {STOP_SECONDS:g} s: killed", file=sys.stderr, flush=True)
         service.process.send_signal(signal.SIGKILL)
         service.process.wait()
     service.process.stdout.close()  # type: ignore[union-attr]

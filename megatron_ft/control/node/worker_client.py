@@ -1,4 +1,4 @@
-"""A rank's side of the control plane: what a rank is told, and how it answers."""
+"""A rank's side of the control plane: its context, its reports and the orders it receives."""
 
 import signal
 import threading
@@ -14,20 +14,20 @@ from megatron_ft.planning.recovery.target import Position
 
 Record = dict[str, Any]
 
-HangUp = Callable[[str], None]
+Abort = Callable[[str], None]
 """Takes the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipOrder:
-    """The order that the membership change at the next iteration boundary. Who joins there is told afterwards."""
+    """The order that the membership change at the next iteration boundary. The nodes that join are known afterwards."""
 
     leaving: tuple[int, ...]
     """Nodes whose ranks end well there, rising; empty when nodes only join."""
 
 
 class WorkerClient(Protocol):
-    """What a rank may say and ask."""
+    """Calls of a rank to the control plane."""
 
     def report(self, record: Record) -> None:
         """Hand a metrics or event record to the sinks. Blocks while they are behind; nothing is dropped."""
@@ -43,10 +43,10 @@ class WorkerClient(Protocol):
 
     @property
     def can_survive(self) -> bool:
-        """Whether this rank may go on when others are lost, leave or join, see ``LaunchConfig.may_lose_nodes``."""
+        """Whether this rank may continue when others are lost, leave or join, see ``LaunchConfig.may_lose_nodes``."""
 
-    def on_break(self, hang_up: HangUp) -> None:
-        """Have ``hang_up(reason)`` called when others are lost, so that no collective waits for them.
+    def on_break(self, abort: Abort) -> None:
+        """Have ``abort(reason)`` called when others are lost, so that no collective waits for them.
 
         It is called in another thread, once at most in each membership; at once if that has been broken already, and
         again in the next ones unless another takes its place.
@@ -57,17 +57,17 @@ class WorkerClient(Protocol):
 
         Args:
             position: by this rank's number in the membership that ends.
-            error: what the iteration failed with; the rank's own failure where nobody is lost.
+            error: what the iteration failed with; the rank's own failure where no node is lost.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
         """
 
     def await_membership(self) -> NextMembership:
-        """Wait, as a newcomer (``RankContext.is_newcomer``), for the membership that this rank begins in.
+        """Wait on a joining node (``RankContext.is_joining``) for the membership that this rank begins in.
 
         Raises:
-            ControlError: the job ends or starts its ranks again instead, or this rank is no newcomer.
+            ControlError: the job ends or starts its ranks again instead, or this node does not join.
         """
 
     def change_requested(self) -> bool:
@@ -102,7 +102,7 @@ class WorkerClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """Who a rank is. ``rank`` is global; ``generation`` counts memberships from 0."""
+    """Identity and surroundings of a rank. ``rank`` is global; ``generation`` counts memberships from 0."""
 
     rank: int
     world_size: int
@@ -117,15 +117,15 @@ class RankContext:
     """The run's ``checkpoints`` folder when the run is to be continued from its newest valid checkpoint (after a
     restart always: ``generation`` > 0); null starts fresh (or from ``checkpoint.load``)."""
     worker: WorkerClient
-    services: Mapping[str, Any] = field(default_factory=dict)
+    sidecars: Mapping[str, Any] = field(default_factory=dict)
     """Name of a service of the nodes to ``socket`` (path of its own node's), ``token``, and ``addresses`` (node number
     as text to ``host:port``)."""
     nodes: tuple[int, ...] = ()
     """For each rank its node: fewer nodes than the configuration has where some were lost before this start. Empty
-    where nobody tells, as under torchrun."""
-    is_newcomer: bool = False
+    where it is unknown, as under torchrun."""
+    is_joining: bool = False
     """This process was started into a job that runs: before it joins any group it calls
-    ``worker.await_membership()``, which says who it is. Until then ``rank``, ``world_size``, ``num_nodes``, ``nodes``
+    ``worker.await_membership()``, which gives its rank. Until then ``rank``, ``world_size``, ``num_nodes``, ``nodes``
     and the master are those of the membership that it is not of."""
 
 
@@ -156,44 +156,36 @@ class InProcessClient:
         self._lock = threading.Lock()
 
     def report(self, record: Record) -> None:
-        """See ``WorkerClient``."""
         with self._lock:
             self._write(record)
 
     def progress(self, iteration: int, phase: str) -> None:
-        """See ``WorkerClient``; nobody listens."""
+        """Do nothing: no agent listens."""
 
     def stop_requested(self) -> bool:
-        """See ``WorkerClient``."""
         return bool(self._stop)
 
     @property
     def can_survive(self) -> bool:
-        """See ``WorkerClient``; what started this rank starts it again."""
         return False
 
-    def on_break(self, hang_up: HangUp) -> None:
-        """See ``WorkerClient``; nobody tells of losses."""
+    def on_break(self, abort: Abort) -> None:
+        """Do nothing: no agent announces losses."""
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
-        """See ``WorkerClient``."""
         raise ControlError("a rank without an agent does not outlive the others")
 
     def await_membership(self) -> NextMembership:
-        """See ``WorkerClient``."""
         raise ControlError("a rank without an agent does not join a job that runs")
 
     def change_requested(self) -> bool:
-        """See ``WorkerClient``; nobody joins or leaves."""
         return False
 
     def awaited_change(self) -> MembershipOrder:
-        """See ``WorkerClient``."""
-        raise ControlError("a rank without an agent sees nobody join or leave")
+        raise ControlError("a rank without an agent sees no node join or leave")
 
     def change(self, position: Position) -> NextMembership | None:
-        """See ``WorkerClient``."""
-        raise ControlError("a rank without an agent sees nobody join or leave")
+        raise ControlError("a rank without an agent sees no node join or leave")
 
     def close(self) -> None:
         """See ``WorkerClient``."""

@@ -36,7 +36,7 @@ def connect_keeper(trainer: "Trainer") -> KeeperClient | None:
     config, context = trainer.config, trainer.context
     if config.snapshot.policy is None:
         return None
-    service, present = context.services[SERVICE], list(dict.fromkeys(trainer.nodes))
+    service, present = context.sidecars[SERVICE], list(dict.fromkeys(trainer.nodes))
     peers = peer_assignment(config).peers[present.index(context.node)]
     hello = {
         "token": service["token"],
@@ -60,10 +60,10 @@ def share_addresses(context: RankContext, agreement: Agreement) -> RankContext:
 
     Nodes that join later know of all that were there before, and these not of them.
     """
-    service = context.services[SERVICE]
+    service = context.sidecars[SERVICE]
     told = agreement.gather([context.node, service["addresses"][str(context.node)]])
     addresses = {**service["addresses"], **{str(node): address for node, address in told}}
-    return replace(context, services={**context.services, SERVICE: {**service, "addresses": addresses}})
+    return replace(context, sidecars={**context.sidecars, SERVICE: {**service, "addresses": addresses}})
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:

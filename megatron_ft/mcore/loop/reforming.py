@@ -259,5 +259,5 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
         master_addr=following.master_addr,
         master_port=following.master_port,
         nodes=following.nodes,
-        is_newcomer=False,
+        is_joining=False,
     )

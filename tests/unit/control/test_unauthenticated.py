@@ -1,4 +1,4 @@
-"""Strangers on the control channel are few and do not stay; whoever has shown the token does."""
+"""UnauthenticatedConnections on the control channel are few and do not stay; whoever has shown the token does."""
 
 import contextlib
 import socket
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.attacks import crowd, headers_without_body
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
-from megatron_ft.control.unauthenticated import Strangers, max_connections, peer_of
+from megatron_ft.control.unauthenticated import UnauthenticatedConnections, max_connections, peer_of
 from tests.unit.control.controller.test_controller import eventually
 
 TOKEN = new_token()
@@ -39,13 +39,13 @@ def is_closed(sock: socket.socket) -> bool:
 
 def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
     host, _, port = server.address.rpartition(":")
-    strangers = Strangers(int(port), max_connections=19)
+    strangers = UnauthenticatedConnections(int(port), max_connections=19)
     client = RpcClient(server.address, "Test", token=TOKEN)
     gone = RpcClient(server.address, "Test", token=TOKEN)
     for caller in (client, gone):
         assert caller.call("echo", {"n": 1}, timeout_seconds=5) == {"n": 1}
     gone.close()
-    for peer in server._strangers._named:
+    for peer in server._unauthenticated._named:
         strangers.has_shown_token(peer)
     socks = [socket.create_connection((host, int(port))) for _ in range(12)]
     try:
@@ -58,9 +58,9 @@ def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
         assert strangers.look(110.0) == 0, "they have had their time"
         assert eventually(lambda: all(is_closed(sock) for sock in socks))
         assert client.call("echo", {"n": 2}, timeout_seconds=5) == {"n": 2}
-        assert eventually(lambda: strangers.look(200.0) == 0 and len(strangers._friends) == 1)
+        assert eventually(lambda: strangers.look(200.0) == 0 and len(strangers._authenticated) == 1)
         client.close()
-        assert eventually(lambda: strangers.look(300.0) == 0 and not strangers._friends)
+        assert eventually(lambda: strangers.look(300.0) == 0 and not strangers._authenticated)
     finally:
         for sock in socks:
             sock.close()
@@ -68,7 +68,7 @@ def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
 
 @pytest.mark.parametrize("token", [None, "0" * 64])
 def test_calls_without_the_token_do_not_make_a_friend(server: RpcServer, token: str | None) -> None:
-    strangers = server._strangers
+    strangers = server._unauthenticated
     with crowd(server.address, 4, headers_without_body("/Test/echo", token)):
         assert eventually(lambda: strangers.look(0.0) == 4)
         assert strangers.look(1000.0) == 0

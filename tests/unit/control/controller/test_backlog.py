@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from megatron_ft.control.controller import server
 from megatron_ft.control.controller.controller import Controller
-from megatron_ft.control.controller import server as front_desk
 from megatron_ft.control.controller.journal import Journal
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.membership.events import AddRequested, KillRequested, NodeLost
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, Step
 from megatron_ft.control.rpc import RpcClient, new_token
 from megatron_ft.framing import Message
-from tests.unit.control.controller.test_controller import PATIENT, broken, eventually, record, reported, start_order
+from tests.unit.control.controller.test_controller import PATIENT, broken, eventually, launch_spec, record, reported
 
 TOKEN = new_token()
 POLICY = MembershipPolicy(
@@ -50,7 +50,7 @@ class Job:
             policy,
             interface="127.0.0.1",
             token=TOKEN,
-            start_order=start_order,
+            launch_spec=launch_spec,
             record_decision=lambda _: None,
             detection=detection,
             journal=self.journal,
@@ -72,7 +72,9 @@ class Job:
             assert self.go.wait(30)
 
     def call(self, method: str, **body: Any) -> Message:
-        return self.client.call(method, {"session": 0, **body}, timeout_seconds=30)
+        return self.client.call(
+            method, ({"session": 0} if method in ("poll", "deliver") else {}) | body, timeout_seconds=30
+        )
 
     def deliver(self, node: int, first: int, *items: Message) -> int:
         return int(self.call("deliver", node=node, first=first, items=list(items))["next"])
@@ -91,7 +93,7 @@ class Job:
         state = self.controller.state
         for _ in range(2):
             self.controller.post(KillRequested())
-        for node in sorted(state.joined - state.agents_lost):
+        for node in sorted(state.nodes.registered):
             self.controller.post(NodeLost(node, 1.0, "the test is over"))
         self.thread.join(timeout=20)
         assert not self.thread.is_alive()
@@ -122,7 +124,7 @@ def test_positions_that_came_while_the_controller_was_busy_are_in_time(begin: Ca
     job.controller.post(NodeLost(0, 1.0, "its process was killed by SIGKILL", 7))
     assert job.held.wait(10)
     waiting = [job.calls.submit(job.deliver, node, 1, broken(node)) for node in (2, 3)]
-    assert eventually(lambda: job.controller._desk._inbox._queue.qsize() == 2)
+    assert eventually(lambda: job.controller._server._inbox._queue.qsize() == 2)
     job.ahead_seconds = POLICY.position_timeout_seconds + 1
     job.go.set()
     assert [call.result(timeout=20) for call in waiting] == [2, 2]
@@ -142,7 +144,7 @@ def test_a_position_that_came_too_late_is_too_late(begin: Callable[..., Job]) ->
     assert job.held.wait(10)
     job.ahead_seconds = POLICY.position_timeout_seconds + 1
     waiting = job.calls.submit(job.deliver, 3, 1, broken(3))
-    assert eventually(lambda: job.controller._desk._inbox._queue.qsize() == 1)
+    assert eventually(lambda: job.controller._server._inbox._queue.qsize() == 1)
     job.go.set()
     assert waiting.result(timeout=20) == 2
     assert eventually(lambda: job.controller.state.generation == 1)
@@ -157,7 +159,7 @@ def test_a_limit_counts_from_the_decision_and_not_from_what_led_to_it(begin: Cal
     job.controller.post(AddRequested(4))
     assert job.held.wait(10)
     first = job.calls.submit(job.deliver, 1, 1, broken(1))
-    assert eventually(lambda: job.controller._desk._inbox._queue.qsize() == 1)
+    assert eventually(lambda: job.controller._server._inbox._queue.qsize() == 1)
     job.controller.post(NodeLost(0, 1.0, "its process was killed by SIGKILL", 7))
     job.ahead_seconds = POLICY.position_timeout_seconds + 1
     job.hold_at = None
@@ -184,8 +186,8 @@ def test_a_node_lives_as_long_as_it_waits_to_be_taken_in(begin: Callable[..., Jo
     assert job.call("poll", node=1, session=joined["session"], after=joined["after"], wait_seconds=10)["orders"]
     over.set()
     signs.result(timeout=10)
-    facts = [entry["fact"]["fact"] for entry in Journal(job.path).entries if "fact" in entry]
-    assert facts.count("AddRequested") == 40 and "NodeLost" not in facts
+    events = [entry["event"] for entry in Journal(job.path).entries if "event" in entry]
+    assert events.count("AddRequested") == 40 and "NodeLost" not in events
 
 
 def test_a_node_that_has_called_since_it_was_found_silent_is_not_lost(begin: Callable[..., Job]) -> None:
@@ -198,7 +200,7 @@ def test_a_node_that_has_called_since_it_was_found_silent_is_not_lost(begin: Cal
         lambda: [job.deliver(node, 10**6) for _ in iter(lambda: over.wait(0.05), True) for node in list(living)]
     )
     assert job.held.wait(20)
-    assert [(fact.node, job.steps[-1].nodes) for fact in job.controller._found] == [(1, (0,))]
+    assert [(event.node, job.steps[-1].nodes) for event in job.controller._found] == [(1, (0,))]
     job.deliver(1, 10**6)
     living.append(1)
     job.go.set()
@@ -218,10 +220,10 @@ def test_what_is_delivered_again_while_it_waits_is_queued_once(
     job.controller.post(AddRequested(4))
     assert job.held.wait(10)
     items = [record(2, 0), record(2, 1)]
-    monkeypatch.setattr(front_desk, "_ACCEPT_SECONDS", 0.1)
+    monkeypatch.setattr(server, "_ACCEPT_SECONDS", 0.1)
     assert job.deliver(2, 1, *items) == 1, "not in time"
     assert job.deliver(2, 1, *items, record(2, 2)) == 1
-    assert job.controller._desk._inbox._queue.qsize() == 3
+    assert job.controller._server._inbox._queue.qsize() == 3
     monkeypatch.undo()
     job.go.set()
     assert job.deliver(2, 1, *items, record(2, 2)) == 4
@@ -232,7 +234,7 @@ def test_a_call_is_woken_by_its_own_item_alone(begin: Callable[..., Job]) -> Non
     job = begin(replace(POLICY, num_nodes=40, max_nodes=40))
     job.run()
     polls = [job.calls.submit(job.call, "poll", node=node, after=1, wait_seconds=30) for node in range(40)]
-    assert eventually(lambda: len(job.controller._desk._new_order._waiters) == 40)
+    assert eventually(lambda: len(job.controller._server._new_order._waiters) == 40)
     before = num_sleeps()
     num_calls = 100
     for number in range(num_calls):
@@ -256,8 +258,8 @@ def test_an_order_is_encoded_once_for_all_who_fetch_it(begin: Callable[..., Job]
     job = begin(replace(POLICY, num_nodes=20, max_nodes=20))
     job.run()
     polls = [job.calls.submit(job.call, "poll", node=node, after=1, wait_seconds=30) for node in range(20)]
-    assert eventually(lambda: len(job.controller._desk._new_order._waiters) == 20)
-    job.controller._desk.give({"op": "kill", "nodes": [], "about": Counted(large=1)})
+    assert eventually(lambda: len(job.controller._server._new_order._waiters) == 20)
+    job.controller._server.give({"op": "kill", "nodes": [], "about": Counted(large=1)})
     assert all(
         poll.result(timeout=20)["orders"] == [{"op": "kill", "nodes": [], "about": {"large": 1}}] for poll in polls
     )

@@ -10,13 +10,17 @@ import pytest
 
 from benchmarks.attacks import malformed_items
 from megatron_ft.control.controller.controller import Controller
-from megatron_ft.control.controller.job_result import JobEnd
+from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.membership.events import DrainRequested, KillRequested, NodeLost
+from megatron_ft.control.membership.nodes import AgentState
 from megatron_ft.control.membership.state import Decision, FailedStart, MembershipPolicy, Outcome, Phase, Step
-from megatron_ft.control.node.store_endpoint import StorePlace
+from megatron_ft.control.messages import LaunchSpec
+from megatron_ft.control.node.store_endpoint import StoreEndpoint
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.errors import FINAL_ERRORS, MegatronFtError
+from megatron_ft.serde import encode
+from tests.helpers.node_states import of_agents
 from tests.helpers.votes import vote_of
 
 TOKEN = new_token()
@@ -33,15 +37,24 @@ PATIENT = DetectorPolicy(heartbeat_timeout_seconds=600.0, hang_seconds=None)
 QUICK = DetectorPolicy(heartbeat_interval_seconds=0.05, heartbeat_timeout_seconds=0.4, hang_seconds=None)
 
 
-def start_order(generation: int, members: Sequence[int], stores: Mapping[int, StorePlace]) -> dict[str, Any]:
-    said = {"stores": {str(node): store.to_json() for node, store in stores.items()}} if stores else {}
-    return {
-        "config": 1,
-        "members": list(members),
-        "master_addr": "127.0.0.1",
-        "master_port": 20000 + generation,
-        **said,
-    }
+def launch_spec(generation: int, members: Sequence[int], stores: Mapping[int, StoreEndpoint]) -> LaunchSpec:
+    places = {str(node): encode(store) for node, store in stores.items()}
+    return LaunchSpec(
+        entry="package:function",
+        config={"members": list(members), "stores": places},
+        run_dir="run",
+        working_dir=".",
+        world_size=len(members),
+        num_nodes=len(members),
+        can_survive=True,
+        master_addr="127.0.0.1",
+        master_port=20000 + generation,
+    )
+
+
+def losses(job: "Running") -> list[int]:
+    """Losses in a row of each node that has any."""
+    return [record.num_losses for record in job.controller.state.nodes.records if record.num_losses]
 
 
 class Running:
@@ -53,7 +66,7 @@ class Running:
             policy,
             interface="127.0.0.1",
             token=TOKEN,
-            start_order=start_order,
+            launch_spec=launch_spec,
             record_decision=self.decisions.append,
             detection=detection,
         )
@@ -61,7 +74,7 @@ class Running:
         self.steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
         self.sessions: dict[int, int] = {}
         self.start_of: dict[int, int] = {0: 0, 1: 0}
-        self.end: JobEnd | None = None
+        self.end: JobResult | None = None
         self.details_at_restart: dict[int, Any] = {}
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -79,7 +92,7 @@ class Running:
         """Let both nodes join; the order they get."""
         for node in (0, 1):
             service = {"socket": f"node-{node}.sock", "address": f"127.0.0.1:{9000 + node}"}
-            self.join(node, services={"keeper": service})
+            self.join(node, sidecars={"keeper": service})
         return self.order(0)
 
     def join(self, node: int, process_id: int = 7, **body: Any) -> dict[str, Any]:
@@ -110,7 +123,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Running]:
     running.controller.post(KillRequested())
     running.controller.post(KillRequested())
     state = running.controller.state
-    for node in set(state.started - state.agents_lost) & set(running.sessions):
+    for node in set(state.nodes.with_ranks & state.nodes.registered) & set(running.sessions):
         number = running.deliver(node, 10**6)
         running.deliver(node, number, exited(node, -9, running.controller.state.generation, running.start_of[node]))
     running.thread.join(timeout=20)
@@ -123,7 +136,7 @@ def test_an_order_knows_where_nodes_can_serve_a_store(job: Running) -> None:
     places = {node: {"address": f"10.0.0.{node}", "ports": [20000 + node]} for node in (0, 1)}
     for node, place in places.items():
         job.join(node, store=place)
-    assert job.order(0)["stores"] == {str(node): place for node, place in places.items()}
+    assert job.order(0)["config"]["stores"] == {str(node): place for node, place in places.items()}
 
 
 def record(rank: int, number: int) -> dict[str, Any]:
@@ -149,7 +162,7 @@ def test_a_job_from_start_to_end(job: Running) -> None:
     assert job.call("poll", node=0, after=0, wait_seconds=0)["orders"] == []
     job.join(1)
     (start,) = job.call("poll", node=1, after=0, wait_seconds=10)["orders"]
-    assert (start["op"], start["generation"], start["ranks"], start["config"]) == ("start", 0, {"0": [0], "1": [1]}, 1)
+    assert (start["op"], start["generation"], start["ranks"]) == ("start", 0, {"0": [0], "1": [1]})
     for rank in (0, 1):
         job.deliver(rank, 0, reported(rank), record(rank, 7), exited(rank))
     (end,) = job.call("poll", node=0, after=1, wait_seconds=10)["orders"]
@@ -190,7 +203,7 @@ def test_an_error_that_another_try_cannot_mend_ends_the_job(job: Running, error:
 
 
 def test_every_node_learns_where_the_services_of_all_listen(job: Running) -> None:
-    assert job.start()["services"] == {"keeper": {"0": "127.0.0.1:9000", "1": "127.0.0.1:9001"}}
+    assert job.start()["sidecars"] == {"keeper": {"0": "127.0.0.1:9000", "1": "127.0.0.1:9001"}}
 
 
 def test_what_is_delivered_twice_counts_once(job: Running) -> None:
@@ -212,18 +225,22 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ("join", {}, "malformed"),
         ("join", {"node": 1}, "malformed"),
         ("join", {"node": "x", "process_id": 7}, "malformed"),
-        ("join", {"node": 1, "process_id": 7, "services": {"keeper": {"socket": "s"}}}, "malformed"),
-        ("join", {"node": 1, "process_id": 7, "services": 7}, "malformed"),
+        ("join", {"node": 1, "process_id": 7, "sidecars": {"keeper": {"socket": "s"}}}, "malformed"),
+        ("join", {"node": 1, "process_id": 7, "sidecars": 7}, "malformed"),
         ("join", {"node": 1, "process_id": 7, "store": 7}, "malformed"),
-        ("join", {"node": 1, "process_id": 7, "store": {"address": "10.0.0.1", "ports": [0]}}, "must be an address"),
-        ("poll", {"node": 1, "after": 0, "wait_seconds": 0}, "session 0 is over"),
-        ("deliver", {"node": 1, "first": 0, "items": []}, "session 0 is over"),
-        ("deliver", {"node": 0, "session": 1, "first": 0, "items": []}, "session 1 is over"),
+        (
+            "join",
+            {"node": 1, "process_id": 7, "store": {"address": "10.0.0.1", "ports": [0]}},
+            "must be from 1 to 65535",
+        ),
+        ("poll", {"node": 1, "after": 0, "wait_seconds": 0}, "stale session 0"),
+        ("deliver", {"node": 1, "first": 0, "items": []}, "stale session 0"),
+        ("deliver", {"node": 0, "session": 1, "first": 0, "items": []}, "stale session 1"),
         ("deliver", {"node": 0, "session": "x", "first": 0, "items": []}, "malformed"),
         ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "nodes 0 to 1"),
         ("poll", {"node": 0, "after": 0}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not of node 0"),
-        ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0, "generation": 0}]}, "unknown item"),
+        ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0, "generation": 0}]}, "unknown report"),
         (
             "deliver",
             {"node": 0, "first": 0, "items": [{"op": "exited", "rank": 0, "start": 0, "generation": 0}]},
@@ -244,7 +261,7 @@ def test_nonsense_changes_nothing(job: Running, method: str, body: dict[str, Any
     with pytest.raises(RpcError, match=word):
         job.call(method, **{"node": 0, **body} if "node" not in body and method != "join" else body)
     assert job.controller.state.phase is Phase.FORMING
-    assert job.controller.state.joined <= {0}
+    assert job.controller.state.nodes.registered <= {0}
     assert not job.controller.state.failures
 
 
@@ -305,18 +322,18 @@ def test_a_rank_fails_with_its_first_error_and_by_its_number_in_the_membership(j
 @pytest.mark.parametrize(
     ("item", "word"),
     [
-        (broken(0, rank=1), "speaks for"),
-        ({**broken(0), "position": broken(0, 1)["position"]}, "speaks for"),
+        (broken(0, rank=1), "sends the position"),
+        ({**broken(0), "position": broken(0, 1)["position"]}, "sends the position"),
         (broken(0, 1), "not of generation 1"),
-        (broken(0, completed="4"), "malformed position"),
-        (broken(0, contributed=6), "malformed position"),
-        (broken(0, has_state=1), "malformed position"),
-        (broken(0, vote={"iteration": 4}), "malformed position"),
-        (broken(0, vote=7), "malformed position"),
-        (broken(0, vote={**asdict(VOTE), "grad_norm": "1.0"}), "malformed position"),
-        (broken(0, more=1), "malformed position"),
-        ({**broken(0), "position": None}, "malformed position"),
-        ({name: value for name, value in broken(0).items() if name != "position"}, "malformed position"),
+        (broken(0, completed="4"), "malformed (report broken: )?position"),
+        (broken(0, contributed=6), "malformed (report broken: )?position"),
+        (broken(0, has_state=1), "malformed (report broken: )?position"),
+        (broken(0, vote={"iteration": 4}), "malformed (report broken: )?position"),
+        (broken(0, vote=7), "malformed (report broken: )?position"),
+        (broken(0, vote={**asdict(VOTE), "grad_norm": "1.0"}), "malformed (report broken: )?position"),
+        (broken(0, more=1), "malformed (report broken: )?position"),
+        ({**broken(0), "position": None}, "malformed (report broken: )?position"),
+        ({name: value for name, value in broken(0).items() if name != "position"}, "position: is missing"),
         ({name: value for name, value in broken(0).items() if name != "at_seconds"}, "malformed"),
     ],
 )
@@ -338,8 +355,8 @@ def test_a_node_joins_the_job_that_runs_and_another_leaves_it(job: Running) -> N
     assert job.join(2) == {"session": 0, "after": 1, "epoch": 1}, "what was ordered before is not for it"
     job.start_of[2] = 1
     start = job.order(1)
-    assert (start["op"], start["start"], start["ranks"], start["is_newcomer"]) == ("start", 1, {"2": [2]}, True)
-    assert (start["nodes"], start["members"]) == ([0, 1], [0, 1])
+    assert (start["op"], start["start"], start["ranks"], start["is_joining"]) == ("start", 1, {"2": [2]}, True)
+    assert (start["nodes"], start["config"]["members"]) == ([0, 1], [0, 1])
     job.deliver(2, 0, reported(2, 0, 1))
     change = job.order(2)
     assert (change["op"], change["generation"], change["leaving"]) == ("change", 0, [])
@@ -373,7 +390,7 @@ def test_a_process_that_takes_the_place_of_another_starts_ranks_of_its_own(job: 
     assert job.join(0, process_id=7)["session"] == 0, "the same process may ask twice"
     joined = job.join(0, process_id=8)
     assert joined == {"session": 1, "after": 2, "epoch": 1}, "the loss of its predecessor was told before"
-    with pytest.raises(RpcError, match="session 0 is over"):
+    with pytest.raises(RpcError, match="stale session 0"):
         job.call("deliver", node=0, session=0, first=1, items=[exited(0)])
     assert job.order(1)["op"] == "break"
     job.deliver(1, 1, broken(1))
@@ -424,7 +441,7 @@ def test_a_node_that_does_not_call_is_lost_and_may_not_come_back(job: Running) -
             ("deliver", {"node": 0, "first": 1, "items": []}),
             ("join", {"node": 0, "process_id": 7}),
         ):
-            with pytest.raises(RpcError, match="over|may not register") as refusal:
+            with pytest.raises(RpcError, match="stale session|may not register") as refusal:
                 job.call(method, **body)
             assert refusal.value.refused
     finally:
@@ -448,9 +465,10 @@ def test_a_rank_that_its_agent_finds_hung_is_lost_with_its_node(job: Running) ->
     job.start()
     for rank in (0, 1):
         job.deliver(rank, 0, reported(rank))
-    job.deliver(0, 1, {**exited(0, -9), "op": "hung", "iteration": 4, "phase": "data"}, exited(0, -9))
+    hung = {"at_seconds": 1.0, "hung": "was unresponsive for 600 s", "iteration": 4, "phase": "data"}
+    job.deliver(0, 1, {**reported(0), "op": "hung", **hung}, exited(0, -9))
     order = job.order(1)
-    assert order["reason"] == "rank 0 gave no sign for 600 s (detector.heartbeat_timeout_seconds)"
+    assert order["reason"] == "rank 0 was unresponsive for 600 s"
     assert job.controller.state.failures[0].iteration == 4
 
 
@@ -463,7 +481,7 @@ def progress(rank: int, iteration: int) -> dict[str, Any]:
 def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> None:
     job.start()
     for node in (2, 4):
-        with pytest.raises(RpcError, match="the job is starting|no member|0 to 3"):
+        with pytest.raises(RpcError, match="the job is starting|not a member|0 to 3"):
             job.call("drain", node=node)
     for rank in (0, 1):
         job.deliver(rank, 0, reported(rank), progress(rank, 5 + rank))
@@ -487,7 +505,7 @@ def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> No
     for method, node, reason in (
         ("add", 0, "node 0 is a member"),
         ("add", 2, "node 2 is waiting to join already"),
-        ("drain", 2, "node 2 is no member"),
+        ("drain", 2, "node 2 is not a member"),
         ("drain", 4, "the job has nodes 0 to 3"),
         ("add", -1, "the job has nodes 0 to 3"),
     ):
@@ -524,8 +542,10 @@ def test_a_process_that_ends_before_it_registers_is_started_again(job: Running) 
     job.controller.post(NodeLost(2, 3.0, "its process ended", 72))
     assert await_step(job, Decision.START_AGENTS).nodes == (2,), "of one whose predecessor was given up"
     job.controller.post(NodeLost(2, 4.0, "its process ended", 73))
-    assert eventually(lambda: not job.controller.state.agents_starting), "as often as launch.max_node_restarts=3 allows"
-    assert 2 not in job.controller.state.wanted
+    assert eventually(lambda: not of_agents(job.controller.state, AgentState.STARTING)), (
+        "as often as launch.max_node_restarts=3 allows"
+    )
+    assert 2 not in job.controller.state.nodes.wanted
 
 
 def await_step(job: Running, decision: Decision) -> Step:
@@ -568,7 +588,7 @@ def test_ranks_that_were_started_for_a_lost_place_are_named_in_no_order_to_kill(
     for rank in (0, 2):
         job.deliver(rank, 1, broken(rank))
     order = job.order(2)
-    assert (order["op"], order["ranks"], order["is_newcomer"]) == ("start", {"1": [1]}, True)
+    assert (order["op"], order["ranks"], order["is_joining"]) == ("start", {"1": [1]}, True)
     job.start_of[1] = 1
     job.deliver(2, 2, exited(2, -9))
     assert job.order(3)["lost"] == [2], "the new rank of node 1 lives on"
@@ -592,23 +612,23 @@ def test_the_end_of_a_process_that_was_given_up_before_is_no_news(job: Running) 
     job.join(2, process_id=71)
     job.start_of[2] = 1
     job.controller.post(NodeLost(2, 1.0, "no sign of its process"))
-    assert eventually(lambda: job.controller.state.agents_starting == {2})
+    assert eventually(lambda: of_agents(job.controller.state, AgentState.STARTING) == {2})
     job.controller.post(NodeLost(2, 2.0, "its process was killed by SIGKILL", 71))
     job.controller.post(NodeLost(2, 2.0, "its process was killed by SIGKILL", 71))
     assert job.call("status")["generation"] == 0
-    assert job.controller.state.agents_starting == {2}, "the one that was killed was of another process"
-    assert [found.num_losses for found in job.controller.state.returns] == [1]
+    assert of_agents(job.controller.state, AgentState.STARTING) == {2}, "the one that was killed was of another process"
+    assert losses(job) == [1]
     job.controller.post(NodeLost(2, 3.0, "its process ended", 72))
-    assert eventually(lambda: [found.num_losses for found in job.controller.state.returns] == [2])
+    assert eventually(lambda: losses(job) == [2])
 
 
 def test_a_process_that_asks_twice_to_take_a_place_has_it(job: Running) -> None:
     job.start()
-    sessions = job.controller._desk._sessions
+    sessions = job.controller._server._sessions
     replaced = sessions.replaced(0, 8)
     assert replaced == 7
-    for fact in (NodeLost(0, 1.0, "another process has taken its place", replaced),) * 2:
-        job.controller.post(fact)
+    for event in (NodeLost(0, 1.0, "another process has taken its place", replaced),) * 2:
+        job.controller.post(event)
     assert job.join(0, process_id=8)["session"] == 1
     job.controller.post(NodeLost(0, 1.0, "another process has taken its place", replaced))
     assert job.call("poll", node=0, after=0, wait_seconds=0)["orders"], "the late word is of the one before"

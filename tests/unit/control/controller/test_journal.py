@@ -42,3 +42,12 @@ def test_damage_elsewhere_is_refused_by_its_line(tmp_path: Path, line: str) -> N
     path.write_text(f'{{"a":1}}\n{line}\n{{"b":2}}\n')
     with pytest.raises(ControlError, match="line 2"):
         Journal(path)
+
+
+@pytest.mark.parametrize(("line", "found"), [('{"begin_seconds":1.5}', 1), ('{"format":3}', 3)])
+def test_a_journal_of_another_version_is_refused_by_its_format(tmp_path: Path, line: str, found: int) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(ControlError, match=f"has format {found}, must have 2: another version wrote it"):
+        Journal(path)
+    assert path.read_text() == f"{line}\n", "it is left as it is"

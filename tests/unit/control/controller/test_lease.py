@@ -4,41 +4,41 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.controller.lease import begin_epoch
+from megatron_ft.control.controller.lease import acquire_lease
 from megatron_ft.errors import ControlError
 
 
 def test_epochs_rise(tmp_path: Path) -> None:
     numbers = []
     for _ in range(12):
-        epoch = begin_epoch(tmp_path)
-        numbers.append(epoch.number)
-        assert not epoch.is_over
+        epoch = acquire_lease(tmp_path)
+        numbers.append(epoch.epoch)
+        assert not epoch.is_stale
         epoch.release()
     assert numbers == list(range(1, 13))
 
 
 def test_a_second_controller_does_not_begin_beside_the_first(tmp_path: Path) -> None:
-    first = begin_epoch(tmp_path)
+    first = acquire_lease(tmp_path)
     with pytest.raises(ControlError, match="another controller of this run lives"):
-        begin_epoch(tmp_path)
-    assert not first.is_over
+        acquire_lease(tmp_path)
+    assert not first.is_stale
     first.release()
-    assert begin_epoch(tmp_path).number == 2
+    assert acquire_lease(tmp_path).epoch == 2
 
 
 def test_one_that_has_been_followed_knows_it(tmp_path: Path) -> None:
-    first = begin_epoch(tmp_path)
+    first = acquire_lease(tmp_path)
     first.release()  # as if its machine had lost the lock
-    second = begin_epoch(tmp_path)
-    assert first.is_over and not second.is_over
+    second = acquire_lease(tmp_path)
+    assert first.is_stale and not second.is_stale
     (tmp_path / "epoch").unlink()
-    assert second.is_over
+    assert second.is_stale
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "epoch").write_text("seven\n")
     with pytest.raises(ControlError, match="must hold a number"):
-        begin_epoch(tmp_path)
+        acquire_lease(tmp_path)
     (tmp_path / "epoch").write_text("7\n")
-    assert begin_epoch(tmp_path).number == 8
+    assert acquire_lease(tmp_path).epoch == 8

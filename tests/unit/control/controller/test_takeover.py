@@ -19,9 +19,9 @@ from tests.unit.control.controller.test_controller import (
     ONE_NODE_IS_ENOUGH,
     broken,
     exited,
+    launch_spec,
     record,
     reported,
-    start_order,
 )
 
 TOKEN = new_token()
@@ -40,7 +40,7 @@ class Life:
             POLICY,
             interface="127.0.0.1",
             token=TOKEN,
-            start_order=start_order,
+            launch_spec=launch_spec,
             record_decision=self.decisions.append,
             journal=journal,
             epoch=epoch,
@@ -54,7 +54,7 @@ class Life:
     def take_over(self) -> tuple[State, list[Any]]:
         """State and orders, from the journal alone."""
         self.controller._take_over(self.steps.append)
-        return self.controller.state, self.controller._desk._orders
+        return self.controller.state, self.controller._server._orders
 
 
 def a_job_that_loses_a_node(life: Life) -> None:
@@ -70,7 +70,7 @@ def a_job_that_loses_a_node(life: Life) -> None:
         assert answer["next"] == first + len(items)
 
     for node in range(3):
-        call("join", node=node, process_id=70 + node, services={"keeper": {"address": f"127.0.0.1:{9000 + node}"}})
+        call("join", node=node, process_id=70 + node, sidecars={"keeper": {"address": f"127.0.0.1:{9000 + node}"}})
     for node in range(3):
         deliver(node, 0, reported(node), record(node, 1))
     life.controller.post(NodeLost(2, 5.0, "its process was killed by SIGKILL", 72), 0)
@@ -136,7 +136,7 @@ def test_what_was_told_before_is_not_taken_in_again(tmp_path: Path) -> None:
     again = client.call("join", {"node": 0, "process_id": 70}, timeout_seconds=10)
     assert again["session"] == 0, "the same process asks again"
     assert life.controller.state.survived[0][0].node == 2 and not life.controller.state.failures
-    assert life.records == [({"n": 2}, (0, 0, 3))], "the console knows by its number that it has it already"
+    assert life.records == [({"n": 2}, (0, 0, 3))], "the launcher knows by its number that it has it already"
     for _ in range(2):
         life.controller.post(StopRequested(), 1)
     for node, first in ((0, 4), (1, 4)):

@@ -25,7 +25,7 @@ def test_before_the_start_a_node_may_go_and_come_back(starts_nodes: bool) -> Non
     if starts_nodes:
         assert step.decision is Decision.END, "who started it has no other"
         return
-    assert (step.decision, step.state.phase, step.state.joined) == (Decision.WAIT, Phase.FORMING, frozenset())
+    assert (step.decision, step.state.phase, step.state.nodes.registered) == (Decision.WAIT, Phase.FORMING, frozenset())
     step = advance(policy, step.state, NodeJoined(1), 3.0)
     assert step.decision is Decision.WAIT, "node 0 is not there"
     assert step.state.deadline_seconds == 100.0, "the wait is no longer for it"
@@ -87,7 +87,7 @@ def test_who_does_not_come_in_time_is_not_waited_for(policy: MembershipPolicy) -
     lose_cable(job, 1)
     step = job.tick(101.0)
     assert step.decision is Decision.STOP
-    assert "nobody can take place 1 of node 1" in step.reason
+    assert "no replacement node for place 1 of node 1" in step.reason
 
 
 def test_a_dead_rank_of_a_node_that_is_there_is_started_as_ever() -> None:

@@ -16,7 +16,10 @@ from megatron_ft.control.membership.events import (
     RankReported,
     StopRequested,
 )
+from megatron_ft.control.membership.machine import initial
+from megatron_ft.control.membership.nodes import NodeState
 from megatron_ft.control.membership.state import Decision, FailedStart, MembershipPolicy, Outcome, Phase, Step
+from tests.helpers.node_states import left
 from tests.unit.control.membership.test_reconfigure import Job
 
 WAIT, REFORM, CHANGE = Decision.WAIT, Decision.REFORM, Decision.CHANGE
@@ -65,7 +68,7 @@ def test_a_node_that_registers_later_is_started_and_joins_at_a_boundary() -> Non
     assert (step.decision, step.reason) == (REFORM, "nodes [3] join")
     assert shape(step) == ((0, 1, 2, 3, None, None), (0, 0, 1, 1, 3, 3))
     assert step.reform is not None and (step.reform.joining, step.reform.lost, step.reform.leaving) == ((3,), (), ())
-    assert (step.state.members, step.state.newcomers, step.state.num_reforms) == ((0, 1, 3), (), 1)
+    assert (step.state.members, step.state.nodes.joining, step.state.num_reforms) == ((0, 1, 3), (), 1)
     for rank in (0, 1, 2, 3, 6):
         assert job.see(RankExited(rank, 0, job.now, done=True)).decision is WAIT
     step = job.see(RankExited(7, 0, job.now, done=True))
@@ -88,7 +91,7 @@ def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -
     ready(job, 3)
     step = job.die(6)
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (3,))
-    assert job.state.newcomers == () and not job.state.failures
+    assert job.state.nodes.joining == () and not job.state.failures
     assert job.die(7).decision is WAIT
     assert job.state.wake_seconds is None
     ready(job, 2)
@@ -96,7 +99,7 @@ def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -
     stand(job, 0, 1)
     assert job.die(4).decision is WAIT, "ranks stand at the boundary"
     step = stand(job, 2, 3)
-    assert (step.decision, step.reason) == (REFORM, "nobody joins or leaves after all")
+    assert (step.decision, step.reason) == (REFORM, "no node joins or leaves")
     assert shape(step) == ((0, 1, 2, 3), (0, 0, 1, 1))
     assert job.tick(0.0).nodes == (2,), "what is left of it is killed"
 
@@ -125,7 +128,7 @@ def test_a_newcomer_is_lost_with_its_agent_and_may_register_again() -> None:
     job = Job(POLICY)
     ready(job, 3)
     assert job.see(NodeLost(3, 1.0, "cable")).decision is WAIT
-    assert job.state.newcomers == () and not job.state.failures
+    assert job.state.nodes.joining == () and not job.state.failures
     ready(job, 3)
     assert job.tick(5.0).decision is CHANGE
 
@@ -141,9 +144,9 @@ def test_a_member_leaves_as_asked_and_its_end_is_no_failure() -> None:
     assert [position.rank for position in step.reform.positions] == list(range(6)), "those who leave know, too"
     assert job.see(RankExited(2, 0, 0.0, done=True)).decision is WAIT
     assert job.see(RankExited(3, 1, 0.0, done=False)).decision is WAIT
-    assert (job.state.phase, job.state.left, job.state.failures) == (Phase.RUNNING, {1}, ())
+    assert (job.state.phase, left(job.state), job.state.failures) == (Phase.RUNNING, {1}, ())
     step = job.see(AddRequested(1))
-    assert (step.decision, step.nodes, step.state.left) == (Decision.START_NODES, (1,), frozenset())
+    assert (step.decision, step.nodes, left(step.state)) == (Decision.START_NODES, (1,), frozenset())
 
 
 def test_a_node_is_started_again_only_when_the_last_of_its_ranks_is_gone() -> None:
@@ -153,7 +156,7 @@ def test_a_node_is_started_again_only_when_the_last_of_its_ranks_is_gone() -> No
     assert job.see(AddRequested(1)).decision is WAIT
     step = job.die(3)
     assert (step.decision, step.nodes) == (Decision.START_NODES, (1,))
-    assert (job.state.lost, job.state.members) == (frozenset(), (0, 2))
+    assert (job.state.nodes.lost, job.state.members) == (frozenset(), (0, 2))
     for rank in (2, 3):
         job.see(RankReported(rank))
     assert job.tick(5.0).decision is CHANGE
@@ -165,7 +168,7 @@ def test_who_may_not_leave_stays() -> None:
     assert job.see(DrainRequested(3)).decision is WAIT, "it is no member"
     assert job.see(DrainRequested(0)).decision is CHANGE
     assert job.see(DrainRequested(1)).decision is WAIT, "one node has to stay"
-    assert job.state.draining == {0}
+    assert job.state.nodes.draining == {0}
 
 
 def test_a_node_that_may_not_leave_after_a_loss_leaves_when_another_has_joined() -> None:
@@ -175,7 +178,7 @@ def test_a_node_that_may_not_leave_after_a_loss_leaves_when_another_has_joined()
     job.die(4)
     step = stand(job, 3)
     assert step.reform is not None and (step.reform.lost, step.reform.leaving) == ((2,), ())
-    assert (job.state.members, job.state.draining, job.state.change) == ((0, 1), {0}, None)
+    assert (job.state.members, job.state.nodes.draining, job.state.phase) == ((0, 1), {0}, Phase.RUNNING)
     assert job.tick(0.0).decision is WAIT, "two nodes have to stay"
     ready(job, 3)
     job.tick(5.0)
@@ -201,7 +204,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_no_other() -> None:
     job = Job(SPARE)
     ready(job, 3)
     assert job.tick(500.0).decision is WAIT
-    assert job.state.newcomers[0].is_ready and job.state.wake_seconds is None
+    assert job.state.nodes.joining[0].state is NodeState.READY and job.state.wake_seconds is None
     job.die(0)
     step = job.say(2, 3, 4, 5)
     assert shape(step) == ((2, 3, 4, 5, None, None), (1, 1, 2, 2, 3, 3))
@@ -229,9 +232,8 @@ def test_a_lost_spare_is_no_failure_and_a_node_beyond_the_job_is_started_by_requ
 
 
 def test_spares_that_register_before_the_others_start_once_the_job_runs() -> None:
-    job = Job(SPARE)
     early = Job.__new__(Job)
-    early.__dict__.update(policy=SPARE, now=0.0, steps=[], state=replace(job.steps[0].state, joined=frozenset()))
+    early.__dict__.update(policy=SPARE, now=0.0, steps=[], state=initial(SPARE, 0.0))
     for node in (3, 0, 1):
         assert early.see(NodeJoined(node)).decision is WAIT
     assert early.see(NodeJoined(2)).decision is Decision.START
@@ -355,14 +357,14 @@ def test_a_lost_process_of_a_node_that_is_to_come_back_anyway_is_no_failed_start
     job.say(0, 1, 4, 5)
     step = job.see(NodeLost(1, 1.0, "its process was killed by SIGKILL"))
     assert (step.decision, step.state.failed_starts) == (Decision.START_AGENTS, ())
-    assert [found.num_losses for found in step.state.returns] == [1], "it was lost once"
+    assert [record.num_losses for record in step.state.nodes.records if record.num_losses] == [1], "it was lost once"
 
 
 def test_a_node_that_was_to_leave_and_dies_does_not_come_back() -> None:
     job = Job(replace(POLICY, num_nodes=3, restart_lost_nodes=True))
     assert job.see(DrainRequested(1)).decision is CHANGE
     assert lose(job, 1, completed=4).decision is WAIT
-    assert job.state.left == {1} and job.state.wanted == frozenset()
+    assert left(job.state) == {1} and job.state.nodes.wanted == frozenset()
     assert job.tick(1000.0).decision is WAIT
 
 
@@ -413,7 +415,10 @@ def test_ranks_that_do_not_come_to_the_boundary_in_time_end_the_job() -> None:
     stand(job, 0, 1, 2)
     assert job.tick(29.9).decision is WAIT
     step = job.tick(0.1)
-    assert (step.decision, step.reason) == (Decision.STOP, "launch.reform_timeout_seconds=30: no word of ranks [3]")
+    assert (step.decision, step.reason) == (
+        Decision.STOP,
+        "launch.reform_timeout_seconds=30: timed out waiting for ranks [3]",
+    )
     assert job.tick(2.0).decision is Decision.KILL
     for rank in range(4):
         step = job.die(rank)
@@ -449,7 +454,7 @@ def test_a_restart_takes_healthy_nodes_and_newcomers_before_those_that_failed() 
     for rank in range(8):
         step = job.see(RankExited(rank, 1, 2.0, done=False))
     assert (step.decision, step.state.members) == (Decision.RESTART, (0, 1, 2)), "no node was lost"
-    assert step.state.wanted == {3}
+    assert step.state.nodes.wanted == {3}
     job.report()
     assert job.tick(0.0).nodes == (3,)
 
@@ -464,8 +469,8 @@ def test_a_restart_leaves_out_nodes_that_have_left_or_are_to_leave() -> None:
     job.see(RankRaised(0, 1.0))
     for rank in (0, 1, 4, 5, 6, 7):
         step = job.see(RankExited(rank, 1, 2.0, done=False))
-    assert (step.decision, step.state.members, step.state.left) == (Decision.RESTART, (0, 3), {1, 2})
-    assert step.state.wanted == frozenset()
+    assert (step.decision, step.state.members, left(step.state)) == (Decision.RESTART, (0, 3), {1, 2})
+    assert step.state.nodes.wanted == frozenset()
 
 
 @pytest.mark.parametrize(("comes_back", "decision"), [(True, Decision.START_AGENTS), (False, WAIT)])
@@ -485,6 +490,6 @@ def test_a_lost_node_comes_back_after_a_restart_where_that_is_wanted(comes_back:
 @pytest.mark.parametrize("policy", [replace(POLICY, min_nodes=None, max_nodes=None)])
 def test_a_job_of_fixed_size_admits_nobody(policy: MembershipPolicy) -> None:
     job = Job(policy)
-    for fact in (AddRequested(1), DrainRequested(1), NodeJoined(1)):
-        assert job.see(fact).decision is WAIT
+    for event in (AddRequested(1), DrainRequested(1), NodeJoined(1)):
+        assert job.see(event).decision is WAIT
     assert job.see(KillRequested()).decision is Decision.KILL

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.control.membership.events import (
-    Fact,
     KillRequested,
+    MachineEvent,
     NodeJoined,
     NodeLost,
     RankExited,
@@ -41,7 +41,7 @@ class Job:
         self.state = initial(policy, 0.0)
         self.now = 0.0
 
-    def see(self, event: Fact, *, after_seconds: float = 0.0) -> Step:
+    def see(self, event: MachineEvent, *, after_seconds: float = 0.0) -> Step:
         self.now += after_seconds
         step = advance(self.policy, self.state, event, self.now)
         self.state = step.state
@@ -202,7 +202,7 @@ def test_ranks_that_have_not_started_have_nothing_to_save() -> None:
 
 
 @pytest.mark.parametrize("event", [StopRequested(), KillRequested(), NodeLost(0, 1.0)])
-def test_before_ranks_exist_the_job_just_ends(event: Fact) -> None:
+def test_before_ranks_exist_the_job_just_ends(event: MachineEvent) -> None:
     job = Job()
     job.see(NodeJoined(0))
     assert job.see(event).decision is Decision.END
@@ -231,7 +231,7 @@ def test_when_all_ranks_are_gone_they_start_again() -> None:
     assert (step.decision, step.reason) == (Decision.RESTART, "rank 1 was killed by SIGKILL")
     state = job.state
     assert (state.phase, state.generation, state.outcome) == (Phase.STARTING, 1, Outcome.FINISHED)
-    assert state.gone == state.reported == frozenset()
+    assert state.gone == state.connected == frozenset()
     assert [failure.rank for failure in state.survived[0]] == [1, 0, 2, 3]
     job.report()
     for rank in range(4):
@@ -290,7 +290,7 @@ def test_an_error_that_another_try_cannot_mend_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize("event", [StopRequested(), KillRequested(), NodeLost(0, 1.0)])
-def test_nothing_starts_again_after_a_request_or_without_a_node(event: Fact) -> None:
+def test_nothing_starts_again_after_a_request_or_without_a_node(event: MachineEvent) -> None:
     job = Job(TWO_RESTARTS).running()
     job.see(event)
     assert job.fail(at_iteration=5).decision is Decision.END
@@ -339,7 +339,7 @@ MISHAPS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(HISTORIES)
 def test_whatever_happens_the_job_ends_in_bounded_time_and_decides_each_thing_once(
-    history: list[tuple[Fact, float]],
+    history: list[tuple[MachineEvent, float]],
 ) -> None:
     job = Job()
     decisions = [job.see(event, after_seconds=seconds).decision for event, seconds in history]
@@ -358,7 +358,7 @@ def test_whatever_happens_the_job_ends_in_bounded_time_and_decides_each_thing_on
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2), HISTORIES, st.lists(MISHAPS, max_size=80))
 def test_restarts_end_too_and_each_generation_is_whole(
-    max_restarts: int, history: list[tuple[Fact, float]], mishaps: list[Fact]
+    max_restarts: int, history: list[tuple[MachineEvent, float]], mishaps: list[MachineEvent]
 ) -> None:
     job = Job(replace(POLICY, max_restarts=max_restarts))
     fruitless, furthest = 0, 0

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_ft.control.membership.events import (
-    Fact,
     JobHung,
     KillRequested,
+    MachineEvent,
     NodeJoined,
     NodeLost,
     RankBroken,
@@ -50,9 +50,9 @@ class Job:
             self.see(RankReported(rank))
         assert self.state.phase is Phase.RUNNING
 
-    def see(self, fact: Fact, *, after_seconds: float = 0.0) -> Step:
+    def see(self, event: MachineEvent, *, after_seconds: float = 0.0) -> Step:
         self.now += after_seconds
-        step = advance(self.policy, self.state, fact, self.now)
+        step = advance(self.policy, self.state, event, self.now)
         self.state = step.state
         self.steps.append(step)
         return step
@@ -83,7 +83,7 @@ def test_a_death_breaks_the_membership_and_the_others_go_on_when_all_have_spoken
     job = Job()
     step = job.die(3)
     assert (step.decision, step.reason) == (Decision.BREAK, "rank 3 was killed by SIGKILL")
-    assert (step.state.phase, step.state.announced) == (Phase.REFORMING, {1})
+    assert (step.state.phase, step.state.nodes.announced) == (Phase.REFORMING, {1})
     assert job.say(0, 1, 4).decision is Decision.WAIT
     step = job.say(5)
     assert step.decision is Decision.REFORM and step.reform is not None
@@ -143,7 +143,7 @@ def test_a_death_while_ranks_say_how_far_they_are_loses_its_node_too() -> None:
     job.die(3)
     job.say(0)
     assert job.die(5).decision is Decision.BREAK
-    assert job.state.announced == {1, 2}
+    assert job.state.nodes.announced == {1, 2}
     assert job.say(1).decision is Decision.REFORM
 
 
@@ -211,7 +211,7 @@ def test_too_few_nodes_stop_and_all_start_again_where_the_agents_live() -> None:
     for rank in (1, 3, 4, 5):
         step = job.see(RankExited(rank, 1, job.now + 1, done=False))
     assert (step.decision, step.reason) == (Decision.RESTART, "rank 0 was killed by SIGKILL")
-    assert (step.state.generation, step.state.members, step.state.lost) == (2, (0, 1, 2), frozenset())
+    assert (step.state.generation, step.state.members, step.state.nodes.lost) == (2, (0, 1, 2), frozenset())
     assert len(step.state.survived) == 2
     job.report()
 
@@ -222,7 +222,10 @@ def test_ranks_that_do_not_speak_in_time_are_named() -> None:
     job.say(2, 3, 4)
     assert job.tick(29.9).decision is Decision.WAIT
     step = job.tick(0.1)
-    assert (step.decision, step.reason) == (Decision.STOP, "launch.reform_timeout_seconds=30: no word of ranks [5]")
+    assert (step.decision, step.reason) == (
+        Decision.STOP,
+        "launch.reform_timeout_seconds=30: timed out waiting for ranks [5]",
+    )
     assert job.tick(2.0).decision is Decision.KILL
 
 
@@ -233,8 +236,10 @@ def test_a_rank_that_stays_silent_while_others_have_spoken_loses_its_node() -> N
     job.say(2, 3, 4)
     assert job.tick(2.9).decision is Decision.WAIT
     step = job.tick(0.1)
-    assert (step.decision, step.state.announced) == (Decision.BREAK, {0, 2})
-    assert step.state.failures[-1].detail == ("rank 5 does not say how far it is (launch.position_timeout_seconds=8)")
+    assert (step.decision, step.state.nodes.announced) == (Decision.BREAK, {0, 2})
+    assert step.state.failures[-1].detail == (
+        "rank 5 does not report how far it is (launch.position_timeout_seconds=8)"
+    )
     step = job.tick(0.0)
     assert step.decision is Decision.REFORM and step.reform is not None
     assert (step.reform.lost, step.reform.nodes) == ((0, 2), (1, 1))
@@ -257,7 +262,7 @@ def test_silence_is_borne_as_long_as_the_whole_may_take_where_nobody_else_could_
     step = job.tick(0.1)
     assert (step.decision, step.reason) == (
         Decision.STOP,
-        "launch.reform_timeout_seconds=30: no word of ranks [2, 3, 4, 5]",
+        "launch.reform_timeout_seconds=30: timed out waiting for ranks [2, 3, 4, 5]",
     )
 
 
@@ -352,13 +357,13 @@ class Chance:
 
     def run(self) -> Step:
         for _ in range(400):
-            step = self.job.see(self.fact(), after_seconds=self.random.choice([0.0, 0.0, 0.01, 0.5, 3.0]))
+            step = self.job.see(self.event(), after_seconds=self.random.choice([0.0, 0.0, 0.01, 0.5, 3.0]))
             self.check(step)
             if step.decision is Decision.END:
                 return step
         raise AssertionError(f"no end: {self.job.state}")
 
-    def fact(self) -> Fact:
+    def event(self) -> MachineEvent:
         """The next thing to happen; deaths and requests are rare, ranks speak when told and repeat themselves."""
         state, roll = self.job.state, self.random.random()
         if state.deadline_seconds is not None and self.job.now >= state.deadline_seconds:
@@ -384,19 +389,19 @@ class Chance:
             return self.speak(rank)
         return Tick()
 
-    def start(self) -> Fact:
+    def start(self) -> MachineEvent:
         return RankReported(self.random.randrange(self.job.policy.world_size))
 
-    def exit(self, rank: int, returncode: int) -> Fact:
+    def exit(self, rank: int, returncode: int) -> MachineEvent:
         self.alive.discard(rank)
         return RankExited(rank, returncode, self.job.now, done=returncode == 0, iteration=self.random.randrange(9))
 
-    def lose(self, node: int) -> Fact:
+    def lose(self, node: int) -> MachineEvent:
         self.gone_agents.add(node)
         self.alive -= set(self.job.policy.ranks_of(node))
         return NodeLost(node, self.job.now)
 
-    def speak(self, rank: int) -> Fact:
+    def speak(self, rank: int) -> MachineEvent:
         self.waiting.add(rank)
         self.said.append(RankBroken(rank, self.job.position(rank), self.job.now))
         return self.said[-1]
@@ -406,8 +411,8 @@ class Chance:
         policy = self.job.policy
         assert after.generation - before.generation == (step.decision in (Decision.RESTART, Decision.REFORM))
         assert list(after.members) == sorted(set(after.members))
-        assert len({fact.rank for fact in after.broken}) == len(after.broken), "each rank counts once"
-        assert {fact.position.generation for fact in after.broken} <= {after.generation}, "nothing stale counts"
+        assert len({event.rank for event in after.broken}) == len(after.broken), "each rank counts once"
+        assert {event.position.generation for event in after.broken} <= {after.generation}, "nothing stale counts"
         assert after.phase not in (Phase.RUNNING, Phase.REFORMING) or len(after.members) >= policy.fewest_nodes
         if step.decision in (Decision.REFORM, Decision.RESTART, Decision.END):
             earlier = self.decided.setdefault(before.generation, [])
@@ -423,7 +428,7 @@ class Chance:
         else:
             assert set(after.members) <= set(before.members), "who was lost is lost"
         if step.decision is Decision.BREAK:
-            assert before.announced < after.announced
+            assert before.nodes.announced < after.nodes.announced
         if step.decision is Decision.REFORM:
             self.check_reform(step)
         for node in set(before.members) - set(after.members):
@@ -434,7 +439,7 @@ class Chance:
         assert reform is not None
         members = {rank for node in step.state.members for rank in self.job.policy.ranks_of(node)}
         assert members <= self.alive, "nobody who goes on has died"
-        current = {fact.rank for fact in self.said if fact.position.generation == before.generation}
+        current = {event.rank for event in self.said if event.position.generation == before.generation}
         assert members <= current, "everybody has spoken"
         assert not self.gone_agents & set(step.state.members)
         assert [position.generation for position in reform.positions] == [before.generation] * len(members)
@@ -461,8 +466,8 @@ def _decisions(seed: int) -> list[Decision]:
     return [step.decision for step in chance.job.steps]
 
 
-@pytest.mark.parametrize("fact", [RankExited(3, -9, 1.0, done=False), NodeLost(1, 1.0)])
-def test_a_death_before_all_ranks_have_reported_stops_the_start(fact: Fact) -> None:
+@pytest.mark.parametrize("event", [RankExited(3, -9, 1.0, done=False), NodeLost(1, 1.0)])
+def test_a_death_before_all_ranks_have_reported_stops_the_start(event: MachineEvent) -> None:
     job = Job()
-    job.state = replace(job.state, phase=Phase.STARTING, reported=frozenset({0}))
-    assert job.see(fact).decision is Decision.STOP
+    job.state = replace(job.state, phase=Phase.STARTING, connected=frozenset({0}))
+    assert job.see(event).decision is Decision.STOP

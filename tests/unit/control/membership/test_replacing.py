@@ -18,8 +18,10 @@ from megatron_ft.control.membership.events import (
     StopRequested,
 )
 from megatron_ft.control.membership.joining import refuse_drain
+from megatron_ft.control.membership.nodes import AgentState
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, State, Step
 from megatron_ft.planning.recovery.target import Target
+from tests.helpers.node_states import of_agents
 from tests.unit.control.membership.test_joining import ready, shape
 from tests.unit.control.membership.test_reconfigure import Job
 
@@ -40,7 +42,7 @@ def lose(job: Job, node: int, *, completed: int = 4) -> Step:
     first, second = job.policy.ranks_of(node)
     assert job.die(first).decision is BREAK
     job.die(second)
-    left = [other for other in job.state.members if other not in job.state.lost]
+    left = [other for other in job.state.members if other not in job.state.nodes.lost]
     job.say(*(rank for other in left for rank in job.policy.ranks_of(other)), completed=completed)
     return job.steps[-1]
 
@@ -91,9 +93,9 @@ def test_several_places_are_filled_in_order_by_those_that_have_waited_longest() 
 def test_a_lost_node_without_a_spare_is_started_again_and_takes_its_own_place() -> None:
     job = Job(AGAIN)
     step = lose(job, 1)
-    assert job.state.phase is Phase.REFORMING
+    assert job.state.phase is Phase.FILLING
     assert (step.decision, step.nodes) == (Decision.START_NODES, (1,))
-    assert job.state.lost == {1}, "its place is not filled yet"
+    assert job.state.nodes.lost == {1}, "its place is not filled yet"
     assert settle(job) == []
     assert job.see(RankReported(2)).decision is WAIT
     step = job.see(RankReported(3))
@@ -101,7 +103,7 @@ def test_a_lost_node_without_a_spare_is_started_again_and_takes_its_own_place() 
     assert step.reform is not None and (step.reform.lost, step.reform.joining) == ((1,), (1,))
     assert step.nodes == (), "its new ranks are not killed"
     assert step.reform.target == Target(iteration=4, vote=None)
-    assert (job.state.members, job.state.lost, job.state.wanted) == ((0, 1, 2), frozenset(), frozenset())
+    assert (job.state.members, job.state.nodes.lost, job.state.nodes.wanted) == ((0, 1, 2), frozenset(), frozenset())
     assert settle(job) == []
 
 
@@ -158,7 +160,7 @@ def test_a_spare_that_registers_while_a_place_waits_takes_it() -> None:
     step = late.tick(100.0)
     assert (step.decision, late.now) == (STOP, 100.0)
     assert step.reason == (
-        "nobody can take place 2 of node 2: no spare is there, and node 2 does not come back, "
+        "no replacement node for place 2 of node 2: there is no spare, and it is not started again: "
         "launch.restart_lost_nodes=false"
     )
 
@@ -170,7 +172,7 @@ def test_where_nobody_can_come_the_job_stops_at_once() -> None:
     job.die(0)
     step = job.die(2)
     assert (step.decision, step.state.phase) == (STOP, Phase.STOPPING)
-    assert "nobody can take place 0 of node 0" in step.reason
+    assert "no replacement node for place 0 of node 0" in step.reason
 
 
 def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
@@ -268,7 +270,7 @@ def test_a_rank_that_stays_silent_loses_its_node_whose_place_is_filled_too() -> 
     alone.die(0)
     alone.say(2, 3, 4)
     assert alone.tick(10.0).decision is WAIT, "there is nobody for a second place: it has longer"
-    assert alone.tick(50.0).reason == "launch.reform_timeout_seconds=60: no word of ranks [5]"
+    assert alone.tick(50.0).reason == "launch.reform_timeout_seconds=60: timed out waiting for ranks [5]"
 
 
 def test_ranks_that_spoke_before_a_death_was_known_wait_for_its_place() -> None:
@@ -314,7 +316,7 @@ def test_no_member_may_leave_and_no_change_is_ordered() -> None:
     ready(job, 3)
     assert "launch.keep_layout=true" in (refuse_drain(job.policy, job.state, 0) or "")
     assert job.see(DrainRequested(0)).decision is WAIT
-    assert job.state.draining == frozenset()
+    assert job.state.nodes.draining == frozenset()
 
 
 def test_all_ranks_start_again_by_place_with_a_spare_for_a_node_that_is_gone() -> None:
@@ -327,7 +329,7 @@ def test_all_ranks_start_again_by_place_with_a_spare_for_a_node_that_is_gone() -
     for rank in (4, 5, 8, 9, 6, 7):
         step = job.see(RankExited(rank, 1, 1.0, done=False))
     assert (step.decision, step.state.members, step.state.num_restarts) == (Decision.RESTART, (4, 0, 2), 1)
-    assert job.state.started == {0, 2, 4}
+    assert job.state.nodes.with_ranks == {0, 2, 4}
     assert report(job, 4).decision is WAIT
     report(job, 0)
     report(job, 2)
@@ -363,14 +365,14 @@ def test_a_node_that_is_lost_again_and_again_is_given_up_unless_it_settles() -> 
         settle(job)
         assert report(job, 1).decision is REFORM
     step = lose(job, 1, completed=45)
-    assert (step.decision, job.state.returns[0].num_losses) == (STOP, 2)
+    assert (step.decision, max(record.num_losses for record in job.state.nodes.records)) == (STOP, 2)
 
 
 def facts_of(job: Job, chance: random.Random) -> Iterator[object]:
     """Something that can happen to such a job now, more often what helps it on."""
     state, policy = job.state, job.policy
     nodes = range(policy.most_nodes)
-    present = [node for node in state.started if node not in state.agents_lost]
+    present = [node for node in state.nodes.with_ranks if node not in of_agents(state, AgentState.LOST)]
     living = [rank for node in present for rank in policy.ranks_of(node) if rank not in state.gone]
     if chance.random() < 0.1 and living:
         rank = chance.choice(living)
@@ -394,21 +396,23 @@ def _help(job: Job, chance: random.Random, living: list[int]) -> Iterator[object
     lost = {node for step in job.steps for node in step.nodes if step.decision in (BREAK, REFORM, Decision.KILL_NODES)}
     for rank in living:
         node = policy.node_of(rank)
-        doomed = node in lost and (node in state.lost or node not in state.members) and node not in state.waiting
+        doomed = (
+            node in lost and (node in state.nodes.lost or node not in state.members) and node not in state.nodes.waiting
+        )
         if doomed or state.phase in (Phase.STOPPING, Phase.KILLING):
             yield RankExited(rank, -9, job.now, done=False)
             return
-    silent = [rank for rank in living if rank not in state.reported]
+    silent = [rank for rank in living if rank not in state.connected]
     if silent:
         yield RankReported(chance.choice(silent))
         return
-    spoke = {fact.rank for fact in state.broken}
-    left = [rank for rank in living if job.is_member(rank) and policy.node_of(rank) not in state.lost]
+    spoke = {event.rank for event in state.broken}
+    left = [rank for rank in living if job.is_member(rank) and policy.node_of(rank) not in state.nodes.lost]
     unheard = [rank for rank in left if rank not in spoke]
     if state.phase is Phase.REFORMING and unheard:
         rank = chance.choice(unheard)
         yield RankBroken(rank, job.position(rank), job.now)
-    for node in sorted(state.agents_starting):
+    for node in sorted(of_agents(state, AgentState.STARTING)):
         yield NodeJoined(node)
         return
 
@@ -421,12 +425,12 @@ def check(policy: MembershipPolicy, before: State, step: Step) -> None:
     if step.decision not in (REFORM, Decision.RESTART):
         assert after.members == before.members
         assert step.decision is not Decision.CHANGE, "nobody changes places without a loss"
-    if after.phase in (Phase.REFORMING, Phase.STARTING, Phase.STOPPING, Phase.KILLING):
+    if after.phase in (Phase.REFORMING, Phase.FILLING, Phase.STARTING, Phase.STOPPING, Phase.KILLING):
         assert after.wake_seconds is not None or not after.failures, f"nobody will ever look again: {after}"
     if step.decision in (Decision.START_NODES, Decision.KILL_NODES):
-        assert not set(step.nodes) & (set(before.members) - before.lost), "members were taken for newcomers"
+        assert not set(step.nodes) & (set(before.members) - before.nodes.lost), "members were taken for newcomers"
     if step.decision in (BREAK, REFORM):
-        assert not set(step.nodes) & after.waiting, "ranks that were started for a place would be killed"
+        assert not set(step.nodes) & after.nodes.waiting, "ranks that were started for a place would be killed"
     if step.reform is not None:
         check_reform(policy, before, step)
 
@@ -435,28 +439,30 @@ def check_reform(policy: MembershipPolicy, before: State, step: Step) -> None:
     reform, members, size = step.reform, step.state.members, policy.ranks_per_node
     assert reform is not None
     assert members == reform.nodes[::size] and len(reform.nodes) == policy.world_size
-    assert set(before.members) & before.lost <= set(reform.lost), "a lost node kept its place"
+    assert set(before.members) & before.nodes.lost <= set(reform.lost), "a lost node kept its place"
     for place, (former, node) in enumerate(zip(before.members, members, strict=True)):
         numbers = tuple(range(place * size, (place + 1) * size))
         if former in reform.lost:
-            assert node not in step.state.agents_lost
-            assert set(policy.ranks_of(node)) <= step.state.reported - step.state.gone, "a place was filled by the dead"
+            assert node not in of_agents(step.state, AgentState.LOST)
+            assert set(policy.ranks_of(node)) <= step.state.connected - step.state.gone, (
+                "a place was filled by the dead"
+            )
             assert reform.previous_ranks[numbers[0] : numbers[-1] + 1] == (None,) * size
         else:
             assert node == former, "who stays, stays at its place"
             assert reform.previous_ranks[numbers[0] : numbers[-1] + 1] == numbers
     stayers = [previous for previous in reform.previous_ranks if previous is not None]
     assert [position.rank for position in reform.positions] == stayers
-    assert not step.state.lost & set(members)
+    assert not step.state.nodes.lost & set(members)
 
 
 def go(job: Job, chance: random.Random, *, only_help: bool) -> Step:
     """One thing happens, or the clock runs to what is awaited; what follows keeps the rules."""
     before = job.state
-    living = [rank for node in before.started for rank in job.policy.ranks_of(node) if rank not in before.gone]
-    fact = next(_help(job, chance, living) if only_help else facts_of(job, chance), None)
-    if fact is not None:
-        step = job.see(fact, after_seconds=chance.choice((0.0, 0.0, 0.1, 5.0)))  # type: ignore[arg-type]
+    living = [rank for node in before.nodes.with_ranks for rank in job.policy.ranks_of(node) if rank not in before.gone]
+    event = next(_help(job, chance, living) if only_help else facts_of(job, chance), None)
+    if event is not None:
+        step = job.see(event, after_seconds=chance.choice((0.0, 0.0, 0.1, 5.0)))  # type: ignore[arg-type]
     elif before.wake_seconds is None:
         assert before.phase in (Phase.RUNNING, Phase.ENDED), f"nothing will ever happen: {before}"
         step = job.tick(1.0)

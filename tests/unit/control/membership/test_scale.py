@@ -1,10 +1,17 @@
-"""What the state machine does for one fact does not grow with the number of nodes: counted in calls of functions."""
+"""What the state machine does for one event does not grow with the number of nodes: counted in calls of functions."""
 
 import sys
 from types import FrameType
 
-from megatron_ft.control.membership.events import Fact, NodeJoined, NodeLost, RankBroken, RankExited, RankReported
 from megatron_ft.control.membership import machine as membership
+from megatron_ft.control.membership.events import (
+    MachineEvent,
+    NodeJoined,
+    NodeLost,
+    RankBroken,
+    RankExited,
+    RankReported,
+)
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, State
 from megatron_ft.planning.recovery.target import Position
 
@@ -29,7 +36,7 @@ class Story:
         self.state: State = membership.initial(self.policy, 0.0)
         self.decision = Decision.WAIT
 
-    def take_in(self, fact: Fact) -> int:
+    def take_in(self, event: MachineEvent) -> int:
         """Functions called for it."""
         count = 0
 
@@ -39,14 +46,14 @@ class Story:
 
         sys.setprofile(called)
         try:
-            step = membership.advance(self.policy, self.state, fact, 1.0)
+            step = membership.advance(self.policy, self.state, event, 1.0)
         finally:
             sys.setprofile(None)
         self.state, self.decision = step.state, step.decision
         return count
 
     def tell(self) -> list[int]:
-        """Calls for each fact before which others like it were taken in."""
+        """Calls for each event before which others like it were taken in."""
         num_ranks = self.policy.world_size
         for node in range(self.policy.num_nodes):
             self.take_in(NodeJoined(node))

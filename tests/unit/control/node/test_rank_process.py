@@ -27,6 +27,6 @@ def test_an_error_is_told_unless_the_others_can_outlive_it(
     error: Exception, exit_code: int, said: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = Heard()
-    assert rank_main._last_words(worker, error) == exit_code  # type: ignore[arg-type]
+    assert rank_main._report_failure(worker, error) == exit_code  # type: ignore[arg-type]
     assert worker.raised_codes == said
     assert str(error) in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_what_a_rank_says_bears_its_first_number_and_the_generation_it_was_said_
 
 
 def test_ranks_are_told_and_go_on_being_read(node: Node) -> None:
-    assert node.ranks.tell({"op": "break", "reason": "gone"}) == []
+    assert node.ranks.broadcast({"op": "break", "reason": "gone"}) == []
     assert FrameReader(node.rank).pump() == ([{"op": "break", "reason": "gone"}], False)
     node.say(op="record", record={"n": 2})
     node.read()
@@ -83,10 +83,10 @@ def test_ranks_are_told_and_go_on_being_read(node: Node) -> None:
 
 @pytest.mark.parametrize("manner", ["gone", "does not listen"])
 def test_a_rank_that_takes_nothing_is_named(node: Node, manner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_TELL_SECONDS", 0.05)
+    monkeypatch.setattr(ranks, "_SEND_SECONDS", 0.05)
     if manner == "gone":
         node.rank.close()
-    assert node.ranks.tell({"op": "break", "reason": "x" * 4_000_000}) == [NUMBER]
+    assert node.ranks.broadcast({"op": "break", "reason": "x" * 4_000_000}) == [NUMBER]
 
 
 def stranger(node: Node, data: bytes = b"") -> socket.socket:
@@ -110,7 +110,7 @@ def test_a_greeting_that_is_no_rank_of_ours_is_hung_up_on_and_the_rank_stays(nod
 
 
 def test_of_too_many_silent_strangers_the_oldest_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(ranks, "MAX_UNAUTHENTICATED", 2)
     held = [stranger(node) for _ in range(3)]
     try:
         assert held[0].recv(1) == b"", "the oldest is closed"

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.controller.launch_spec import start_order
-from megatron_ft.control.node.store_endpoint import NUM_PORTS, StorePlace, find_store_place
-from megatron_ft.errors import ControlError
+from megatron_ft.control.controller.launch_spec import launch_spec
+from megatron_ft.control.node.store_endpoint import NUM_PORTS, StoreEndpoint, find_store_endpoint
+from megatron_ft.serde import decode, encode
 
-PLACES = {node: StorePlace(f"10.0.0.{node}", (21000 + node, 22000 + node)) for node in (0, 1)}
+PLACES = {node: StoreEndpoint(f"10.0.0.{node}", (21000 + node, 22000 + node)) for node in (0, 1)}
 
 
-def order(generation: int, members: list[int], places: dict[int, StorePlace]) -> tuple[str, int]:
+def order(generation: int, members: list[int], places: dict[int, StoreEndpoint]) -> tuple[str, int]:
     """Address and port of the store of a generation."""
     about = {"resume_from": None, "working_dir": "."}
-    found = start_order(JobConfig(), Path("run"), "entry", generation, members, places, **about)
-    return found["master_addr"], found["master_port"]
+    found = launch_spec(JobConfig(), Path("run"), "entry", generation, members, places, **about)
+    return found.master_addr, found.master_port
 
 
 def test_the_first_member_serves_it_on_the_ports_in_turn() -> None:
@@ -36,9 +36,9 @@ def test_on_the_controllers_machine_it_has_a_port_that_nobody_uses_now() -> None
 
 
 def test_found_ports_differ_and_come_through_json() -> None:
-    place = find_store_place("127.0.0.1")
+    place = find_store_endpoint("127.0.0.1")
     assert len(set(place.ports)) == NUM_PORTS
-    assert StorePlace.from_json(place.to_json()) == place
+    assert decode(StoreEndpoint, encode(place)) == place
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_found_ports_differ_and_come_through_json() -> None:
     ],
 )
 def test_what_is_no_place_is_refused(content: dict[str, Any]) -> None:
-    with pytest.raises(ControlError, match="must be an address and 1 to"):
-        StorePlace.from_json(content)
+    with pytest.raises(ValueError, match="address|ports"):
+        decode(StoreEndpoint, content)

@@ -37,12 +37,12 @@ LATER = replace(NEXT, generation=2, previous_ranks=(1,), nodes=(2,))
 class Rank:
     """Rank 2 of generation 0 on node 2, and the agent's end of its socket."""
 
-    def __init__(self, path: Path, *, can_survive: bool, is_newcomer: bool) -> None:
+    def __init__(self, path: Path, *, can_survive: bool, is_joining: bool) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen()
             flag = StopFlag()
-            who = Identity(number=2, rank=2, node=2, local_rank=0, generation=0, start=7, is_newcomer=is_newcomer)
+            who = Identity(number=2, rank=2, node=2, local_rank=0, generation=0, start=7, is_joining=is_joining)
             self.client = AgentClient(str(path), who, stop=flag, can_survive=can_survive)
             self.agent, _ = listener.accept()
         self.reader = FrameReader(self.agent)
@@ -71,9 +71,9 @@ class Rank:
 def start(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     started: list[Rank] = []
 
-    def start(*, can_survive: bool = True, is_newcomer: bool = False) -> Rank:
+    def start(*, can_survive: bool = True, is_joining: bool = False) -> Rank:
         path = tmp_path / f"agent-{len(started)}.sock"
-        started.append(Rank(path, can_survive=can_survive, is_newcomer=is_newcomer))
+        started.append(Rank(path, can_survive=can_survive, is_joining=is_joining))
         return started[-1]
 
     yield start
@@ -107,11 +107,11 @@ def test_a_rank_that_takes_long_to_break_connections_still_answers_pings(start: 
     rank = start()
     has_begun, may_end = threading.Event(), threading.Event()
 
-    def hang_up(reason: str) -> None:
+    def abort(reason: str) -> None:
         has_begun.set()
         may_end.wait(SECONDS)
 
-    rank.client.on_break(hang_up)
+    rank.client.on_break(abort)
     rank.say_break()
     assert has_begun.wait(SECONDS)
     rank.agent.settimeout(SECONDS / 2)
@@ -142,7 +142,7 @@ def test_a_rank_says_how_far_it_is_and_why_and_goes_by_its_new_number(start: Cal
     assert rank.last["exit_code"] == TrainingStopped.exit_code
     rank.say(op="reform", next=NEXT.to_json())
     assert future.result(SECONDS) == NEXT
-    with pytest.raises(ControlError, match="rank 1 of generation 1 speaks for"):
+    with pytest.raises(ControlError, match="rank 1 of generation 1 must not report"):
         rank.client.survive(POSITION, "peer")
     future = rank.survive(replace(POSITION, rank=1, generation=1))
     rank.say(op="reform", next=LATER.to_json())
@@ -172,7 +172,7 @@ def test_an_agent_that_is_lost_or_speaks_nonsense_ends_the_wait(
         rank.say(op="decree")
     else:
         rank.say(op="reform", next=replace(NEXT, previous_ranks=(0, 1)).to_json())
-    with pytest.raises(ControlError, match="nothing is heard of the node's agent"):
+    with pytest.raises(ControlError, match="the connection to the node's agent is closed"):
         future.result(SECONDS)
 
 
@@ -188,7 +188,7 @@ def test_a_rank_of_a_job_that_needs_all_nodes_does_not_wait(start: Callable[...,
 
 
 def test_a_newcomer_says_nothing_more_than_who_it_is_until_a_membership_names_it(start: Callable[..., Rank]) -> None:
-    rank = start(is_newcomer=True)
+    rank = start(is_joining=True)
     future = rank.pool.submit(rank.client.await_membership)
     rank.say_break()  # of the membership that runs without it
     rank.say(op="change", generation=0, leaving=[], reason="it joins")
@@ -205,7 +205,7 @@ def test_a_newcomer_says_nothing_more_than_who_it_is_until_a_membership_names_it
 
 
 def test_a_job_that_ends_ends_the_wait_of_newcomers(start: Callable[..., Rank]) -> None:
-    rank = start(is_newcomer=True)
+    rank = start(is_joining=True)
     future = rank.pool.submit(rank.client.await_membership)
     rank.say(op="end", reason="all ranks have finished")
     with pytest.raises(ControlError, match="all ranks have finished"):
@@ -221,11 +221,11 @@ def test_a_membership_that_takes_a_member_for_a_newcomer_is_refused(
     member = start()
     future = member.survive()
     member.say(op="reform", next=JOINED.to_json())
-    with pytest.raises(ControlError, match="nothing is heard"):
+    with pytest.raises(ControlError, match="the connection to the node's agent is closed"):
         future.result(SECONDS)
-    newcomer = start(is_newcomer=True)
+    newcomer = start(is_joining=True)
     newcomer.say(op="reform", next=NEXT.to_json())
-    with pytest.raises(ControlError, match="nothing is heard"):
+    with pytest.raises(ControlError, match="the connection to the node's agent is closed"):
         newcomer.client.await_membership()
 
 

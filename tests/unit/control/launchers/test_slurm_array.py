@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ft.control.slurm.array import read_array
+from megatron_ft.control.launchers.slurm_array import read_array
 from megatron_ft.control.slurm.nodes import Allocation
 from megatron_ft.errors import ConfigError
 
