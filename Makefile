@@ -13,14 +13,14 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
 # Every package but torch is compared with the hashes in requirements/*.lock. Nothing is resolved: a lock is complete.
 LOCKED := $(PIP) --require-hashes --no-deps --no-build-isolation --use-pep517
 UV := uv==0.13.9
-STRICT := $(wildcard $(addprefix megatron_ft/,errors.py reading.py topology.py operators.py events.py membership_events.py records.py strict_json.py serde.py durable.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning))
+STRICT := $(wildcard $(addprefix megatron_ft/,errors.py reading.py topology.py operators.py events.py membership_events.py records.py formatting.py strict_json.py serde.py durable.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning))
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 KERNELS := $(wildcard $(addprefix csrc/,*.cpp *.cu) $(addprefix csrc/dispatch/,*.hpp *.cuh *.cpp *.cu))
 
 export PIP_NO_WARN_SCRIPT_LOCATION := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-again test-fast test-slurm slurm-packages checks format bench prove tables lock docs-deps clean distclean
+.PHONY: help install train test test-all test-again test-fast test-slurm slurm-packages checks format bench prove tables lock docs-deps gpu-site gpu-dry clean distclean
 
 help:  ## list the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -135,6 +135,17 @@ lock: $(PY) .cache/lock  ## write requirements/*.lock from constraints.txt, with
 	$(PY) tools/lock_requirements.py --uv .cache/lock/bin/uv
 
 docs-deps: $(VENV)/installed-docs  ## install what draws the pictures
+
+gpu-site: | $(PY)  ## unpack what a GPU machine without a network lacks into .gpu-site, for Python 3.12
+	$(PY) tools/gpu_site.py .gpu-site
+
+# Nothing is installed into VENV: it stands for the machine, e.g. Python 3.12 with torch 2.11 and what that machine has.
+gpu-dry:  ## run a GPU day's first, nccl and speed without a GPU, with the packages in .gpu-site (VENV=...)
+	@[ -d .gpu-site ] || { echo "no .gpu-site: make gpu-site first" >&2; exit 1; }
+	@rm -rf .cache/gpu-dry
+	@status=0; for call in first nccl speed; do \
+	  PYTHONPATH=.gpu-site:. $(PY) tools/gpu_day.py $$call --out .cache/gpu-dry || status=1; \
+	done; exit $$status
 
 clean:  ## remove caches; runs and the environment stay
 	rm -rf .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -184,7 +184,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.control.launcher import launch
     from megatron_ft.telemetry import open_sinks
 
-    sidecars = {} if config.snapshot.policy is None else {"keeper": "megatron_ft.runtime.keeper"}
+    sidecars = {} if config.snapshot.policy is None else {"keeper": "megatron_ft.snapshot.server"}
     return launch(config, config_yaml, open_sinks=open_sinks, sidecars=sidecars)
 
 

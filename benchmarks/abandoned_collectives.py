@@ -153,7 +153,7 @@ def main() -> int:
     num_kills = QUICK_KILLS if arguments.quick else NUM_KILLS
     limit = QUICK_LIMIT_SECONDS if arguments.quick else LIMIT_SECONDS
     rows = [{"job": kill // KILLS_PER_JOB, "fault": kill % KILLS_PER_JOB} for kill in range(num_kills)]
-    counts, outcomes = run_campaign(f"{ID}-quick" if arguments.quick else ID, rows, execute)
+    counts, outcomes = run_campaign(ID, rows, execute, script=Path(__file__), quick=arguments.quick)
     proven = [outcome.details for _, outcome in outcomes if outcome.proven and "seconds" in outcome.details]
     seconds = [about["seconds"] for about in proven] or [math.inf]
     p50, p99, longest = percentile(seconds, 0.5), percentile(seconds, 0.99), max(seconds)

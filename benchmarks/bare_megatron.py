@@ -1,5 +1,5 @@
 """Megatron-Core driven by hand: its own layers, its own ``optimizer.step()``, nothing of this project but the CPU
-layer and the samples. The reference for equal bits and for overhead.
+layer, where there is no GPU, and the samples. The reference for equal bits and for overhead.
 """
 
 from collections.abc import Iterator
@@ -19,20 +19,29 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.data.samples import Samples
 
+CPU = torch.device("cpu")
+
 
 class BareLoop:
-    """A hand-written Megatron loop over the same model, data and schedule; fp32, TP = PP = 1."""
+    """A hand-written Megatron loop over the same model, data and schedule; fp32 or bf16, TP = PP = 1."""
 
     def __init__(
-        self, config: JobConfig, *, vocab_size: int, samples: Samples, pg_collection: ProcessGroupCollection
+        self,
+        config: JobConfig,
+        *,
+        vocab_size: int,
+        samples: Samples,
+        pg_collection: ProcessGroupCollection,
+        device: torch.device = CPU,
     ) -> None:
-        self.job, self.samples, self.pg = config, samples, pg_collection
+        self.job, self.samples, self.pg, self.device = config, samples, pg_collection, device
         self.config = _transformer_config(config)
         model = GPTModel(
             config=self.config,
@@ -44,7 +53,9 @@ class BareLoop:
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
             pg_collection=pg_collection,
-        )
+        ).to(device)
+        if self.config.bf16:
+            model = Float16Module(self.config, model)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
         )
@@ -85,7 +96,7 @@ class BareLoop:
         training = self.job.training
         return training.global_batch_size // training.micro_batch_size // self.pg.dp.size()
 
-    def _batches(self, iteration: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _batches(self, iteration: int) -> Iterator[tuple[torch.Tensor, ...]]:
         training, seq_length = self.job.training, self.job.model.seq_length
         positions = torch.arange(seq_length).expand(training.micro_batch_size, -1).contiguous()
         for number in range(self._num_microbatches):
@@ -93,7 +104,10 @@ class BareLoop:
             first = (iteration - 1) * training.global_batch_size + place * training.micro_batch_size
             rows = [self.samples.sample(index) for index in range(first, first + training.micro_batch_size)]
             tokens = torch.stack([torch.from_numpy(row) for row in rows])
-            yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions
+            yield tuple(
+                each.contiguous().to(self.device, non_blocking=True)
+                for each in (tokens[:, :-1], tokens[:, 1:], positions)
+            )
 
 
 def _forward_step(batches: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -103,12 +117,16 @@ def _forward_step(batches: Iterator[Any], model: torch.nn.Module) -> tuple[torch
 
 def _loss(num_tokens: int, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     total = losses.float().sum()
-    tokens = torch.tensor(num_tokens, dtype=torch.int32)
+    tokens = torch.full((), num_tokens, dtype=torch.int32, device=losses.device)
     return total, tokens, torch.stack([total.detach().double(), tokens.double()])
 
 
+def _dtype(config: JobConfig) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.precision.params_dtype]
+
+
 def _transformer_config(config: JobConfig) -> TransformerConfig:
-    model = config.model
+    model, dtype = config.model, _dtype(config)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -131,8 +149,9 @@ def _transformer_config(config: JobConfig) -> TransformerConfig:
         moe_router_dtype="fp32",
         moe_token_dispatcher_type="alltoall",
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
         transformer_impl="local",
         calculate_per_token_loss=True,
         deterministic_mode=True,
@@ -160,7 +179,8 @@ def _optimizer(
             adam_beta2=options.adam_beta2,
             adam_eps=options.adam_eps,
             clip_grad=options.clip_grad,
-            params_dtype=torch.float32,
+            params_dtype=_dtype(config),
+            bf16=_dtype(config) is torch.bfloat16,
             use_distributed_optimizer=True,
         ),
         [model],

@@ -2,9 +2,10 @@
 
 An executor is a generator: it may start one job and put many faults into it, and yields each trial's
 outcome as soon as it is known. Every outcome is on disk before the next trial goes on, under a key made
-of the trial's parameters and the digest of the source, so that a campaign that was stopped goes on where it
-stopped and a change of the code starts it anew. Every earlier outcome of the same source stays in the journal and is
-counted: a failure that a later attempt does not repeat is still shown.
+of the trial's parameters and the digest of the files that the campaign uses, so that a stopped campaign continues
+where it stopped, and a change of these files restarts it. Journals lie beside the results, to be committed with them.
+Every earlier outcome of the same source stays in the journal and is counted: a failure that a later attempt does not
+repeat is still shown. Outcomes of other sources are removed when a campaign starts.
 """
 
 import dataclasses
@@ -17,8 +18,10 @@ from typing import Any
 
 from benchmarks.covering import Row, Scalar
 from benchmarks.source import ROOT, source_digest
+from megatron_ft.durable import replace_file
 
-JOURNAL_DIR = ROOT / ".cache" / "campaigns"
+JOURNAL_DIR = ROOT / "benchmarks" / "results" / "journals"
+QUICK_JOURNAL_DIR = ROOT / ".cache" / "campaigns"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +117,14 @@ def execute_jobs(trials: Sequence[Trial], run: Callable[[int], Sequence[Outcome]
 
 
 class Journal:
-    """Outcomes of trials in an append-only JSONL file; a torn last line is dropped."""
+    """Outcomes of trials in an append-only JSONL file; a torn last line is dropped.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        source: digest of the source; outcomes of any other are removed from the file.
+    """
+
+    def __init__(self, path: Path, source: str) -> None:
+        self.path, self._source = path, source
         self.outcomes: dict[str, Outcome] = {}
         """Newest of each key."""
         self.replaced: dict[str, list[Outcome]] = {}
@@ -126,14 +133,13 @@ class Journal:
             self._load(path.read_bytes())
 
     def _load(self, data: bytes) -> None:
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            os.truncate(self.path, len(whole))
-        for line in whole.splitlines():
-            record = json.loads(line)
-            key = record.pop("key")
-            record.pop("parameters")
-            self._keep(key, Outcome(**{"num_compared": 0, **record}))
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line).get("source") == self._source]
+        if b"".join(kept) != data:
+            replace_file(self.path, b"".join(kept))
+        for record in map(json.loads, kept):
+            fields = {field.name: record[field.name] for field in dataclasses.fields(Outcome)}
+            self._keep(record["key"], Outcome(**fields))
 
     def _keep(self, key: str, outcome: Outcome) -> None:
         if key in self.outcomes:
@@ -143,7 +149,7 @@ class Journal:
     def append(self, key: str, trial: Trial, outcome: Outcome) -> None:
         """Keep an outcome durably."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"key": key, "parameters": trial.parameters, **dataclasses.asdict(outcome)}
+        record = {"key": key, "source": self._source, "parameters": trial.parameters, **dataclasses.asdict(outcome)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, sort_keys=True) + "\n")
             file.flush()
@@ -156,19 +162,27 @@ def run_campaign(
     rows: Iterable[Mapping[str, Scalar]],
     execute: Executor,
     *,
-    journal_dir: Path = JOURNAL_DIR,
-    source: str | None = None,
+    script: Path,
+    quick: bool = False,
+    journal_dir: Path | None = None,
     num_attempts: int = 2,
     report: Callable[[str], None] = print,
 ) -> tuple[Counts, list[tuple[Trial, Outcome]]]:
     """Run every trial that the journal does not hold as proven and passed; return totals and outcomes.
 
+    Args:
+        script: the campaign's own file; the files that it uses are the source.
+        quick: whether its journal is kept out of the repository, under a name of its own.
+        journal_dir: where instead of the usual folder.
+
     A trial whose event did not happen is tried again, ``num_attempts`` times in all. Failed trials of an earlier call
     run again; their failures stay in the totals (``Counts.failed_before``).
     """
-    source = source_digest() if source is None else source
+    name = f"{name}-quick" if quick else name
+    journal_dir = journal_dir or (QUICK_JOURNAL_DIR if quick else JOURNAL_DIR)
+    source = source_digest(script)
     trials = {trial.key(source): trial for trial in (Trial(campaign=name, parameters=dict(row)) for row in rows)}
-    journal = Journal(journal_dir / f"{name}.jsonl")
+    journal = Journal(journal_dir / f"{name}.jsonl", source)
     done = {key: journal.outcomes[key] for key in trials if _good(journal.outcomes.get(key))}
     num_resumed = len(done)
     for _ in range(num_attempts):

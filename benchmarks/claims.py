@@ -16,6 +16,7 @@ from megatron_ft.errors import ConfigError
 CLAIMS_FILE = ROOT / "benchmarks" / "claims.yaml"
 RESULTS_DIR = ROOT / "benchmarks" / "results"
 VARIANTS = ("fast", "slow", "extended")
+MAX_SHORT_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class Claim:
     """One figure: what is stated, the command that measures it, and the bound it must keep."""
 
     id: str
+    short: str
+    """The claim in at most 40 characters, for tables."""
     statement: str
     command: str
     quick: str
@@ -57,7 +60,9 @@ class Claim:
         return None if lacking is None else str(lacking)
 
     def validate(self) -> None:
-        """Raise ConfigError for an entry that cannot be run."""
+        """Raise ConfigError for an entry that cannot be run or does not fit into a table."""
+        if not 0 < len(self.short) <= MAX_SHORT_CHARACTERS:
+            raise ConfigError.of(f"{self.id}.short", self.short, f"must have 1 to {MAX_SHORT_CHARACTERS} characters")
         for key, command in (("command", self.command), ("quick", self.quick)):
             if shlex.split(command)[:2] != ["python", "-m"]:
                 raise ConfigError.of(f"{self.id}.{key}", command, "must start with 'python -m'")
@@ -77,6 +82,11 @@ class Claim:
     def module(self) -> str:
         """Python module that measures the claim."""
         return shlex.split(self.command)[2]
+
+    @property
+    def script(self) -> str:
+        """That module's file, from the repository's root."""
+        return f"{self.module.replace('.', '/')}.py"
 
 
 def load_claims(path: Path = CLAIMS_FILE) -> dict[str, Claim]:

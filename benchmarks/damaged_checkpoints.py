@@ -26,8 +26,8 @@ from benchmarks.hostile_files import MARKER, Hostile, hostile_checkpoints, hosti
 from benchmarks.report import finish, parse_arguments
 from benchmarks.stored_samples import KINDS, NEW, OLD, Kind, Loaded, sample_window
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime.storage import files
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
+from megatron_ft.snapshot.storage import files
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 ID = "damaged-checkpoints"
 THRESHOLD = (
@@ -204,13 +204,13 @@ def _window_classes(path: Path, content: bytes) -> dict[str, list[int]]:
     found = {"magic": range(8), "version": range(8, 12), "length": range(12, 20), "checksum": range(20, 36)}
     named = {name: list(positions) for name, positions in found.items()}
     named |= _fields(content[36 : 36 + length], 36)
-    manifest, _ = sample_window(NEW, int(path.stem.rpartition("-")[2]))
-    start = len(content) - manifest.payload_bytes
+    window, _ = sample_window(NEW, int(path.stem.rpartition("-")[2]))
+    start = len(content) - window.num_bytes
     named["padding before the payload"] = list(range(36 + length, start))
-    for record in manifest.slices:
-        for first, stop, piece in record.extents():
-            name = f"payload of {piece.component}" if piece else "padding in a slice"
-            base = start + record.offset
+    for part in window.slices:
+        for first, stop, index in part.extents():
+            name = "padding in a slice" if index is None else f"payload of {part.pieces[index].component}"
+            base = start + part.offset
             named.setdefault(name, []).extend(range(base + first, base + stop))
     return named
 

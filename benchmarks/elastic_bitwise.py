@@ -184,7 +184,7 @@ class Campaign:
         with self.bench.running(job.overrides_and_faults, until=killer) as run:
             killed = Recorded.of(run, restarts=is_at_once)
             killed.problems.extend(f"not injected: {text}" for text in getattr(killer, "problems", ()))
-            served = next((rung for rung in killed.rungs if rung["rung"] != "replicas"), None)
+            served = next((rung for rung in killed.rungs if rung["strategy"] != "replicas"), None)
             if is_at_once and served is not None:
                 return [self._against_resumed(job, killed, served, words, run.run_dir)] * len(job.faults)
         end = f"training.exit_at_iteration={killed.last_iteration}"
@@ -203,7 +203,7 @@ class Campaign:
         """A job that a checkpoint served, against one on the nodes that were left which loads this checkpoint."""
         loaded, last = served["iteration"], killed.last_iteration
         problems, num_compared = list(killed.problems), 0
-        if served["rung"] == "checkpoint" and last > loaded + 1:
+        if served["strategy"] == "checkpoint" and last > loaded + 1:
             lost = {fault["node"] for fault in job.faults}
             left = [f"node{node}" for node in range(NUM_NODES) if node not in lost]
             reference = self.bench.run(
@@ -284,7 +284,7 @@ def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compare
     hit = sorted(found["node"] for found in killed.hits)
     survivors = [node for node in range(NUM_NODES) if node not in nodes]
     problems = list(wrong)
-    rung = killed.rungs[0]["rung"] if killed.rungs else "none"
+    rung = killed.rungs[0]["strategy"] if killed.rungs else "none"
     if not killed.placements:
         problems.append("no placement was written")
     else:  # these jobs make no other placement before the fault
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trials: list[Row] = [{"job": number, **fault} for number, job in enumerate(jobs) for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="elastic-bitwise-") as folder, forkserver(WARM) as socket:
         campaign = Campaign(Bench(Path(folder), socket), jobs, {})
-        counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, campaign.execute)
+        counts, outcomes = run_campaign(ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick)
     good = [outcome for _, outcome in outcomes if outcome.proven and outcome.passed and outcome.num_compared]
     finished, num_untold = (sum(outcome.details[name] for outcome in good) for name in ("finished", "is_untold"))
     declined = sum(outcome.details["rung"] != "replicas" for outcome in good)

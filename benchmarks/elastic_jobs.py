@@ -99,7 +99,7 @@ class Recorded:
             digests=dict(digests),
             changes=changes,
             orders=run.records("decisions.jsonl"),
-            rungs=[event for event in events if event["kind"] == "recovery_decided"],
+            rungs=[event for event in events if event["kind"] == "recovery_started"],
             hits=run.records("failpoints.jsonl"),
             kills=[line for line in run.records(INJECTED_FILE) if line["action"] == "kill"],
             placements=_placements(run.run_dir),

@@ -299,8 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Seconds of a test beside other tests say nothing.
         longest = math.inf if arguments.quick else MAX_FORMING_SECONDS
         campaign = Campaign(Bench(Path(folder), socket, ()), jobs, longest)
-        name = f"{ID}{'-quick' if arguments.quick else ''}"
-        counts, found = run_campaign(name, trials, campaign.execute, num_attempts=1)
+        counts, found = run_campaign(
+            ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick, num_attempts=1
+        )
     outcomes = [replace(outcome, details={**t.parameters, **outcome.details}) for t, outcome in found]
     return judge(arguments.out, chosen, counts, outcomes, quick=arguments.quick)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 RANK, KEEPER, AGENT = "rank", "keeper", "agent"
-_MODULES = {"megatron_ft.runtime.keeper": KEEPER, "megatron_ft.control.node.agent": AGENT}
+_MODULES = {"megatron_ft.snapshot.server": KEEPER, "megatron_ft.control.node.agent": AGENT}
 _FORKSERVER = "megatron_ft.control.node.fork_server"
 _MEMFD = "/memfd:"
 _BLOCK_BYTES = 512

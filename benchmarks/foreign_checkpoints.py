@@ -27,7 +27,7 @@ from megatron_ft.errors import CheckpointError, DataError
 ID = "foreign-checkpoints"
 MIN_TRIALS = 3000
 DENSE, WINDOWS = 600, 2600
-QUICK_DENSE, QUICK_WINDOWS = 12, 60
+QUICK_DENSE, QUICK_WINDOWS = 8, 40
 THRESHOLD = (
     f"0 loaded for what they are not in at least {MIN_TRIALS} trials; another run's cost none of the run's own; "
     "other data, model, optimizer and schedule are refused by the name of the key"
@@ -136,14 +136,14 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
     from benchmarks.foreign_samples import OWN, digest_of, fill
     from megatron_ft.mcore.loop.saving import load
     from megatron_ft.mcore.loop.starting import find_source
-    from megatron_ft.mcore.loop.windows import open_recovery
-    from megatron_ft.runtime.storage.checkpoints import iteration_of
+    from megatron_ft.mcore.snapshot.client import open_restorer
+    from megatron_ft.snapshot.storage.checkpoints import iteration_of
 
     shutil.rmtree(trainer.context.run_dir / "windows", ignore_errors=True)
     fill(trainer, "nothing that was saved")
     try:
         context = replace(trainer.context, resume_from=folder)
-        source, _ = find_source(trainer.config, context, trainer.checkpoints, open_recovery(trainer, None))
+        source, _ = find_source(trainer.config, context, trainer.checkpoints, open_restorer(trainer, None))
         if source is None:
             return None, True, ""
         load(trainer, source)
@@ -157,15 +157,15 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
 def _start_window(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, bool, str]:
     """As ``_start_dense``, of windows: the bytes of all tensors that a replay would begin with."""
     from benchmarks.foreign_samples import ITERATIONS, OWN, window_payload
-    from megatron_ft.mcore.loop.windows import open_recovery
+    from megatron_ft.mcore.snapshot.client import open_restorer
 
     try:
-        window = open_recovery(trainer, None).find(None)
+        window = open_restorer(trainer, None).find(None)
     except CheckpointError as error:
         return None, True, str(error)
     if window is None:
         return None, True, ""
-    start = window.manifest.start_iteration
+    start = window.window.start_iteration
     is_equal = start in ITERATIONS and window_payload(OWN, start) == tuple(map(bytes, window.slices))
     return start, is_equal, ""
 

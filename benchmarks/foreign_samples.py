@@ -15,13 +15,13 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.digest import named_state, state_digest
 from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state
 from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS, VOTE
 from megatron_ft.mcore.loop.saving import extra_state, open_checkpoints
 from megatron_ft.mcore.loop.trainer import Trainer
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS, VOTE
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.runtime.storage.windows import write_window
+from megatron_ft.snapshot.storage.window_file import write_window
 
 OWN = "own"
 ITERATIONS = (5, 14)
@@ -111,10 +111,10 @@ def _seed(job: str, iteration: int) -> int:
 
 
 def _write_window(folder: Path, job: str, iteration: int, trainer: Trainer) -> None:
-    manifest, payload = sample_window(_seed(job, iteration), 0)
+    window, payload = sample_window(_seed(job, iteration), 0)
     slices = [
         replace(part, iteration=iteration + index, header={VOTE: json.dumps(_vote(iteration + index))})
-        for index, part in enumerate(manifest.slices)
+        for index, part in enumerate(window.slices)
     ]
     about = {
         EXTRAS: "{}",
@@ -123,16 +123,16 @@ def _write_window(folder: Path, job: str, iteration: int, trainer: Trainer) -> N
         SETTINGS: json.dumps(trainer.identity.settings),
     }
     slices[0] = replace(slices[0], header={**slices[0].header, **about})
-    manifest = replace(
-        manifest,
+    window = replace(
+        window,
         run_id=trainer.identity.run_id,
         world_size=1,
         topology=trainer.topology_record,
         start_iteration=iteration,
         plan=json.loads(json.dumps(_PLAN.to_json())),
-        slices=tuple(slices),
+        slices=slices,
     )
-    write_window(folder, manifest, [memoryview(content) for content in payload])
+    write_window(folder, window, [memoryview(content) for content in payload])
 
 
 def _vote(iteration: int) -> dict[str, object]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import xxhash
 
-from benchmarks.stored_samples import NEW, WORLD_SIZE, sample_window
-from megatron_ft.runtime.storage.checkpoints import directory_name
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
-from megatron_ft.runtime.storage.window_manifest import align
-from megatron_ft.runtime.storage.windows import MAGIC, rank_name, window_name
+from benchmarks.stored_samples import NEW, WORLD_SIZE, sample_name, sample_window
+from megatron_ft.planning.snapshot.pieces import align
+from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
+from megatron_ft.snapshot.storage.window_file import MAGIC, rank_name
 
 MARKER = "executed"
 """File that code hidden in a hostile file would create in the working directory."""
@@ -70,7 +70,7 @@ def forge(
 
 
 def _window_victim(folder: Path) -> Path:
-    return folder / window_name(NEW) / rank_name(WORLD_SIZE - 1)
+    return folder / sample_name(NEW) / rank_name(WORLD_SIZE - 1)
 
 
 def _dense_victim(folder: Path) -> Path:
@@ -88,8 +88,8 @@ def _put(path_of: Callable[[Path], Path], content: bytes, folder: Path) -> Path:
 
 
 def _window_body() -> dict[str, Any]:
-    manifest, _ = sample_window(NEW, WORLD_SIZE - 1)
-    return json.loads(manifest.to_bytes())  # type: ignore[no-any-return]
+    window, _ = sample_window(NEW, WORLD_SIZE - 1)
+    return json.loads(window.to_bytes())  # type: ignore[no-any-return]
 
 
 def _window_payload() -> bytes:

@@ -76,7 +76,15 @@ _SNAPSHOTS = ("snapshot=dense", "snapshot.policy.interval_iterations=5", "snapsh
 JOBS: Mapping[str, Sequence[str]] = {"may lose nodes": (*_BASE, *_LOSES_NODES), "snapshots": (*_BASE, *_SNAPSHOTS)}
 QUICK_JOBS: Mapping[str, Sequence[str]] = {"may lose nodes, snapshots": (*_BASE, *_LOSES_NODES, *_SNAPSHOTS)}
 """One that listens on everything."""
-_OF_TIME = ("time_unix_seconds", "seconds", "stalled_seconds", "run_name", "config_digest", "reason")
+_OF_TIME = (
+    "time_unix_seconds",
+    "seconds",
+    "stalled_seconds",
+    "run_name",
+    "config_digest",
+    "reason",
+    "process_ids",
+)
 _UNSTEADY = ("window_committed", "window_delayed", "snapshot_planned", "alert_raised", "alert_cleared")
 """Kinds whose number depends on how fast peers answer, or on what else the machine does."""
 
@@ -291,7 +299,7 @@ def find_listeners(console: psutil.Process, run_dir: Path, forkserver: str) -> L
         processes.append(process)
         if "megatron_ft.control.node.agent" in words:
             agents += unix_listeners(process)
-        elif "megatron_ft.runtime.keeper" in words:
+        elif "megatron_ft.snapshot.server" in words:
             keepers += [*unix_listeners(process), *tcp_listeners(process)]
     assert len(agents) == NUM_NODES, f"{len(agents)} sockets of agents"
     access = read_address(run_dir)

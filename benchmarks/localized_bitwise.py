@@ -75,7 +75,7 @@ def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], 
     unproven = [] if is_it else ["the victim wrote no fault down"]
     problems = list(common)
     shares = [share for share in found.shares if share["generation"] == generation + 1]
-    rung = next((rung["rung"] for rung in found.rungs if rung["generation"] > generation), None)
+    rung = next((rung["strategy"] for rung in found.rungs if rung["generation"] > generation), None)
     if is_it and rung != fault["rung"]:
         problems.append(f"went on by {rung}, not by {fault['rung']}")
     idle = [share["num_forward_passes"] for share in shares if share["role"] != "replays"]
@@ -114,7 +114,7 @@ def campaign(*, quick: bool) -> tuple[Sequence[FaultJob], Counts, list[Outcome]]
     trials: list[Row] = [{"job": job.number, **fault} for job in jobs for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="localized-bitwise-") as folder, forkserver(WARM) as socket:
         found = Campaign(Bench(Path(folder), socket, BASE, JOB_TIMEOUT_SECONDS), jobs)
-        counts, outcomes = run_campaign(f"{ID}{'-quick' if quick else ''}", trials, found.execute)
+        counts, outcomes = run_campaign(ID, trials, found.execute, script=Path(__file__), quick=quick)
     return jobs, counts, [replace(o, details={**t.parameters, **o.details}) for t, o in outcomes]
 
 

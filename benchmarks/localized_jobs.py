@@ -147,7 +147,7 @@ class FaultJob:
 
 def formed_by(events: Sequence[Event]) -> tuple[int, set[int]]:
     """The newest membership, and the iterations that it has told the state of."""
-    formed = [number for number, event in enumerate(events) if event["kind"] == "recovery_decided"]
+    formed = [number for number, event in enumerate(events) if event["kind"] == "recovery_started"]
     first = formed[-1] if formed else 0
     generation = events[first]["generation"] if formed else 0
     return generation, {event["iteration"] for event in events[first:] if event["kind"] == "state_digest"}
@@ -166,7 +166,7 @@ def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
                 for place, phase in enumerate(phases, start=half)
             ]
             pairs = _pairs(layout, rng)
-            groups = singles + (pairs[:2] if quick else pairs[half::2])
+            groups = singles + (pairs[:1] if quick else pairs[half::2])
             rng.shuffle(groups)
             faults = _in_order(groups, rng)
             jobs.append(FaultJob(number=len(jobs), layout=layout, num_spares=half, faults=faults))
@@ -295,7 +295,7 @@ class Followed:
             for kind in (
                 "membership_changed",
                 "stage_recovery",
-                "recovery_decided",
+                "recovery_started",
                 "window_committed",
                 "snapshot_planned",
                 "stop_requested",
@@ -313,7 +313,7 @@ class Followed:
                 for iteration, value in found
                 if by_iteration.setdefault(iteration, value) != value
             ]
-        num_restarts = sum(event["rung"] != "localized" for event in by_kind["recovery_decided"])
+        num_restarts = sum(event["strategy"] != "localized" for event in by_kind["recovery_started"])
         counts = Counter(iteration for iteration, _ in losses)
         problems += [
             f"loss of iteration {iteration} recorded {count} times with {num_restarts} restarts"
@@ -326,7 +326,7 @@ class Followed:
             digests=dict(digests),
             changes=by_kind["membership_changed"],
             shares=by_kind["stage_recovery"],
-            rungs=by_kind["recovery_decided"],
+            rungs=by_kind["recovery_started"],
             hits=[*run.records("failpoints.jsonl"), *run.records(INJECTED_FILE)],
             committed=by_kind["window_committed"],
             planned=by_kind["snapshot_planned"],

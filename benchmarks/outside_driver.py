@@ -276,7 +276,7 @@ class LivingJob:
         while time.monotonic() < deadline:
             if self.console.poll() is not None:
                 return {"ended": int(self.console.returncode)}
-            decided = [e["rung"] for e in self._events_since(since) if e["kind"] == "recovery_decided"]
+            decided = [e["strategy"] for e in self._events_since(since) if e["kind"] == "recovery_started"]
             if rung in decided and self._is_whole(num_iterations=2):
                 return {"fell_to": rung}
             time.sleep(_PAUSE_SECONDS)

@@ -8,7 +8,7 @@ from benchmarks.outside_driver import losses_since
 
 MAX_FORMING_SECONDS = 3.0
 _RUNGS = {"replicas": "replicas", "localized": "localized", "memory": "window", "persisted": "window"}
-"""From the names of ``can_recover`` to those of ``recovery_decided``."""
+"""From the names of ``can_recover`` to those of ``recovery_started``."""
 
 Event = Mapping[str, Any]
 
@@ -76,7 +76,7 @@ def _read(
     victims = set(seen["lost"]) | _named(seen)
     losses = losses_since(events, orders, seen["injected_at"])
     healthy = sorted({node for _, node in losses} - victims)
-    rungs = tuple(event["rung"] for event in events if event["kind"] == "recovery_decided")
+    rungs = tuple(event["strategy"] for event in events if event["kind"] == "recovery_started")
     num_restarts = sum(event["kind"] == "ranks_restarted" for event in events)
     forming = _forming_seconds(seen, events, orders)
     problems = [seen["problem"]] if "problem" in seen else []

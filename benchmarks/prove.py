@@ -48,11 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(passed for _, passed in lines) else 1
 
 
-def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR) -> tuple[str, bool]:
+def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR, root: Path = ROOT) -> tuple[str, bool]:
     """Run a claim's command with its output shown, keep a full result, print and return its last line."""
     if claim.missing is not None:
         raise ConfigError.of("ID", claim.id, f"cannot be measured here: {claim.missing}")
-    digest, started = source_digest(), time.monotonic()
+    # Before the script runs: the result is of the source as it was then.
+    digest = None if quick else source_digest(root / claim.script, root=root)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="claim-") as folder:
         out = Path(folder) / "result.json"
         code, left = run_bounded(claim.argv(quick=quick, out=out), claim.timeout_seconds)

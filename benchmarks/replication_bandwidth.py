@@ -22,8 +22,10 @@ from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
-from megatron_ft.runtime.keeper.client import REPLICATED_START, KeeperClient
-from tests.unit.runtime.keeper.nodes import Cluster, cluster
+from megatron_ft.planning.snapshot.pieces import Piece
+from megatron_ft.snapshot.server.client import REPLICATED_START, KeeperClient
+from megatron_ft.snapshot.window import Slice
+from tests.unit.snapshot.server.nodes import Cluster, cluster
 
 ID = "replication-bandwidth"
 MIN_RATIO, QUICK_MIN_RATIO = 0.8, 0.4
@@ -100,15 +102,9 @@ class KeeperSide:
 
     def _captured(self, buffer: int, index: int) -> None:
         size = self.case.slice_bytes
-        self.client.captured(
-            buffer,
-            index=index,
-            iteration=self._start + index,
-            offset=index * size,
-            num_bytes=size,
-            header={},
-            pieces=[_piece(offset) for offset in range(0, size, PIECE_BYTES)],
-        )
+        pieces = tuple(_piece(offset) for offset in range(0, size, PIECE_BYTES))
+        part = Slice(iteration=self._start + index, offset=index * size, num_bytes=size, header={}, pieces=pieces)
+        self.client.captured(buffer, index, part)
 
 
 class GlooSide:
@@ -232,8 +228,9 @@ def _trials(run: Callable[[], float], cpu_seconds: Callable[[], float], number: 
         yield seconds, cpu_seconds() - before
 
 
-def _piece(offset: int) -> list[str | int]:
-    return ["decoder.weight", 0, "master", "float32", offset // 4, (offset + PIECE_BYTES) // 4, offset, PIECE_BYTES]
+def _piece(offset: int) -> Piece:
+    start, stop = offset // 4, (offset + PIECE_BYTES) // 4
+    return Piece("decoder.weight", 0, "master", "float32", start, stop, offset, PIECE_BYTES)
 
 
 def _judge(out: Path | None, measured: dict[Case, dict[str, Any]], limit: float) -> int:

@@ -91,7 +91,7 @@ def unproven(run: JobResult, rung: str) -> list[str]:
     if run.exit_code != 0:
         return [f"exit code {run.exit_code}: {run.output[-1000:]}"]
     files = Files.of(run.run_dir)
-    rungs = [event["rung"] for event in files.every("recovery_decided")]
+    rungs = [event["strategy"] for event in files.every("recovery_started")]
     return [] if files.hits and rungs == [rung] else [f"{len(files.hits)} faults, served by {rungs}, not by {rung}"]
 
 

@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = list(QUICK_ROWS) if arguments.quick else covering_array(FACTORS, allowed=allowed)
     with tempfile.TemporaryDirectory(prefix="resume-bitwise-") as folder, forkserver(WARM) as socket:
         bench = Bench(Path(folder), socket)
-        counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", rows, bench.execute)
+        counts, outcomes = run_campaign(ID, rows, bench.execute, script=Path(__file__), quick=arguments.quick)
     details = [outcome.details for _, outcome in outcomes if outcome.passed]
     num_digests, num_losses = (sum(detail[name] for detail in details) for name in ("num_digests", "num_losses"))
     num_identical = len({detail["configuration"] for detail in details})

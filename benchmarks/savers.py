@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from megatron_ft.config.snapshot import SnapshotConfig
 from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowDelayed
 from megatron_ft.mcore.loop.extras import capture_extras
-from megatron_ft.mcore.loop.held_window import CONFIG, EXTRAS, PLACEMENT
-from megatron_ft.mcore.loop.replay_settings import replay_config
-from megatron_ft.mcore.loop.snapshotting import Snapshotter
 from megatron_ft.mcore.loop.trainer import Trainer
 from megatron_ft.mcore.loop.underway import IterationResult
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
+from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.planning.snapshot.peers import assign_peers
-from megatron_ft.runtime.keeper.client import KeeperClient
+from megatron_ft.snapshot.server.client import KeeperClient
 
 WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
 

@@ -44,10 +44,10 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "snapshot policies": ("planning/snapshot/*.py",),
     "batches and pipelines": ("planning/batch.py", "planning/pipeline.py", "planning/upstream_log.py"),
     "broken connections": ("runtime/transport/*.py",),
-    "capture": ("runtime/snapshot/*.py",),
-    "snapshot server": ("runtime/keeper/*.py",),
-    "stored manifests": ("runtime/storage/*manifest.py", "runtime/storage/files.py"),
-    "stored windows and checkpoints": ("runtime/storage/w*s.py", "runtime/storage/c*.py", "runtime/storage/places.py"),
+    "capture": ("snapshot/capture/*.py",),
+    "snapshot server": ("snapshot/server/*.py",),
+    "stored manifests": ("snapshot/window.py", "snapshot/storage/manifest.py", "snapshot/storage/files.py"),
+    "stored windows and checkpoints": ("snapshot/storage/w*.py", "snapshot/storage/[bcr]*.py"),
     "upstream log": ("runtime/upstream_log/*.py",),
     "membership": ("control/membership/*.py",),
     "controller": ("control/controller/*.py",),
@@ -60,7 +60,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "training iteration": ("mcore/loop/engine.py", "mcore/loop/trainer.py", "mcore/loop/undo.py"),
     "reconfiguration": ("mcore/loop/reforming.py", "mcore/loop/carrying.py", "mcore/loop/settling.py"),
     "localized recovery": ("mcore/loop/in_place.py", "mcore/loop/region.py", "mcore/loop/upstream.py"),
-    "replay": ("mcore/loop/re*ing.py", "mcore/loop/frozen.py", "mcore/loop/snapshotting.py"),
+    "replay": ("mcore/loop/replaying.py", "mcore/loop/frozen.py", "mcore/snapshot/*.py"),
     "mixture layers and the optimizer": ("mcore/moe/*.py", "mcore/optimizer/*.py"),
     "sinks and figures": ("telemetry/*.py",),
     "page of a run": ("telemetry/report/*.py",),
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(__doc__, argv)
     names = QUICK if arguments.quick else tuple(SUBSYSTEMS)
     rows = [{"subsystem": name, "seed": SEED} for name in names]
-    counts, outcomes = run_campaign(ID, rows, execute)
+    counts, outcomes = run_campaign(ID, rows, execute, script=Path(__file__), quick=arguments.quick)
     caught = sum(outcome.proven and outcome.passed for _, outcome in outcomes)
     return finish(
         arguments.out,

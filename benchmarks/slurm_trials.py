@@ -147,7 +147,7 @@ def replicas(
         memberships = [[(c["nodes"], c["iteration"]) for c in run.changes] for run in (found, reference)]
         trial.require(memberships[0] == memberships[1], f"memberships {memberships}")
         trial.problems += found.differences(reference, 1, NUM_ITERATIONS)[:5]
-    trial.figures |= {"rungs": [rung["rung"] for rung in found.rungs], "nodes": [c["nodes"] for c in found.changes]}
+    trial.figures |= {"rungs": [rung["strategy"] for rung in found.rungs], "nodes": [c["nodes"] for c in found.changes]}
     return trial
 
 
@@ -178,7 +178,7 @@ def spare_takes_over(
     trial.require(found.changes, "its membership did not change")
     trial.problems += found.differences(reference)[:5]
     trial.require(found.last_iteration >= NUM_ITERATIONS - 1, f"it came to iteration {found.last_iteration}")
-    trial.figures |= {"rungs": [rung["rung"] for rung in found.rungs], "nodes": [c["nodes"] for c in found.changes]}
+    trial.figures |= {"rungs": [rung["strategy"] for rung in found.rungs], "nodes": [c["nodes"] for c in found.changes]}
     return trial
 
 

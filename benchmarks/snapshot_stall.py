@@ -24,7 +24,7 @@ from benchmarks.stall_figures import DCP, DCP_SHARED, MEGATRON, OURS, Row, judge
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.snapshot import SnapshotConfig
 from megatron_ft.corpus.check import check_data
-from tests.unit.runtime.keeper.nodes import Cluster, cluster
+from tests.unit.snapshot.server.nodes import Cluster, cluster
 
 if TYPE_CHECKING:
     from benchmarks.savers import Saver

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ def outcome_of(
         lasting: what is wrong with the job as a whole.
     """
     after = generations[number + 1 :]
-    chosen = after[0].newest("recovery_chosen") if after else None
+    chosen = after[0].newest("recovery_started") if after else None
     unproven = why_unproven(fault, number, generations)
     differences = [
         text for generation in generations[: number + 2] for text in generation.differences(reference.recorded)
@@ -238,19 +238,24 @@ def why_unproven(fault: Row, number: int, generations: Sequence[Generation]) -> 
     found = []
     hits = [hit for hit in own.hits if hit["phase"] == fault["phase"]]
     if fault["iteration"] == REPLAY:
-        resumed = own.newest("recovery_chosen") or {"source": None, "iteration": 0}
-        if resumed["source"] != MEMORY or any(hit["iteration"] > resumed["iteration"] for hit in hits):
+        resumed = own.newest("recovery_started") or {"strategy": None, "iteration": 0}
+        if source_of(resumed) != MEMORY or any(hit["iteration"] > resumed["iteration"] for hit in hits):
             found.append(f"the fault came after the replay: {hits[:1]}")
     else:
         hits = [hit for hit in hits if hit["iteration"] == fault["iteration"]]
     found += [] if hits else [f"no rank wrote down the fault in generation {number}"]
-    chosen = after.newest("recovery_chosen") or {"source": None}
-    if chosen["source"] != fault["source"]:
-        found.append(f"continued from {chosen['source']}, not from {fault['source']}")
+    source = source_of(after.newest("recovery_started") or {"strategy": None})
+    if source != fault["source"]:
+        found.append(f"continued from {source}, not from {fault['source']}")
     least = min(window_iterations(generations[: number + 2]), default=0)
     if least < MIN_WINDOW_ITERATIONS:
         found.append(f"windows of {least} iterations")
     return found
+
+
+def source_of(started: Mapping[str, Any]) -> Any:
+    """Where the state came from: the place of a window, else the strategy."""
+    return started.get("source", started["strategy"])
 
 
 def window_iterations(generations: Sequence[Generation]) -> list[int]:
@@ -300,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults, trials = planned_trials(quick=arguments.quick)
     with tempfile.TemporaryDirectory(prefix="sparse-bitwise-") as folder, forkserver(WARM) as socket:
         bench = Bench(Path(folder), socket, faults, arguments.quick)
-        counts, outcomes = run_campaign(f"{ID}{'-quick' if arguments.quick else ''}", trials, bench.execute)
+        counts, outcomes = run_campaign(ID, trials, bench.execute, script=Path(__file__), quick=arguments.quick)
     details = [outcome.details for _, outcome in outcomes if outcome.passed and outcome.proven]
     totals = {name: sum(detail[name] for detail in details) for name in ("num_digests", "num_losses", "num_replayed")}
     sources = [trial.parameters["source"] for trial, outcome in outcomes if outcome.passed and outcome.proven]

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import xxhash
-
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime.storage import checkpoints
-from megatron_ft.runtime.storage.files import fsync_directory, write_file
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
-from megatron_ft.runtime.storage.window_folder import WindowFolder
-from megatron_ft.runtime.storage.window_manifest import ITEM_BYTES, PieceRecord, SliceRecord, WindowManifest, align
-from megatron_ft.runtime.storage.windows import rank_name, window_name, write_window
+from megatron_ft.planning.snapshot.pieces import Piece, align
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.snapshot.storage import checkpoints
+from megatron_ft.snapshot.storage.files import fsync_directory, write_file
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
+from megatron_ft.snapshot.storage.window_file import rank_name, window_name, write_window
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.window import ITEM_BYTES, Slice, Window
 
 WORLD_SIZE = 2
 OLD, NEW = 20, 30
@@ -55,46 +55,50 @@ class Kind:
     """Whether the pointer to the newest, where the kind has one, is damaged or names something incomplete."""
 
 
+def sample_name(start_iteration: int) -> str:
+    """Name of a sample window's directory."""
+    return window_name(WindowKey(start_iteration=start_iteration, generation=0))
+
+
 @lru_cache
-def sample_window(start_iteration: int, rank: int) -> tuple[WindowManifest, tuple[bytes, ...]]:
-    """Two slices of pieces of all components; (manifest, bytes of each slice)."""
+def sample_window(start_iteration: int, rank: int) -> tuple[Window, tuple[bytes, ...]]:
+    """Two slices of pieces of all components; (window, bytes of each slice)."""
     generator = random.Random(f"{start_iteration}/{rank}")
-    slices: list[SliceRecord] = []
-    payload = []
-    for index in range(2):
-        pieces, content = _sample_slice(generator)
-        record = SliceRecord(
-            iteration=start_iteration + index,
-            offset=align(slices[-1].end) if slices else 0,
-            num_bytes=len(content),
-            header={"vote": {"loss": 2.5, "is_applied": True}},
-            pieces=pieces,
-        )
-        slices.append(record)
-        payload.append(content)
-    manifest = WindowManifest(
+    window = Window(
         run_id="run-1",
         generation=0,
         topology={"data_parallel": WORLD_SIZE},
         rank=rank,
         world_size=WORLD_SIZE,
         start_iteration=start_iteration,
-        num_slices=len(slices),
+        num_slices=2,
         plan={"slices": [[1, 2], [3]]},
-        slices=tuple(slices),
     )
-    return manifest, tuple(payload)
+    payload = []
+    for index in range(window.num_slices):
+        pieces, content = _sample_slice(generator)
+        part = Slice(
+            iteration=start_iteration + index,
+            offset=align(window.num_bytes),
+            num_bytes=len(content),
+            header={"vote": {"loss": 2.5, "is_applied": True}},
+            pieces=pieces,
+        )
+        part.hashes = part.hash_pieces(memoryview(content))
+        window.slices.append(part)
+        payload.append(content)
+    return window, tuple(payload)
 
 
-def _sample_slice(generator: random.Random) -> tuple[tuple[PieceRecord, ...], bytes]:
+def _sample_slice(generator: random.Random) -> tuple[tuple[Piece, ...], bytes]:
     content = bytearray(align(16384 - 1))
-    pieces: list[PieceRecord] = []
+    pieces: list[Piece] = []
     offset = 0
     for component, dtype, num_items in COMPONENTS:
         data = generator.randbytes(num_items * ITEM_BYTES[dtype])
         content[offset : offset + len(data)] = data
         pieces.append(
-            PieceRecord(
+            Piece(
                 parameter="decoder.layers.0.mlp.router.weight",
                 tensor_part=0,
                 component=component,
@@ -103,17 +107,16 @@ def _sample_slice(generator: random.Random) -> tuple[tuple[PieceRecord, ...], by
                 stop=700,
                 offset=offset,
                 num_bytes=len(data),
-                xxh3_128=xxhash.xxh3_128_hexdigest(data),
             )
         )
-        offset = -(-(offset + len(data)) // 64) * 64
+        offset = align(offset + len(data), 64)
     return tuple(pieces), bytes(content)
 
 
 def _save_window(folder: Path, iteration: int) -> None:
     for rank in range(WORLD_SIZE):
-        manifest, payload = sample_window(iteration, rank)
-        write_window(folder, manifest, [memoryview(content) for content in payload])
+        window, payload = sample_window(iteration, rank)
+        write_window(folder, window, [memoryview(content) for content in payload])
 
 
 def _load_window(folder: Path) -> Loaded:
@@ -128,10 +131,10 @@ def _load_window(folder: Path) -> Loaded:
 
 def _is_sample(windows: WindowFolder, start_iteration: int, rank: int) -> bool:
     (stored,) = (stored for stored in windows.list_windows() if stored.start_iteration == start_iteration)
-    manifest, payload = sample_window(start_iteration, rank)
+    window, payload = sample_window(start_iteration, rank)
     with windows.open(stored, rank) as opened:
-        read = [bytes(opened.read_slice(index)) for index in range(opened.manifest.num_slices)]
-        return opened.manifest == manifest and tuple(read) == payload
+        read = [bytes(opened.read_slice(index)) for index in range(opened.window.num_slices)]
+        return opened.window == window and tuple(read) == payload
 
 
 def _retire_windows(folder: Path) -> None:
@@ -139,7 +142,7 @@ def _retire_windows(folder: Path) -> None:
 
 
 def _window_files(folder: Path, iteration: int) -> list[Path]:
-    return [folder / window_name(iteration) / rank_name(rank) for rank in range(WORLD_SIZE)]
+    return [folder / sample_name(iteration) / rank_name(rank) for rank in range(WORLD_SIZE)]
 
 
 @lru_cache

@@ -1,6 +1,6 @@
-"""Claim tables of README and docs, written from the stored results between two markers.
+"""Tables of figures in README.md and docs/claims.md, written from the stored results between two markers.
 
-``python -m benchmarks.tables`` rewrites them, ``--check`` only says whether they are current.
+``python -m benchmarks.tables`` rewrites them; ``--check`` reports whether they are current.
 """
 
 import argparse
@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import RESULTS_DIR, Claim, load_claims, newest_results
-from benchmarks.source import ROOT
+from benchmarks.front_page import front_page_table
+from benchmarks.source import ROOT, source_digest
 from megatron_ft.errors import ConfigError
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 GIB = 1024**3
+AS_SHIPPED = "as it is now"
+OLDER = "older: files that the claim's script uses have changed since"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,17 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refresh(*, write: bool) -> list[Path]:
-    """Pages whose table was not current; written anew when ``write``."""
+    """Compare the pages with the results, and rewrite them if ``write``. Returns the pages that were not current."""
     claims, results = load_claims(), newest_results(RESULTS_DIR)
     tables = {
-        ROOT / "README.md": short_table(claims, results),
-        ROOT / "docs" / "claims.md": full_table(claims, results),
+        ROOT / "README.md": front_page_table(claims, results),
+        ROOT / "docs" / "claims.md": f"{short_table(claims, results)}\n\n{full_table(claims, results)}",
     }
     return [path for path, table in tables.items() if update(path, table, write=write)]
 
 
 def update(path: Path, table: str, *, write: bool) -> bool:
-    """Whether the text between the markers differs from ``table``; replaced when ``write``."""
+    """Compare the text between the markers with ``table``, and replace it if ``write``. Returns whether it differed."""
     text = path.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ConfigError.of(path.name, f"{text.count(BEGIN)} markers", f"must hold {BEGIN} and {END} once each")
@@ -59,23 +62,24 @@ def update(path: Path, table: str, *, write: bool) -> bool:
 
 
 def short_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """One line per claim and hardware class that has a result: figure, bound, date."""
-    rows = ["| claim | measured | must be | on | date |", "|---|---|---|---|---|"]
+    """One line per claim and hardware class that has a result, in short cells."""
+    rows = ["| claim | what | result | on | date |", "|---|---|---|---|---|"]
     for claim in claims.values():
         for result in _of(claim, results):
-            figure = result["figure"] if result["passed"] else f"**FAIL** {result['figure']}"
-            cells = (f"`{claim.id}`", figure, result["threshold"], result["hardware"]["class"], result["date"])
-            rows.append(_row(*cells))
+            verdict = "PASS" if result["passed"] else "**FAIL**"
+            link = f"[`{claim.id}`](#{claim.id})"
+            rows.append(_row(link, claim.short, verdict, result["hardware"]["class"], result["date"]))
     return "\n".join(rows)
 
 
-def full_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]]) -> str:
+def full_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]], *, root: Path = ROOT) -> str:
     """A section per claim: statement, bound, every hardware class it was measured on, with counts."""
     sections: list[str] = []
     for claim in claims.values():
         sections.append(f"### `{claim.id}`\n\n{claim.statement.strip()}\n\nBound: {claim.threshold}.")
         sections.append(f"Measured by `make prove ID={claim.id}` on {' or '.join(claim.hardware)}.")
-        sections += [_measured(result) for result in _of(claim, results)] or ["Not measured yet."]
+        source = source_digest(root / claim.script, root=root)
+        sections += [_measured(result, source) for result in _of(claim, results)] or ["Not measured yet."]
     return "\n\n".join(sections)
 
 
@@ -83,7 +87,7 @@ def _of(claim: Claim, results: dict[tuple[str, str], dict[str, Any]]) -> list[di
     return [results[claim.id, name] for name in claim.hardware if (claim.id, name) in results]
 
 
-def _measured(result: dict[str, Any]) -> str:
+def _measured(result: dict[str, Any], source: str) -> str:
     verdict = "PASS" if result["passed"] else "FAIL"
     counts = ", ".join(f"{name} {value}" for name, value in result["counts"].items()) or "none"
     rows = [
@@ -95,6 +99,7 @@ def _measured(result: dict[str, Any]) -> str:
         _row("hardware", machine(result["hardware"])),
         _row("software", f"Python {result['hardware']['python']}, torch {result['hardware']['torch']}"),
         _row("took", f"{result['wall_seconds']:.0f} s"),
+        _row("source", AS_SHIPPED if result.get("source") == source else OLDER),
     ]
     return "\n\n".join(["\n".join(rows), *map(_table, result["details"].get("tables", ()))])
 

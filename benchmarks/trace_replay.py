@@ -74,7 +74,7 @@ def measure_elastic(job: Job, schedule: FailureSchedule) -> tuple[Replayed, list
     history = committed(job.iterations(ended_at), job.events())
     injected = records_of(job.run_dir / INJECTED_FILE)
     problems += history.problems + unproven(injected, job.events())
-    rungs = [event["rung"] for event in job.events() if event["kind"] == "recovery_decided" and event["generation"]]
+    rungs = [event["strategy"] for event in job.events() if event["kind"] == "recovery_started" and event["generation"]]
     changes = [event for event in job.events() if event["kind"] == "membership_changed"]
     counts = {
         "changes_in_living_processes": len(changes),
@@ -108,11 +108,13 @@ class History:
 def committed(iterations: Sequence[Event], events: Sequence[Event]) -> History:
     """Iterations that stand, each once; those behind a checkpoint that ranks were started again from are void."""
     changes = [event for event in events if event["kind"] == "membership_changed"]
-    restarts = [e for e in events if e["kind"] == "recovery_decided" and e["generation"] and e["rung"] != "replicas"]
+    restarts = [
+        e for e in events if e["kind"] == "recovery_started" and e["generation"] and e["strategy"] != "replicas"
+    ]
     problems, standing, num_void = [], set[int](), 0
     for record in sorted([*iterations, *restarts], key=lambda record: record["time_unix_seconds"]):
         iteration = record["iteration"]
-        if record.get("kind") == "recovery_decided":
+        if record.get("kind") == "recovery_started":
             num_void += sum(number > iteration for number in standing)
             standing = {number for number in standing if number <= iteration}
         elif iteration in standing:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ft.events import MembershipChanged, Record, RunFinished, RunStarted, RunStopped
 from megatron_ft.telemetry.read import METRICS_FILE, read_events, read_lines, to_metrics
-from megatron_ft.telemetry.wandb_history import ID_FILE
+from megatron_ft.telemetry.sinks.wandb import ID_FILE
 
 TIMEOUT_SECONDS = 120.0
 MOST_TOLD = 5

@@ -1,28 +1,37 @@
-"""Events of ranks, nodes and controllers that go and come; ``events.py`` lists them with the others."""
+"""Events of ranks, nodes, controllers and recoveries; ``events.py`` has all events."""
 
 from dataclasses import dataclass
 
-from megatron_ft.records import Record
+from megatron_ft.formatting import seconds
+from megatron_ft.records import Note, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryDecided(Record):
-    """Which rung of the ladder a membership continues on: the nearest one that serves."""
+class RecoveryStarted(Record):
+    """The state that ranks continue from: once for each recovery and for each job that continues the run."""
 
     generation: int
-    """Number of the membership that begins."""
-    rung: str
-    """``replicas`` (living ranks), ``localized`` (stages that lost a rank went back), ``window``, ``checkpoint`` or
+    """Number of the membership that begins; 0 for a job that continues the run."""
+    strategy: str
+    """``replicas`` (living ranks), ``localized`` (stages that lost a rank replay), ``window``, ``checkpoint`` or
     ``nothing``."""
     iteration: int
-    """Newest iteration of the state that it begins with."""
+    """Newest iteration of the state that ranks continue from, once it is dense."""
+    source: str | None = None
+    """Place of a window: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
-    """What was not used, each with its reason."""
+    """Newer or nearer state that was not used, each with its reason."""
+
+    def describe(self) -> Note:
+        generation = f"generation {self.generation} " if self.generation else ""
+        strategy = self.strategy if self.source is None else f"{self.strategy} ({self.source})"
+        text = f"{generation}continues after iteration {self.iteration}: {strategy}"
+        return Note("warning" if self.declined else "info", "; not used: ".join([text, *self.declined]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChanged(Record):
-    """Nodes have gone or come, and the ranks that stay train on in their processes."""
+    """Nodes left or joined, and the other ranks continue in their processes."""
 
     generation: int
     """Number of the membership that begins, counted from 0."""
@@ -37,17 +46,24 @@ class MembershipChanged(Record):
     seconds: float
     """Seconds from the decision until its first rank was ready."""
     joining: tuple[int, ...] = ()
-    """Those of its nodes whose ranks had no state of the run, or none that the others went on from: they were given it.
-    A node that was lost and started again before one iteration is among them."""
+    """Its nodes whose ranks had no state of the run, or another state than the others, and received it. A node
+    that was lost and started again within one iteration is among them."""
     schedule: tuple[str, ...] = ()
     """Entries of ``launch.membership_schedule`` that lead to it from the membership that committed ``iteration``, one
     for each that formed on the way. They take the place of those of earlier memberships of the same iteration. Empty
     with ``launch.keep_layout``."""
 
+    def describe(self) -> Note:
+        joining = f", {list(self.joining)} of them joining," if self.joining else ""
+        ranks = (
+            f"{self.world_size} ranks on nodes {list(self.nodes)}{joining} continue after iteration {self.iteration}"
+        )
+        return Note("warning", f"{ranks} ({seconds(self.seconds)}): {self.reason}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """What a rank did while the stages that had lost ranks were brought back from their neighbours' logs."""
+    """The work of one rank in a localized recovery: stages that lost ranks replay from their neighbours' logs."""
 
     generation: int
     """Number of the membership that begins."""
@@ -56,11 +72,11 @@ class StageRecovery(Record):
     stage: int
     """Its pipeline stage, counted from 0."""
     role: str
-    """``replays`` (its stage went back and computes again), ``serves`` (sends what it has logged) or ``waits``."""
+    """``replays`` (its stage returns to a window and computes again), ``serves`` (sends its log) or ``waits``."""
     start_iteration: int
-    """Newest iteration of the state that its stage went back to; the target where it did not go back."""
+    """Newest iteration of the state that its stage returned to; the target where it keeps its state."""
     iteration: int
-    """The target: newest iteration of the state that all ranks go on with."""
+    """The target: newest iteration of the state that all ranks continue from."""
     num_iterations: int
     """Iterations that this rank replayed; 0 unless it replays."""
     num_forward_passes: int
@@ -68,9 +84,17 @@ class StageRecovery(Record):
     bytes_moved: int
     """Bytes of the upstream log that this rank sent or received."""
     began_unix_seconds: float
-    """When it began, in seconds since 1970 by the wall clock of its node."""
+    """Time at which it began, in seconds since 1970 by the wall clock of its node."""
     seconds: float
     """Seconds it took."""
+
+    def describe(self) -> Note | None:
+        if self.role != "replays":
+            return None  # the other ranks compute nothing, and each of them reports this event
+        work = (
+            f"rank {self.rank} of stage {self.stage} replayed {self.num_iterations} iterations up to {self.iteration}"
+        )
+        return Note("good", f"{work} in {seconds(self.seconds)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,27 +118,46 @@ class RankFailed(Record):
     error: str | None = None
     """Last line of its traceback."""
 
+    @property
+    def ending(self) -> str:
+        """Its end: ``SIGKILL``, ``exit code 1`` or ``lost``."""
+        return self.signal or ("lost" if self.exit_code is None else f"exit code {self.exit_code}")
+
+    def describe(self) -> Note:
+        node = "" if self.node is None else f" on node {self.node}"
+        iteration = "" if self.iteration is None else f" in iteration {self.iteration}"
+        first = ", the first to fail" if self.first else ""
+        error = f": {self.error}" if self.error else ""
+        return Note("bad", f"rank {self.rank}{node} died{iteration} ({self.ending}{first}){error}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost(Record):
-    """A node was lost whole: its process ended or fell silent."""
+    """A node was lost: its process ended or became unresponsive."""
 
     node: int
     """The node, by the number it has had since it first came."""
     reason: str
-    """How that was seen."""
+    """The sign by which it was detected."""
+
+    def describe(self) -> Note:
+        return Note("bad", f"node {self.node} was lost: {self.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStartFailed(Record):
-    """A node that was started while the job ran did not join it: its process or a rank ended, or was late."""
+    """A node that was started during the job did not join it: its process or a rank ended, or was late."""
 
     node: int
     """The node, by the number it has had since it first came."""
     reason: str
-    """What became of it: exit code and last words of its process, or which rank ended how."""
+    """Exit code and last output of its process, or which rank ended how."""
     starts_again: bool
     """Whether the node is started once more, see ``launch.max_node_restarts``."""
+
+    def describe(self) -> Note:
+        again = "starting it again" if self.starts_again else "it is not started again"
+        return Note("bad", f"node {self.node} did not join: {self.reason}; {again}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +165,9 @@ class RanksRestarted(Record):
     """Ranks failed, and all ranks are started again; they continue the run."""
 
     generation: int
-    """The one that begins: how often ranks have been started again or have gone on without lost nodes."""
+    """The one that begins: how often ranks have been started again or have continued without lost nodes."""
     reason: str
-    """What ended the generation before."""
+    """The reason that ended the generation before."""
     failed_ranks: tuple[int, ...]
     """Ranks that failed, the first one first; without those that were ended because of them."""
     iteration: int
@@ -132,34 +175,55 @@ class RanksRestarted(Record):
     num_restarts_left: int
     """Restarts left if the job gets no further; ``launch.max_restarts`` again as soon as it does."""
 
+    def describe(self) -> Note:
+        where = f" in iteration {self.iteration}" if self.iteration else ""
+        left = f"generation {self.generation}; {self.num_restarts_left} more without progress"
+        return Note("warning", f"starting all ranks again ({left}): {self.reason}{where}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerWaits(Record):
-    """The disk has no room for what the controller has to write before it acts: no loss is dealt with meanwhile."""
+    """The disk has no space for what the controller writes before it acts: it handles no loss until there is space."""
 
     problem: str
-    """What the disk says."""
+    """The error of the disk."""
+
+    def describe(self) -> Note:
+        text = f"the controller cannot write ({self.problem}): it handles no loss until there is space"
+        return Note("bad", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerGoesOn(Record):
-    """There is room again, and the controller deals with what has happened."""
+    """There is space again, and the controller handles what happened meanwhile."""
 
     seconds: float
     """Seconds it waited."""
 
+    def describe(self) -> Note:
+        return Note("good", f"there is space again: the controller continues after {seconds(self.seconds)}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolderMissing(Record):
-    """The run's folder was deleted or moved away while the job runs."""
+    """The run's folder was deleted or moved away during the job."""
 
     path: str
-    """Where it was."""
+    """Its path."""
+
+    def describe(self) -> Note:
+        text = (
+            f"the run's folder was deleted or moved away: {self.path}; nothing more is written, and the next loss ends "
+        )
+        return Note("bad", f"{text}the job: restore the folder, or stop the job")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerReplaced(Record):
-    """The job's controller ended or gave no sign; another one takes over where it stood."""
+    """The job's controller ended or became unresponsive; another one takes over from its journal."""
 
     reason: str
-    """What became of it."""
+    """The end of the earlier controller."""
+
+    def describe(self) -> Note:
+        return Note("warning", f"another controller takes over: {self.reason}")

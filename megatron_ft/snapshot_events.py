@@ -1,13 +1,14 @@
-"""Events of snapshots, of upstream logs and of what a job continues from; ``events.py`` lists them with the others."""
+"""Events of snapshots and upstream logs; ``events.py`` has all events."""
 
 from dataclasses import dataclass
 
-from megatron_ft.records import Record
+from megatron_ft.formatting import seconds, size
+from megatron_ft.records import Note, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPlanned(Record):
-    """Which windows are captured from now on."""
+    """The windows that are captured from now on."""
 
     iteration: int
     """Last iteration before the plan is in force."""
@@ -24,13 +25,18 @@ class SnapshotPlanned(Record):
     reason: str
     """Why the window has this size and order."""
 
+    def describe(self) -> Note:
+        return Note(
+            "info", f"snapshots: window of {self.window_iterations} iterations, {size(self.window_bytes)} a rank"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCommitted(Record):
     """Every rank's window is in the memory of as many other failure domains as configured."""
 
     iteration: int
-    """Iteration whose vote said so."""
+    """Iteration whose vote contained it."""
     start_iteration: int
     """State the window's first slice was taken from."""
     num_iterations: int
@@ -38,43 +44,53 @@ class WindowCommitted(Record):
     stalled_seconds: float
     """Seconds that training waited for its capture on this rank, the first of the job."""
     captured_bytes: int | None = None
-    """Bytes that this rank has captured since the window committed before."""
+    """Bytes that this rank captured since the previous committed window."""
     replicated_bytes: int | None = None
     """Bytes that this rank's keeper has sent to peers since then, each peer counted."""
     persisted_bytes: int | None = None
     """Bytes that this rank's keeper has written to storage since then."""
 
+    def describe(self) -> None:
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowDelayed(Record):
-    """No buffer was free for the next window on some rank: peers or storage are behind. Training goes on."""
+    """No buffer was free for the next window on some rank: peers or storage are behind. Training continues."""
 
     iteration: int
     """Iteration after which the window should have started."""
     replicating_bytes: int
     """Bytes that wait to be replicated on this rank's node."""
 
+    def describe(self) -> Note:
+        behind = size(self.replicating_bytes)
+        return Note("warning", f"window after iteration {self.iteration} waits for peers, {behind} behind")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotProblem(Record):
-    """Something about a window went wrong on a node; training goes on."""
+    """An operation on a window failed on a node; training continues."""
 
     iteration: int
     """Last committed iteration when it was noticed."""
     node: int
     """Node it happened on."""
     what: str
-    """What was attempted: ``replicate``, ``persist``..."""
+    """The operation: ``replicate``, ``persist``..."""
     error: str
-    """What went wrong."""
+    """The error."""
+
+    def describe(self) -> Note:
+        return Note("bad", f"snapshot problem on node {self.node} ({self.what}): {self.error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogPlanned(Record):
-    """Memory was taken for what ranks send over pipeline boundaries; what an earlier, smaller log held is in it."""
+    """Memory was allocated for the tensors that ranks send over pipeline boundaries; it contains the earlier log."""
 
     iteration: int
-    """Last iteration before there was this room."""
+    """Last iteration before it was allocated."""
     iterations_kept: int
     """Most iterations whose tensors are kept at once."""
     log_bytes: int
@@ -82,28 +98,25 @@ class UpstreamLogPlanned(Record):
     node_bytes: int
     """Memory of logs on the node that keeps most."""
 
+    def describe(self) -> Note:
+        return Note("info", f"upstream log: {self.iterations_kept} iterations, {size(self.log_bytes)} a rank")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogFull(Record):
-    """No room was free for what an iteration sent: the next window is late. Training goes on, but a stage that is lost
-    before one is committed that begins after the gap cannot go back alone."""
+    """The log had no space for the tensors of an iteration: the next window is late. Training continues.
+
+    A stage that is lost before a window that begins after the gap is committed cannot replay alone.
+    """
 
     iteration: int
     """First iteration that is not in the log, and perhaps others after it."""
     iterations_kept: int
     """Iterations whose tensors are kept."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryChosen(Record):
-    """What a started job continues from, and why not from anything newer or nearer."""
-
-    source: str
-    """``memory``, ``persisted``, ``checkpoint`` or ``nothing``."""
-    iteration: int
-    """Last iteration that the state contains once it is dense."""
-    declined: tuple[str, ...] = ()
-    """What was not used, each with its reason."""
+    def describe(self) -> Note:
+        effect = "no stage can replay alone until a later window is committed"
+        return Note("warning", f"upstream log is full from iteration {self.iteration} on: {effect}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,3 +131,7 @@ class WindowReplayed(Record):
     """Iterations replayed."""
     seconds: float
     """Seconds of loading and replaying."""
+
+    def describe(self) -> Note:
+        text = f"replayed {self.num_iterations} iterations up to {self.iteration} in {seconds(self.seconds)}"
+        return Note("good", text)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False"))
     items.sort(key=lambda item: sharing.place(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Make a skipped test of GPUs a failed one under ``MEGATRON_FT_GPU_DAY=1``: a day is not passed by skipping."""
+    report: Any = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("MEGATRON_FT_GPU_DAY") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"skipped on a GPU day: {report.longrepr[-1]}"
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)

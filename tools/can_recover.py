@@ -36,8 +36,8 @@ from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.losses import Stored, cost_of_loss
 from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import report_snapshots
-from megatron_ft.runtime.storage.checkpoints import iteration_of, newest_valid
-from megatron_ft.runtime.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 

@@ -18,8 +18,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ft.errors import EXIT_OK, ConfigError, MegatronFtError
-from megatron_ft.telemetry.report.files import read_run
-from megatron_ft.telemetry.report.live import follow
+from megatron_ft.telemetry.report.files import follow, read_run
 from megatron_ft.telemetry.report.model import build
 from megatron_ft.telemetry.report.page import render
 

@@ -50,6 +50,8 @@ def _default(field: "dataclasses.Field[Any]") -> str:
         value = field.default_factory()
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        return ", ".join(value)
     return "null" if value is None else str(value)
 
 

@@ -22,17 +22,26 @@ def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: no ``_target_``, a path that leads to no frozen dataclass, or fields that do not fit it.
     """
+    found = find_target(key, spec)
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
+        raise ConfigError.of(f"{key}._target_", spec["_target_"], "must name a frozen dataclass")
+    return _build(key, found, {field: value for field, value in spec.items() if field != "_target_"})
+
+
+def find_target(key: str, spec: Mapping[str, Any]) -> Any:
+    """What ``spec`` names by ``_target_``; its module is imported.
+
+    Raises:
+        ConfigError: no ``_target_``, or a path that leads nowhere.
+    """
     path = spec.get("_target_")
     if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
-        raise ConfigError.of(f"{key}._target_", path, "must be the dotted path of a policy class")
+        raise ConfigError.of(f"{key}._target_", path, "must be the dotted path of a class")
     module_name, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError.of(f"{key}._target_", path, f"must be importable ({error})") from None
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
-        raise ConfigError.of(f"{key}._target_", path, "must name a frozen dataclass")
-    return _build(key, found, {field: value for field, value in spec.items() if field != "_target_"})
 
 
 def _build(key: str, found: type, values: Mapping[str, Any]) -> Any:

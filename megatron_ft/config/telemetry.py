@@ -1,12 +1,28 @@
 """What is reported, where (group ``telemetry``)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _sinks() -> dict[str, Any]:
+    sinks = "megatron_ft.telemetry.sinks"
+    return {
+        "wandb": {"_target_": f"{sinks}.wandb.WandbSink"},
+        "alerts": {"_target_": f"{sinks}.alerts.AlertSink"},
+        "metrics": {"_target_": f"{sinks}.jsonl.JsonlSink", "metrics": True},
+        "summary": {"_target_": f"{sinks}.summary.SummarySink"},
+        "events": {"_target_": f"{sinks}.jsonl.JsonlSink", "metrics": False},
+        "terminal": {"_target_": f"{sinks}.terminal.TerminalSink"},
+    }
 
 
 @dataclass
 class TelemetryConfig:
     """Sinks of metrics and events."""
 
+    sinks: dict[str, Any] = field(default_factory=_sinks)
+    """Places records go to, by name: ``_target_`` names the class, the other entries are its arguments; null for none.
+    The sinks of ``conf/telemetry/default.yaml`` are the defaults; ``metrics`` and ``events`` are always needed."""
     log_interval_iterations: int = 1
     """Report metrics every so many iterations."""
     expert_load_interval_iterations: int = 1
@@ -30,4 +46,4 @@ class TelemetryConfig:
     alert_free_disk_share: float | None = 0.05
     """Alert when less than this share of the file system of the run's folder is free; null never."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert when the slowest rank takes longer than so many times the median rank for the same work; null never."""
+    """Alert when the slowest rank takes longer than this many times the median rank for the same work; null never."""

@@ -18,7 +18,7 @@ from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ConfigError
 
 _CHECKPOINT_MANIFEST = "manifest.json"
-"""Written last into a checkpoint's folder (``runtime/storage/manifest.py``, which this package does not import)."""
+"""Written last into a checkpoint's folder (``snapshot/storage/manifest.py``, which this package does not import)."""
 _LOCK_FILE = ".lock"
 _LOOK_SECONDS = 1.0
 _RESUME = ("never", "must", "auto")

@@ -14,7 +14,7 @@ from megatron_ft.doctor.findings import Finding, amount, error, told, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 USABLE_SHARE = 0.9
-"""A keeper takes no more than this share of the memory that is available (``runtime/keeper/memory.py``)."""
+"""A keeper takes no more than this share of the memory that is available (``snapshot/server/memory.py``)."""
 NCCL_SHARED_BYTES = 1 << 30
 """What NVIDIA gives containers for NCCL between GPUs of a machine: ``--shm-size=1g --ulimit memlock=-1``. Source: NCCL
 user guide, "Troubleshooting", "Shared memory"."""

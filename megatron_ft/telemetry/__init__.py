@@ -1,5 +1,5 @@
-"""Reports of a run: sinks of metrics and events. ``open_sinks`` is the way in."""
+"""Reports of a run: sinks of metrics and events. ``open_sinks`` opens them."""
 
-from megatron_ft.telemetry.sinks import SinkSet, open_sinks
+from megatron_ft.telemetry.sink_set import SinkSet, open_sinks
 
 __all__ = ["SinkSet", "open_sinks"]

@@ -39,7 +39,7 @@ def herfindahl_over_even(tokens: Sequence[int]) -> float:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in rising order, with a straight line between neighbours; 0 of none."""
+    """The percentile of values in rising order, linear between neighbours; 0 without values."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * percent / 100.0

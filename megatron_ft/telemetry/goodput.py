@@ -1,7 +1,7 @@
-"""Where a run's wall time went, measured from its own records: training that counts, and what it was lost to.
+"""Shares of a run's wall time, measured from its records: training that counts, and each kind of loss.
 
-Wall time is cut at the reports of iterations. An iteration takes what its report says; the time between the end of one
-and the start of the next belongs to what was recorded there: a recovery, the time between two jobs, or the rest.
+Wall time is cut at the reports of iterations, which say how long each took. The time between the end of one and the
+start of the next belongs to what was recorded there: a recovery, the time between two jobs, or the rest.
 """
 
 import math
@@ -13,11 +13,22 @@ from dataclasses import dataclass, field
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
 from megatron_ft.planning.cost.training_time import checkpoint_overhead, effective_training_time_ratio
-from megatron_ft.telemetry.times import duration, instant
 
 _ENDS = (events.RunFinished, events.RunStopped)
 _MOST = 10**15
-"""Iterations of a run, and tokens of an iteration, that are still believed."""
+"""Limit of iterations of a run and of tokens of an iteration; larger figures are ignored."""
+_EARLIEST_SECONDS, _LATEST_SECONDS = 1e9, 1e11
+_LONGEST_SECONDS = 1e9
+
+
+def instant(seconds: float | None) -> float | None:
+    """A time since 1970; None where a record has none, or one that no wall clock shows."""
+    return seconds if seconds is not None and _EARLIEST_SECONDS <= seconds <= _LATEST_SECONDS else None
+
+
+def duration(seconds: float | None) -> float | None:
+    """Seconds that something took; None where it is not known or impossible."""
+    return seconds if seconds is not None and 0.0 <= seconds <= _LONGEST_SECONDS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +48,14 @@ class Goodput:
     recovery_seconds: float
     """From the last report before a failure or a change of membership to the start of the first iteration after it."""
     between_jobs_seconds: float
-    """From the last word of a job to the first of the one that goes on with the run."""
+    """From the last record of a job to the first of the next job of the run."""
     other_seconds: float
     """Starts, evaluations, and what lies between iterations."""
     num_iterations: int
     """Iterations that count."""
     num_interruptions: int
-    """Recoveries, changes of membership and jobs that went on with the run; those without an iteration between are
-    one."""
+    """Recoveries, changes of membership and jobs that continued the run; those without an iteration between them count
+    as one."""
     num_tokens: int
     """Tokens of the iterations that count."""
     iteration_seconds: float | None
@@ -62,7 +73,7 @@ class Goodput:
 
     @property
     def lost_per_interruption_seconds(self) -> float:
-        """Mean time lost to an interruption: until training goes on, and what was run again."""
+        """Mean time lost to an interruption: until training continues, and the iterations run again."""
         return (self.recovery_seconds + self.again_seconds) / max(1, self.num_interruptions)
 
     @property
@@ -101,44 +112,43 @@ class Goodput:
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
-    """What was recorded since the newest report of an iteration."""
+    """Records since the newest report of an iteration."""
 
     begin: float
-    """When that was."""
+    """Time of that report."""
     fails: bool = False
-    goes_on: bool = False
+    continues: bool = False
     source: int | None = None
-    """Newest iteration of the state that ranks went on with."""
+    """Newest iteration of the state that ranks continued from."""
     between_jobs_seconds: float = 0.0
     ended: float | None = None
-    """When a job ended, as long as nothing came after it."""
+    """Time at which a job ended, until another record follows."""
 
     @property
     def is_recovery(self) -> bool:
-        return self.fails or self.goes_on
+        return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Something was recorded at ``at``."""
+        """Note a record at ``at``."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None
 
     def parts(self, seconds: float) -> tuple[float, float]:
-        """Of ``seconds`` in it those between two jobs, and all others."""
         between = min(self.between_jobs_seconds, seconds)
         return between, seconds - between
 
 
 @dataclass(slots=True)
 class _Counted:
-    """Iterations that count so far, by the reports of them: each stands for those that were not reported before it."""
+    """Iterations that count so far, one entry per report; it stands for the unreported iterations before it, too."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     num_iterations: int = 0
-    """Sums of these columns, kept as they come and go; integers, so that what goes leaves nothing behind."""
+    """Sums of these columns. They are integers: subtracting what was added leaves no rounding error."""
     total_nanoseconds: int = 0
     total_tokens: int = 0
 
@@ -150,7 +160,7 @@ class _Counted:
         self._sum(1, count, seconds, tokens)
 
     def go_back(self, iteration: int) -> float:
-        """Those after ``iteration`` no longer count; returns the seconds that they took."""
+        """Drop iterations after ``iteration``; returns the seconds that they took."""
         lost = 0.0
         while self.newest and self.newest[-1] > iteration:
             newest, count = self.newest.pop(), self.counts.pop()
@@ -169,12 +179,12 @@ class _Counted:
 
 
 class GoodputMeter:
-    """Folds records, oldest first, into where the time went; it keeps four numbers for each report of an iteration."""
+    """Folds records, oldest first, into shares of the wall time; keeps four numbers for each report of an iteration."""
 
     def __init__(self) -> None:
         self._counted = _Counted()
         self._position: int | None = None
-        """Newest iteration that was told of."""
+        """Newest iteration reported."""
         self._again = self._skipped = self._captures = self._waits = 0.0
         self._recovery = self._between_jobs = self._other = 0.0
         self._num_interruptions = 0
@@ -183,7 +193,7 @@ class GoodputMeter:
         self._gap = _Gap(begin=0.0)
 
     def take(self, record: Record) -> None:
-        """Fold one more record in; one without a time that can be is passed over."""
+        """Fold one more record in; a record without a possible time is ignored."""
         at = instant(record.time_unix_seconds)
         if at is None:
             return
@@ -208,11 +218,10 @@ class GoodputMeter:
         )
 
     def so_far(self) -> Goodput:
-        """The same, always in the same short time: without the median, from sums as they were kept."""
+        """The same without the median, in constant time."""
         return self._shares(self._counted.total_nanoseconds / 1e9, self._counted.total_tokens, None)
 
     def _shares(self, counted: float, num_tokens: float, iteration_seconds: float | None) -> Goodput:
-        """Args: seconds and tokens of the iterations that count, and their median."""
         between, tail = self._gap.parts(0.0 if self._first is None else self._newest - self._gap.begin)
         is_recovery = self._gap.is_recovery
         other = self._other + (0.0 if is_recovery else tail)
@@ -233,7 +242,6 @@ class GoodputMeter:
         )
 
     def _train(self, record: Metrics, at: float) -> None:
-        """An iteration was run up to ``at``: what lies between it and the report before belongs to something else."""
         gap, iteration = self._gap, record.iteration
         at = max(at, gap.begin)
         self._gap = _Gap(begin=at)
@@ -250,7 +258,7 @@ class GoodputMeter:
         self._between_jobs += between
         if gap.is_recovery:
             self._recovery += before - unreported
-            self._num_interruptions += gap.goes_on
+            self._num_interruptions += gap.continues
         else:
             self._other += before - unreported
 
@@ -263,11 +271,12 @@ class GoodputMeter:
             case events.RankFailed():
                 self._gap.fails = True
             case events.RanksRestarted():
-                self._gap.goes_on = True
-            case events.RecoveryDecided() | events.MembershipChanged() | events.StageRecovery():
-                self._gap.goes_on, self._gap.source = True, record.iteration
+                self._gap.continues = True
+            case events.RecoveryStarted() | events.MembershipChanged() | events.StageRecovery():
+                if record.generation > 0:  # a job that continues the run is counted at its run_started
+                    self._gap.continues, self._gap.source = True, record.iteration
             case events.RunStarted():
-                self._gap.goes_on |= self._position is not None
+                self._gap.continues |= self._position is not None
                 self._gap.source = record.resumed_from_iteration or 0
             case events.WindowCommitted():
                 self._captures += duration(record.stalled_seconds) or 0.0
@@ -278,7 +287,7 @@ class GoodputMeter:
 
 
 def measure(records: Iterable[Record]) -> Goodput:
-    """Where the time of a run went, from all of its events and metrics, in any order."""
+    """Measure the goodput of a run from all of its events and metrics, in any order."""
     meter = GoodputMeter()
     timed = [(at, record) for record in records if (at := instant(record.time_unix_seconds)) is not None]
     for _, record in sorted(timed, key=lambda pair: (pair[0], not isinstance(pair[1], Metrics))):
@@ -287,6 +296,6 @@ def measure(records: Iterable[Record]) -> Goodput:
 
 
 def _figure(record: Metrics, name: str) -> float:
-    """A figure of an iteration; 0 where there is none, or none that can be."""
+    """A figure of an iteration; 0 where it is missing or impossible."""
     value = float(record.values.get(name, 0.0))
     return value if math.isfinite(value) and 0.0 <= value < _MOST else 0.0

@@ -1,12 +1,11 @@
 """Every metric of an iteration: its name, its unit, its meaning. The only place where they are listed."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One figure of a ``metrics`` record."""
 
@@ -24,58 +23,45 @@ class Metric:
 
 _ALL = (
     Metric(
-        name="loss",
-        unit="nats/token",
-        meaning="Mean language-model loss over the tokens of all ranks, without auxiliary losses.",
+        "loss",
+        "nats/token",
+        "Mean language-model loss over the tokens of all ranks, without auxiliary losses.",
         required=True,
     ),
-    Metric(name="aux_loss", unit="1", meaning="Load-balancing loss times its coefficient, mean over mixture layers."),
-    Metric(name="z_loss", unit="1", meaning="Router z-loss times its coefficient, mean over mixture layers."),
-    Metric(name="grad_norm", unit="1", meaning="Global L2 norm of the gradient before clipping."),
+    Metric("aux_loss", "1", "Load-balancing loss times its coefficient, mean over mixture layers."),
+    Metric("z_loss", "1", "Router z-loss times its coefficient, mean over mixture layers."),
+    Metric("grad_norm", "1", "Global L2 norm of the gradient before clipping."),
+    Metric("clip_coefficient", "1", "Factor the gradient was multiplied by; 1 when it was not clipped."),
+    Metric("learning_rate", "1", "Learning rate this iteration's update used."),
+    Metric("loss_scale", "1", "Loss scale of this iteration; 1 outside fp16."),
+    Metric("tokens", "tokens", "Tokens the loss was taken over in this iteration, over all ranks."),
+    Metric("consumed_samples", "samples", "Samples read since the run began, this iteration included."),
     Metric(
-        name="clip_coefficient", unit="1", meaning="What the gradient was multiplied by; 1 when it was not clipped."
+        "iteration_seconds", "s", "Wall time of the iteration, from its first microbatch to its end.", is_timed=True
     ),
-    Metric(name="learning_rate", unit="1", meaning="Learning rate this iteration's update used."),
-    Metric(name="loss_scale", unit="1", meaning="Loss scale of this iteration; 1 outside fp16."),
-    Metric(name="tokens", unit="tokens", meaning="Tokens the loss was taken over in this iteration, over all ranks."),
+    Metric("tokens_per_second", "tokens/s", "tokens / iteration_seconds, over all ranks.", is_timed=True),
+    Metric("num_microbatches", "microbatches", "Microbatches of one pipeline in this iteration, padding included."),
     Metric(
-        name="consumed_samples", unit="samples", meaning="Samples read since the run began, this iteration included."
+        "num_padding_microbatches",
+        "microbatches",
+        "Of all pipelines' microbatches, those that only fill up an uneven division and weigh nothing.",
     ),
     Metric(
-        name="iteration_seconds",
-        unit="s",
-        meaning="Wall time of the iteration, from its first microbatch to its end.",
+        "slowest_rank",
+        "rank",
+        "Rank that has recently taken longest for the attention of its first layer: the same work on all.",
         is_timed=True,
     ),
     Metric(
-        name="tokens_per_second", unit="tokens/s", meaning="tokens / iteration_seconds, over all ranks.", is_timed=True
-    ),
-    Metric(
-        name="num_microbatches",
-        unit="microbatches",
-        meaning="Microbatches of one pipeline in this iteration, padding included.",
-    ),
-    Metric(
-        name="num_padding_microbatches",
-        unit="microbatches",
-        meaning="Of all pipelines' microbatches, those that only fill up an uneven division and weigh nothing.",
-    ),
-    Metric(
-        name="slowest_rank",
-        unit="rank",
-        meaning="Rank that has lately taken longest for the attention of its first layer: the same work on all.",
+        "slowest_node",
+        "node",
+        "Its node, by the number that it has had since the job began: ranks get new numbers as nodes change.",
         is_timed=True,
     ),
     Metric(
-        name="slowest_node",
-        unit="node",
-        meaning="Its node, by the number that it has had since the job began: ranks are numbered anew as nodes change.",
-        is_timed=True,
-    ),
-    Metric(
-        name="slowest_rank_over_median",
-        unit="1",
-        meaning="What it takes for it over what the (lower) median rank takes: about 1 where nobody is slower alone.",
+        "slowest_rank_over_median",
+        "1",
+        "Its time over the time of the (lower) median rank: about 1 where no rank is slower than the others.",
         is_timed=True,
     ),
 )
@@ -86,9 +72,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric
 
 def _spread(prefix: str, whose: str) -> tuple[Metric, ...]:
     return (
-        Metric(name=f"{prefix}p50_over_even", unit="1", meaning=f"Median load of {whose}: tokens over the even share."),
-        Metric(name=f"{prefix}p95_over_even", unit="1", meaning=f"Load that 95 % of {whose} stay below."),
-        Metric(name=f"{prefix}max_over_even", unit="1", meaning=f"Load of the busiest of {whose}."),
+        Metric(f"{prefix}p50_over_even", "1", f"Median load of {whose}: tokens over the even share."),
+        Metric(f"{prefix}p95_over_even", "1", f"Load that 95 % of {whose} stay below."),
+        Metric(f"{prefix}max_over_even", "1", f"Load of the busiest of {whose}."),
     )
 
 
@@ -97,86 +83,61 @@ _HHI = (
 )
 
 _FROM_EVENTS = (
-    Metric(name="evaluation_loss", unit="nats/token", meaning="Mean validation loss per token, after this iteration."),
+    Metric("evaluation_loss", "nats/token", "Mean validation loss per token, after this iteration."),
     *_spread("expert_load/layer_<n>_", "the experts of layer n"),
-    Metric(name="expert_load/layer_<n>_hhi_over_even", unit="1", meaning=f"{_HHI}."),
+    Metric("expert_load/layer_<n>_hhi_over_even", "1", f"{_HHI}."),
     *_spread("expert_load/", "the experts of all layers"),
-    Metric(name="expert_load/hhi_over_even", unit="1", meaning="The same, mean over layers."),
-    Metric(name="replicas/fewest", unit="copies", meaning="Copies of the expert that has fewest, over all layers."),
-    Metric(name="replicas/mean", unit="copies", meaning="Copies of an expert on average, by the placement in force."),
-    Metric(name="replicas/most", unit="copies", meaning="Copies of the expert that has most, over all layers."),
+    Metric("expert_load/hhi_over_even", "1", "The same, mean over layers."),
+    Metric("replicas/fewest", "copies", "Copies of the expert that has fewest, over all layers."),
+    Metric("replicas/mean", "copies", "Copies of an expert on average, by the placement in force."),
+    Metric("replicas/most", "copies", "Copies of the expert that has most, over all layers."),
     Metric(
-        name="replicas/single_loss_survival",
-        unit="1",
-        meaning="Probability that the job goes on in its ranks when one failure domain is lost, each being as likely: "
+        "replicas/single_loss_survival",
+        "1",
+        "Probability that the job survives the loss of one failure domain, each being as likely: "
         "every expert has a copy left, and launch.min_nodes nodes are left. Only where launch.min_nodes is given.",
     ),
+    Metric("snapshot/window_iterations", "iterations", "Iterations that together capture every operator once (W)."),
     Metric(
-        name="snapshot/window_iterations",
-        unit="iterations",
-        meaning="Iterations that together capture every operator once (W).",
+        "snapshot/stalled_seconds",
+        "s",
+        "Seconds that training has waited for captures so far, all attempts, on the first rank of the job.",
+    ),
+    Metric("snapshot/captured_bytes", "bytes", "Bytes that this rank has captured so far."),
+    Metric("snapshot/replicated_bytes", "bytes", "Bytes that its keeper has sent to peers so far, each peer counted."),
+    Metric("snapshot/persisted_bytes", "bytes", "Bytes that its keeper has written to storage so far."),
+    Metric("upstream_log/rank_bytes", "bytes", "Memory of the upstream log, on the rank that keeps most."),
+    Metric("upstream_log/node_bytes", "bytes", "The same on the node that keeps most."),
+    Metric(
+        "goodput/ettr",
+        "1",
+        "Effective training time ratio measured so far: time of iterations that count over wall time.",
     ),
     Metric(
-        name="snapshot/stalled_seconds",
-        unit="s",
-        meaning="Seconds that training has waited for captures so far, all attempts, on the first rank of the job.",
-    ),
-    Metric(name="snapshot/captured_bytes", unit="bytes", meaning="Bytes that this rank has captured so far."),
-    Metric(
-        name="snapshot/replicated_bytes",
-        unit="bytes",
-        meaning="Bytes that its keeper has sent to peers so far, each peer counted.",
+        "goodput/ettr_predicted",
+        "1",
+        "The same by the closed formula, from this run's waiting, interruptions and what they cost so far.",
     ),
     Metric(
-        name="snapshot/persisted_bytes", unit="bytes", meaning="Bytes that its keeper has written to storage so far."
+        "goodput/tokens_per_second", "tokens/s", "Goodput so far: tokens of the iterations that count over wall time."
+    ),
+    Metric("goodput/interruptions", "1", "Recoveries, changes of membership and jobs that continued the run so far."),
+    Metric(
+        "recovery/<strategy>_seconds",
+        "s",
+        "Time of the recovery before this iteration. The strategy is `replicas`, `localized`, `window`, "
+        "`checkpoint`, `nothing`, or `unknown` where no record names it.",
     ),
     Metric(
-        name="upstream_log/rank_bytes", unit="bytes", meaning="Memory of the upstream log, on the rank that keeps most."
+        "job/attempt",
+        "1",
+        "How often ranks have been started for this run, this start included: it rises at each restart.",
     ),
-    Metric(name="upstream_log/node_bytes", unit="bytes", meaning="The same on the node that keeps most."),
-    Metric(
-        name="goodput/ettr",
-        unit="1",
-        meaning="Effective training time ratio measured so far: time of iterations that count over wall time.",
-    ),
-    Metric(
-        name="goodput/ettr_predicted",
-        unit="1",
-        meaning="The same by the closed formula, from this run's waiting, interruptions and what they cost so far.",
-    ),
-    Metric(
-        name="goodput/tokens_per_second",
-        unit="tokens/s",
-        meaning="Goodput so far: tokens of the iterations that count over wall time.",
-    ),
-    Metric(
-        name="goodput/interruptions",
-        unit="1",
-        meaning="Recoveries, changes of membership and jobs that went on with the run so far.",
-    ),
-    Metric(
-        name="recovery/<rung>_seconds",
-        unit="s",
-        meaning="What the recovery before this iteration took. The rung is `replicas`, `localized`, `window`, "
-        "`checkpoint`, `nothing`, or `unknown` where no record says it.",
-    ),
-    Metric(
-        name="job/attempt",
-        unit="1",
-        meaning="How often ranks have been started for this run, this start included: it rises at each restart.",
-    ),
-    Metric(name="job/world_size", unit="ranks", meaning="Ranks that train."),
+    Metric("job/world_size", "ranks", "Ranks that train."),
 )
 
 FROM_EVENTS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _FROM_EVENTS})
-"""Metrics that trackers get beside these, made from the run's records; ``<n>`` and ``<rung>`` stand for what they name.
-"""
-_FROM_EVENTS_PATTERN = re.compile("|".join(re.sub("<[a-z]+>", "[a-z0-9]+", name) for name in FROM_EVENTS))
-
-
-def is_listed(name: str) -> bool:
-    """Whether a name is in one of the two lists."""
-    return name in METRICS or _FROM_EVENTS_PATTERN.fullmatch(name) is not None
+"""Metrics that trackers get beside these, made from the run's records; ``<n>`` and ``<strategy>`` are placeholders."""
 
 
 def check_metrics(values: Mapping[str, float]) -> None:

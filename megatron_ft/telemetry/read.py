@@ -1,4 +1,4 @@
-"""Reading back what a run has reported."""
+"""Reads the records of a run back."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
 
 
 def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
-    """Of ``metrics`` in the order they were written, the newest of each iteration, in the order of iterations."""
+    """The newest metrics of each iteration, in the order of iterations; ``metrics`` are in the order of writing."""
     newest = {record.iteration: record for record in metrics}
     return [newest[iteration] for iteration in sorted(newest)]
 
@@ -54,10 +54,10 @@ def read_events(run_dir: Path) -> list[Record]:
 def read_lines(
     path: Path, parse: Callable[[dict[str, JsonValue]], _Parsed], *, num_bytes: int | None = None
 ) -> Iterator[_Parsed]:
-    """What ``parse`` makes of each line's JSON object, in order; a last line without its end is left out.
+    """Parse each line's JSON object, in order; an unfinished last line is left out.
 
     Args:
-        num_bytes: of the file that are read, where it may grow meanwhile; None for all.
+        num_bytes: how much of the file to read, where it may grow meanwhile; None for all.
 
     Raises:
         FileNotFoundError: no such file.

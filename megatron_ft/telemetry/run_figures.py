@@ -1,45 +1,28 @@
-"""Figures of a run that no single record has: how well it goes so far, what protects it, what recoveries took."""
-
-from dataclasses import dataclass
+"""Figures of a run that no single record has: goodput so far, what protects the run, how long recoveries took."""
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
-from megatron_ft.telemetry.goodput import Goodput, GoodputMeter
-from megatron_ft.telemetry.times import duration
-
-_RUNGS = {"memory": "window", "persisted": "window"}
-"""Sources of a started job that are rungs of the ladder by another name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One start of a run's ranks."""
-
-    number: int
-    """Counted from 1 over the whole run."""
-    time_unix_seconds: float | None
-    world_size: int
-    resumed_from: str | None
-    resumed_from_iteration: int | None
+from megatron_ft.telemetry.goodput import Goodput, GoodputMeter, duration
 
 
 class RunFigures:
-    """Folds records, oldest first, whatever the length of the run, into metrics by the names of ``metrics.py``."""
+    """Folds records, oldest first, into the metrics of ``metrics.py``; its memory does not grow with the run."""
 
     def __init__(self) -> None:
-        self.attempts: list[Attempt] = []
+        self.attempts: list[events.RunStarted] = []
+        """Each start of the run's ranks."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
         """Figures that hold until something replaces them."""
         self._recovered: dict[str, float] = {}
-        """Seconds of recoveries that have not been handed out yet, by rung."""
-        self._rung: str | None = None
+        """Seconds of recoveries that have not been handed out yet, by strategy."""
+        self._strategy: str | None = None
         self._so_far = self._meter.so_far()
-        """When the newest iteration was reported."""
+        """Goodput when the newest iteration was reported."""
 
     @property
     def goodput(self) -> Goodput:
-        """Where the time has gone up to the newest record, without a median of iterations."""
+        """Goodput up to the newest record, without the median of iterations."""
         return self._meter.so_far()
 
     def whole_goodput(self) -> Goodput:
@@ -48,7 +31,7 @@ class RunFigures:
 
     @property
     def survival(self) -> float | None:
-        """Of the next loss of one failure domain, by the placement in force."""
+        """Probability that the job survives the next loss of one failure domain, with the present placement."""
         return self._lasting.get("replicas/single_loss_survival")
 
     @property
@@ -64,16 +47,9 @@ class RunFigures:
                 self._train()
             case events.RunStarted():
                 self._start(record)
-            case events.RecoveryDecided():
-                self._rung = record.rung
-            case events.RecoveryChosen():
-                self._rung = self._rung or _RUNGS.get(record.source, record.source)
-            case events.CheckpointLoaded():
-                self._rung = self._rung or "checkpoint"
-            case events.StageRecovery():
-                self._rung = self._rung or "localized"
+            case events.RecoveryStarted():
+                self._strategy = record.strategy
             case events.MembershipChanged():
-                self._rung = self._rung or "replicas"
                 self._lasting["job/world_size"] = record.world_size
             case events.PlacementInForce():
                 self._place(record)
@@ -86,7 +62,7 @@ class RunFigures:
                 self._lasting["upstream_log/node_bytes"] = record.node_bytes
 
     def hand_out(self) -> dict[str, float]:
-        """All figures as they stand; what a recovery took is among them once."""
+        """All figures now; the time of a recovery is among them once."""
         found, recovered, self._recovered = self.goodput, self._recovered, {}
         goodput = {
             "goodput/ettr": found.ettr,
@@ -95,24 +71,22 @@ class RunFigures:
             "goodput/interruptions": found.num_interruptions,
         }
         known = {name: float(value) for name, value in goodput.items() if value is not None}
-        return self._lasting | known | {f"recovery/{rung}_seconds": took for rung, took in recovered.items()}
+        return self._lasting | known | {f"recovery/{strategy}_seconds": took for strategy, took in recovered.items()}
 
     def _train(self) -> None:
         before, self._so_far = self._so_far, self._meter.so_far()
         if self._so_far.num_interruptions > before.num_interruptions:
-            rung = self._rung or "unknown"
+            strategy = self._strategy or "unknown"
             took = max(0.0, self._so_far.recovery_seconds - before.recovery_seconds)
-            self._recovered[rung] = self._recovered.get(rung, 0.0) + took
-        self._rung = None
+            self._recovered[strategy] = self._recovered.get(strategy, 0.0) + took
+        self._strategy = None
 
     def _start(self, record: events.RunStarted) -> None:
-        number = len(self.attempts) + 1
+        self.attempts.append(record)
         if record.resumed_from_iteration is None:
-            self._rung = self._rung or "nothing"
-        about = {name: getattr(record, name) for name in ("time_unix_seconds", "world_size", "resumed_from")}
-        self.attempts.append(Attempt(number=number, resumed_from_iteration=record.resumed_from_iteration, **about))
+            self._strategy = self._strategy or "nothing"
         self._lasting = {name: value for name, value in self._lasting.items() if name in _OF_THE_RUN}
-        self._lasting |= {"job/attempt": number, "job/world_size": record.world_size}
+        self._lasting |= {"job/attempt": len(self.attempts), "job/world_size": record.world_size}
 
     def _place(self, record: events.PlacementInForce) -> None:
         figures = {

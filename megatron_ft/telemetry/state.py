@@ -1,4 +1,4 @@
-"""What is known of a run so far, from its records: the terminal and the summary show parts of it."""
+"""The state of a run so far, from its records: the terminal and the summary show parts of it."""
 
 import math
 from collections import deque
@@ -19,7 +19,7 @@ from megatron_ft.events import (
 from megatron_ft.telemetry.run_figures import RunFigures
 
 NUM_RECENT_ITERATIONS = 20
-"""Metrics records the pace is taken from."""
+"""Metrics records that the pace is computed from."""
 MAX_CURVE_BINS = 480
 """Finest resolution of the loss curve that is kept in memory."""
 
@@ -29,23 +29,18 @@ class RunState:
     """Folds records, oldest first, into the figures of a run."""
 
     time_opened_seconds: float
-    """Wall clock when this attempt began."""
+    """Wall-clock time at which this attempt began."""
     train_iterations: int
     """Iteration the run ends at."""
     started: RunStarted | None = None
-    """How this attempt began."""
+    """The start of this attempt."""
     iteration: int = 0
     """Newest iteration reported."""
-    first_iteration: int | None = None
-    """First iteration this attempt reported."""
     first_loss: float | None = None
     """Loss of the run's first iteration, older attempts included."""
     latest: Metrics | None = None
-    """Newest metrics."""
     evaluation: Evaluation | None = None
-    """Newest evaluation."""
     expert_load: ExpertLoad | None = None
-    """Newest expert load."""
     num_skipped: int = 0
     """Iterations this attempt skipped."""
     checkpoints: list[int] = field(default_factory=list)
@@ -55,13 +50,12 @@ class RunState:
     training_seconds: float = 0.0
     """Seconds of the metrics records of this attempt."""
     final_loss: float | None = None
-    """Newest loss."""
     failed_sinks: dict[str, str] = field(default_factory=dict)
     """Sinks that take no records now, and why."""
     num_refused_records: int = 0
     """Reports of this attempt that were no valid records."""
     run: RunFigures = field(default_factory=RunFigures)
-    """Where the time of this attempt went, and what protects the run."""
+    """Goodput of this attempt, and what protects the run."""
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))
     """Time stamp and iteration of recent metrics."""
     _bins: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -124,8 +118,6 @@ class RunState:
 
     def _take_metrics(self, record: Metrics) -> None:
         self.latest, self.iteration = record, record.iteration
-        if self.first_iteration is None:
-            self.first_iteration = record.iteration
         loss = float(record.values["loss"])
         if self.first_loss is None:
             self.first_loss = loss

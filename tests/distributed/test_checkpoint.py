@@ -379,7 +379,7 @@ def break_writes(only_rank: int, at_call: int) -> list[int]:
     """From now on the given write call of this process fails, once; returns the counter."""
     import errno
 
-    from megatron_ft.runtime.storage import files
+    from megatron_ft.snapshot.storage import files
 
     calls = [0]
 
@@ -417,7 +417,7 @@ def fault_fails_on_one_rank(rank: Rank, folder: Path) -> dict[str, Any]:
 
 
 def fault_fails_at_the_end(rank: Rank, folder: Path) -> dict[str, Any]:
-    from megatron_ft.runtime.storage.manifest import verify
+    from megatron_ft.snapshot.storage.manifest import verify
 
     calls = break_writes(0, -1)
     rank.train(2)
@@ -517,8 +517,8 @@ def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from megatron_ft.runtime.storage import checkpoints, files
-    from megatron_ft.runtime.storage.manifest import verify
+    from megatron_ft.snapshot.storage import checkpoints, files
+    from megatron_ft.snapshot.storage.manifest import verify
 
     rank.train(2)
     goes_on, stands, times = threading.Event(), threading.Event(), {"released_at": 0.0, "opened_at": 0.0}

@@ -261,7 +261,7 @@ def test_ranks_import_nothing_after_they_were_forked(outcomes: dict[str, Any]) -
 
 def test_a_start_on_the_nodes_that_are_left(outcomes: dict[str, Any]) -> None:
     """From the newest checkpoint, like a job of that size."""
-    (decided,) = records(outcomes, "restarted", "recovery_decided")
-    assert (decided["generation"], decided["rung"], decided["iteration"]) == (1, "checkpoint", 4)
+    (decided,) = records(outcomes, "restarted", "recovery_started")
+    assert (decided["generation"], decided["strategy"], decided["iteration"]) == (1, "checkpoint", 4)
     assert digests(outcomes, "restarted") == digests(outcomes, "fresh:saved")
     assert figures(outcomes, "restarted") == figures(outcomes, "fresh:saved")

@@ -6,7 +6,6 @@ import pytest
 
 from tests.helpers.elastic_jobs import digests, figures, records
 from tests.helpers.elastic_ranks import run_jobs
-from tests.helpers.sharing import chosen, runs_extended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 
@@ -47,7 +46,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": PP2,
     "pp2 tp2": {**PP2, "parallel.tensor_model_parallel_size": 2},
     "pp2 vpp2": {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2, "model.num_layers": 4},
-    "pp2 sharded": {**PP2, "parallel.use_distributed_optimizer": True, "precision.params_dtype": "bf16"},
+    "pp2 sharded": {
+        **PP2,
+        "parallel.expert_model_parallel_size": 2,
+        "parallel.use_distributed_optimizer": True,
+        "precision.params_dtype": "bf16",
+    },
     "pp2 global loss": {**PP2, "model.moe_router_load_balancing_type": "global_aux_loss"},
     "pp4": PP4,
 }
@@ -67,8 +71,6 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "pp4: side by side": ("pp4", [kill(1, 8, "backward"), kill(2, 7, "reform_move", 1)]),
 }
 """Name to layout and faults: (rank, iteration, phase), and the generation where it is not the first."""
-OTHER_LAYOUTS = ("pp2 tp2: vote_after", "pp2 vpp2: backward", "pp2 sharded: gather", "pp4: side by side")
-"""The jobs of claim ``localized-bitwise`` are interleaved and sharded as well, and have faults side by side."""
 SPARES: dict[str, dict[str, Any]] = {
     "pp2: a spare": {"spares": [4], "keepers_live": True},
     "pp2: a spare for a dead node": {"spares": [4]},
@@ -77,13 +79,10 @@ REPLAYED = {"pp1: dispatch": {0}, "pp2 tp2: vote_after": {0}, "pp4: apart": {0, 
 """Name to the stages that go back in the last recovery."""
 
 
-def _jobs(*, extended: bool) -> dict[str, Any]:
-    wanted = [name for name in FAULTS if extended or name not in OTHER_LAYOUTS]
-    layouts = {layout for layout, _ in map(FAULTS.__getitem__, wanted)}
-    jobs = {name: job([], **overrides) for name, overrides in LAYOUTS.items() if name in layouts}
+def _jobs() -> dict[str, Any]:
+    jobs = {name: job([], **overrides) for name, overrides in LAYOUTS.items()}
     jobs["too early"] = job([kill(0, 1, "forward")], **PP2)
-    for name in wanted:
-        layout, faults = FAULTS[name]
+    for name, (layout, faults) in FAULTS.items():
         spares = SPARES.get(name, {})
         taken = {"launch.num_spare_nodes": 1} if spares else {}
         jobs[name] = {**job(faults, **LAYOUTS[layout], **taken), **spares, "num_keepers": 4 + len(taken)}
@@ -91,12 +90,11 @@ def _jobs(*, extended: bool) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("in-place")
-    return run_jobs(_jobs(extended=runs_extended(request)), folder, timeout_seconds=580)
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_jobs(_jobs(), tmp_path_factory.mktemp("in-place"), timeout_seconds=580)
 
 
-@pytest.mark.parametrize("name", chosen(FAULTS, OTHER_LAYOUTS))
+@pytest.mark.parametrize("name", FAULTS)
 def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
     """Losses, and the state of every rank after every iteration."""
     reference, faults = FAULTS[name]
@@ -104,10 +102,10 @@ def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
     assert digests(outcomes, name) == digests(outcomes, reference)
     assert figures(outcomes, name) == figures(outcomes, reference)
     assert len(records(outcomes, name, "failpoint_hit")) == len(faults)
-    assert {record["rung"] for record in records(outcomes, name, "recovery_decided")} == {"localized"}
+    assert {record["strategy"] for record in records(outcomes, name, "recovery_started")} == {"localized"}
 
 
-@pytest.mark.parametrize("name", chosen(FAULTS, OTHER_LAYOUTS))
+@pytest.mark.parametrize("name", FAULTS)
 def test_healthy_stages_compute_nothing(outcomes: dict[str, Any], name: str) -> None:
     """Those that replay run every microbatch of every iteration since the window once, and nothing else."""
     shares = records(outcomes, name, "stage_recovery")
@@ -121,7 +119,7 @@ def test_healthy_stages_compute_nothing(outcomes: dict[str, Any], name: str) -> 
     assert len(passes) == 1
 
 
-@pytest.mark.parametrize("name", chosen(REPLAYED, OTHER_LAYOUTS))
+@pytest.mark.parametrize("name", REPLAYED)
 def test_only_the_stages_that_lost_a_rank_go_back(outcomes: dict[str, Any], name: str) -> None:
     shares = records(outcomes, name, "stage_recovery")
     last = max(share["generation"] for share in shares)
@@ -134,6 +132,6 @@ def test_only_the_stages_that_lost_a_rank_go_back(outcomes: dict[str, Any], name
 
 
 def test_a_stage_with_nothing_to_go_back_to_ends_the_job(outcomes: dict[str, Any]) -> None:
-    """Before the first window is committed this rung declines, and says why."""
+    """Before the first window is committed this strategy declines, and says why."""
     errors = [rank["error"] for rank in outcomes["too early"]["ranks"] if rank["error"] is not None]
     assert errors and all("localized: no window has been committed" in error for error in errors)

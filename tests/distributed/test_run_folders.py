@@ -19,7 +19,7 @@ from tests.distributed.test_launch import LIMIT_SECONDS, assert_nothing_left, ev
 from tests.distributed.test_lost_nodes import LAYOUT, decisions, finish, reformed
 from tests.helpers.jobs import start_dummy_job, wait
 
-SMALL_BYTES = 16384
+SMALL_BYTES = 32768
 
 
 @pytest.fixture

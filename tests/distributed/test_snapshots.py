@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import CheckpointError, RecoveryError
-from megatron_ft.mcore.loop.held_window import VOTE
-from megatron_ft.runtime.storage.refusals import read_refusals
-from megatron_ft.runtime.storage.window_folder import WindowFolder
-from megatron_ft.runtime.storage.windows import open_window, rank_name, write_window
+from megatron_ft.mcore.snapshot.local_window import VOTE
+from megatron_ft.snapshot.storage.rejected_windows import read_rejected
+from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from tests.helpers.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def test_ranks_that_all_die_go_on_from_memory_and_a_second_time_while_they_repla
     assert job.exit_code == 0, job.output
     hits = {(hit["phase"], hit["rank"]) for hit in job.records("failpoints.jsonl")}
     assert hits == {(phase, rank) for phase in ("backward", "replay", "capture") for rank in (0, 1)}
-    chosen = [(event["source"], event["iteration"] > 0) for event in of_kind(job, "recovery_chosen")]
+    chosen = [(event["source"], event["iteration"] > 0) for event in of_kind(job, "recovery_started")]
     assert chosen == [("memory", True)] * 3
     assert digests(job) == digests(undisturbed) and losses(job) == losses(undisturbed)
 
@@ -103,14 +103,14 @@ def test_a_job_that_is_gone_goes_on_from_storage_and_passes_damage_over(
     newest, reports = folder.newest(2)
     assert newest is not None and not reports
     older = [stored for stored in folder.list_windows() if stored < newest]
-    path = died.run_dir / "windows" / newest.name / "rank-00001.window"
+    path = died.run_dir / "windows" / window_name(newest) / "rank-00001.window"
     content = bytearray(path.read_bytes())
     content[-5000] ^= 1
     path.write_bytes(content)
     resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "run.start_over=true")
     assert resumed.exit_code == 0, resumed.output
-    (chosen,) = of_kind(resumed, "recovery_chosen")
-    assert chosen["source"] == ("persisted" if older else "nothing")
+    (chosen,) = of_kind(resumed, "recovery_started")
+    assert chosen["strategy"] == ("window" if older else "nothing")
     assert "rank-00001.window" in json.dumps(chosen["declined"])
     assert any("rank-00001.window" in problem["error"] for problem in of_kind(resumed, "snapshot_problem"))
     assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
@@ -125,14 +125,14 @@ def test_a_window_is_replayed_on_one_node_and_its_dense_state_goes_on_at_another
     folded = ("launch.ranks_per_node=2", "parallel.expert_model_parallel_size=2", "training.exit_at_iteration=1")
     replayed = train(tmp_path, warm_forkserver, "run.resume=auto", *folded)
     assert replayed.exit_code == 0, replayed.output
-    chosen = of_kind(replayed, "recovery_chosen")[-1]
+    chosen = of_kind(replayed, "recovery_started")[-1]
     assert chosen["source"] == "persisted"
     at = chosen["iteration"]
     assert of_kind(replayed, "checkpoint_saved")[-1]["iteration"] == at
     assert digests(replayed) <= digests(undisturbed) and max(digests(replayed))[0] >= at
     elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto")
     assert elsewhere.exit_code == 0, elsewhere.output
-    assert of_kind(elsewhere, "recovery_chosen")[-1]["source"] == "checkpoint"
+    assert of_kind(elsewhere, "recovery_started")[-1]["strategy"] == "checkpoint"
     assert of_kind(elsewhere, "checkpoint_loaded")[-1]["iteration"] == at
     before, after = dict(losses(undisturbed)), dict(losses(elsewhere))
     assert set(after) == set(before)
@@ -148,8 +148,8 @@ def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_f
     assert "captured at another layout" in refused.output and "run.start_over=true" in refused.output
     elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto", "run.start_over=true")
     assert elsewhere.exit_code == 0, elsewhere.output
-    *_, chosen = of_kind(elsewhere, "recovery_chosen")
-    assert chosen["source"] == "nothing" and "captured at another layout" in json.dumps(chosen["declined"])
+    *_, chosen = of_kind(elsewhere, "recovery_started")
+    assert chosen["strategy"] == "nothing" and "captured at another layout" in json.dumps(chosen["declined"])
 
 
 def test_a_run_is_not_continued_with_another_schedule(tmp_path: Path, warm_forkserver: str) -> None:
@@ -181,7 +181,7 @@ def test_skipped_iterations_are_captured_and_replayed(tmp_path: Path, warm_forks
     fault = 'kill(at_iteration=12,phase="forward",generation=0)'
     job = train(tmp_path / "job", warm_forkserver, *skipping, *SNAPSHOTS, "launch.max_restarts=1", faults=[fault])
     assert job.exit_code == 0, job.output
-    assert [event["source"] for event in of_kind(job, "recovery_chosen")] == ["memory"]
+    assert [event["source"] for event in of_kind(job, "recovery_started")] == ["memory"]
     assert digests(job) == digests(calm)
 
 
@@ -195,17 +195,17 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     newest, _ = WindowFolder(died.run_dir / "windows").newest(2)
     assert newest is not None
     for rank in range(2):
-        alter_vote(died.run_dir / "windows" / newest.name / rank_name(rank))
+        alter_vote(died.run_dir / "windows" / window_name(newest) / rank_name(rank))
     resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "launch.max_restarts=3")
     assert resumed.exit_code == 0, resumed.output
-    refused, chosen = of_kind(resumed, "recovery_chosen")
-    assert refused["source"] == "persisted" and chosen["source"] in ("persisted", "checkpoint")
+    refused, chosen = of_kind(resumed, "recovery_started")
+    assert refused["source"] == "persisted" and chosen["strategy"] in ("window", "checkpoint")
     assert 0 < chosen["iteration"] < refused["iteration"]
     (declined,) = [text for text in chosen["declined"] if "refused before" in text]
     assert f"iteration {newest.start_iteration}:" in declined and "was replayed to something else: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
-    assert [refusal.start_iteration for refusal in read_refusals(resumed.run_dir)] == [newest.start_iteration]
+    assert [window.start_iteration for window in read_rejected(resumed.run_dir)] == [newest.start_iteration]
     assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
 
 
@@ -220,24 +220,26 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
     assert newest is not None
     for stored in folder.list_windows():
         if stored != newest:
-            shutil.rmtree(died.run_dir / "windows" / stored.name)
+            shutil.rmtree(died.run_dir / "windows" / window_name(stored))
     for rank in range(2):
-        alter_vote(died.run_dir / "windows" / newest.name / rank_name(rank))
+        alter_vote(died.run_dir / "windows" / window_name(newest) / rank_name(rank))
     codes = [RecoveryError.exit_code, CheckpointError.exit_code]
     while codes:
         stopped = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
         assert stopped.exit_code == codes.pop(0), stopped.output
     assert "nothing is left to continue from" in stopped.output
-    assert [event["source"] for event in of_kind(stopped, "recovery_chosen")] == ["persisted", "nothing"]
+    assert [event["source"] for event in of_kind(stopped, "recovery_started")] == ["persisted"], (
+        "the second job never started"
+    )
 
 
 def alter_vote(path: Path) -> None:
     """Let a sound file say another loss of the first iteration that a replay of it runs."""
     with open_window(path) as opened:
-        manifest, payload = opened.manifest, [opened.read_slice(index) for index in range(opened.manifest.num_slices)]
-    slices = list(manifest.slices)
+        window, payload = opened.window, [opened.read_slice(index) for index in range(opened.window.num_slices)]
+    slices = list(window.slices)
     vote = json.loads(slices[1].header[VOTE])
     vote["loss"] = math.nextafter(vote["loss"], math.inf)
     slices[1] = dataclasses.replace(slices[1], header={**slices[1].header, VOTE: json.dumps(vote)})
     path.unlink()
-    write_window(path.parents[1], dataclasses.replace(manifest, slices=tuple(slices)), payload)
+    write_window(path.parents[1], dataclasses.replace(window, slices=slices), payload)

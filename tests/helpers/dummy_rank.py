@@ -15,8 +15,8 @@ from megatron_ft.framing import FrameReader, send
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
 from megatron_ft.planning.snapshot.peers import assign_peers
-from megatron_ft.runtime.storage.checkpoints import directory_name
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
+from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 ITERATION_SECONDS = 0.02
 LAST_COMPLETED = 4

@@ -29,7 +29,7 @@ from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, choose_target
 from tests.helpers.engines import REPOSITORY, be_ready_to_fork, micro_config
-from tests.unit.runtime.keeper.nodes import TOKEN, Cluster, cluster
+from tests.unit.snapshot.server.nodes import TOKEN, Cluster, cluster
 
 NUM_TOKENS = 20_000
 LIMIT_SECONDS = 60.0

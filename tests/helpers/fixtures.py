@@ -18,8 +18,9 @@ def warm_forkserver() -> Iterator[str]:
 
 
 @pytest.fixture
-def short_tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def short_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A private ``TMPDIR`` whose path is short enough for sockets, as that of ``tmp_path`` is not in every worker."""
+    tmp_path_factory.getbasetemp()  # pytest makes it below TMPDIR at its first use: not in a folder that goes again
     with tempfile.TemporaryDirectory(prefix="mft-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)

@@ -8,10 +8,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import xxhash
-
-from megatron_ft.runtime.storage.window_manifest import ITEM_BYTES, WINDOW_FORMAT_VERSION, align
-from megatron_ft.runtime.storage.windows import PieceRecord, SliceRecord, WindowManifest, write_window
+from megatron_ft.planning.snapshot.pieces import Piece, align
+from megatron_ft.snapshot.storage.window_file import write_window
+from megatron_ft.snapshot.window import ITEM_BYTES, WINDOW_FORMAT_VERSION, Slice, Window
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "windows"
 PIECES = (
@@ -25,15 +24,9 @@ def content_of(iteration: int, component: str, num_bytes: int) -> bytes:
     return hashlib.shake_256(f"{iteration} {component}".encode()).digest(num_bytes)
 
 
-def window() -> tuple[WindowManifest, list[bytes]]:
-    """Manifest and slices of the window in the file."""
-    slices: list[SliceRecord] = []
-    payload = []
-    for index, components in enumerate(PIECES):
-        record, content = _slice(12 + index, align(slices[-1].end) if slices else 0, components)
-        slices.append(record)
-        payload.append(content)
-    manifest = WindowManifest(
+def window() -> tuple[Window, list[bytes]]:
+    """Description and slices of the window in the file."""
+    described = Window(
         run_id="2026-01-31_12-00-00",
         generation=1,
         topology={"tensor_parallel": 1, "expert_parallel": 2},
@@ -42,12 +35,16 @@ def window() -> tuple[WindowManifest, list[bytes]]:
         start_iteration=12,
         num_slices=2,
         plan={"slices": [["gate"], ["expert"]]},
-        slices=tuple(slices),
     )
-    return manifest, payload
+    payload = []
+    for index, components in enumerate(PIECES):
+        part, content = _slice(12 + index, align(described.num_bytes), components)
+        described.slices.append(part)
+        payload.append(content)
+    return described, payload
 
 
-def _slice(iteration: int, offset: int, components: list[tuple[str, str, int]]) -> tuple[SliceRecord, bytes]:
+def _slice(iteration: int, offset: int, components: list[tuple[str, str, int]]) -> tuple[Slice, bytes]:
     content = bytearray(4096)
     pieces = []
     for number, (component, dtype, num_items) in enumerate(components):
@@ -55,7 +52,7 @@ def _slice(iteration: int, offset: int, components: list[tuple[str, str, int]]) 
         start = number * 512
         content[start : start + len(data)] = data
         pieces.append(
-            PieceRecord(
+            Piece(
                 parameter="decoder.layers.1.mlp.router.weight",
                 tensor_part=0,
                 component=component,
@@ -64,19 +61,19 @@ def _slice(iteration: int, offset: int, components: list[tuple[str, str, int]]) 
                 stop=150,
                 offset=start,
                 num_bytes=len(data),
-                xxh3_128=xxhash.xxh3_128_hexdigest(data),
             )
         )
     header = {"vote": {"loss": 2.25, "is_applied": True}, "consumed_samples": 192}
-    record = SliceRecord(iteration=iteration, offset=offset, num_bytes=4096, header=header, pieces=tuple(pieces))
-    return record, bytes(content)
+    part = Slice(iteration=iteration, offset=offset, num_bytes=4096, header=header, pieces=tuple(pieces))
+    part.hashes = part.hash_pieces(memoryview(content))
+    return part, bytes(content)
 
 
 def main() -> None:
     """Write the file of the present version."""
-    manifest, payload = window()
+    described, payload = window()
     with tempfile.TemporaryDirectory() as folder:
-        write_window(folder, manifest, [memoryview(content) for content in payload])
+        write_window(folder, described, [memoryview(content) for content in payload])
         (written,) = Path(folder).rglob("*.window")
         shutil.copyfile(written, FOLDER / f"version_{WINDOW_FORMAT_VERSION}.window")
 

@@ -15,7 +15,7 @@ from tests.helpers.slurm_jobs import SOON, SlurmJob
 pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 
 MOST_COMMANDS = 5
-NUM_ITERATIONS, SAVE_INTERVAL = 100, 4
+NUM_ITERATIONS, SAVE_INTERVAL = 60, 4
 _SMALL = (
     f"--nodes 3 model=moe_micro training.global_batch_size=6 training.train_iterations={NUM_ITERATIONS} "
     f"checkpoint.save_interval_iterations={SAVE_INTERVAL} {' '.join(SOON)}"

@@ -266,7 +266,7 @@ def test_the_job_of_the_slurm_page_fits_its_gpus_and_says_what_a_lost_node_costs
     assert 0 < needed <= plan["gpu_memory_bytes"] and not plan["notes"]
     gone = [cost for cost in plan["losses"] if cost["is_gone"]]
     assert {(cost["rung"], cost["restarted_by"]) for cost in gone} == {("persisted", "Slurm")} and len(gone) == 8
-    assert "goes on from the newest window or" in page
+    assert "continues from the newest window or" in page
 
 
 def _data() -> object:

@@ -3,34 +3,17 @@
 import dataclasses
 import json
 import math
-import types
-import typing
 
 import pytest
 
-from megatron_ft import events, membership_events, records, snapshot_events
-
-
-def example(hint: object) -> object:
-    """Some value of the type ``hint``."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return example(arguments[0])
-    if origin is tuple:
-        return (example(arguments[0]), example(arguments[0]))
-    if origin is dict:
-        return {"key": example(arguments[1])}
-    return {int: 3, float: 0.1 + 0.2, str: "text", bool: True}[hint]
-
-
-def full(kind: type[events.Record]) -> events.Record:
-    hints = typing.get_type_hints(kind)
-    return kind(**{field.name: example(hints[field.name]) for field in dataclasses.fields(kind)})
+from megatron_ft import events
+from tests.helpers.example_records import example_of
+from tools.document_telemetry import field_meanings
 
 
 @pytest.mark.parametrize("kind", events.RECORDS.values(), ids=events.RECORDS)
 def test_round_trip_through_strict_json(kind: type[events.Record]) -> None:
-    record = full(kind)
+    record = example_of(kind)
     line = json.dumps(record.to_record(), allow_nan=False)
     assert events.Record.from_record(json.loads(line)) == record
     assert kind.from_record(json.loads(line)) == record
@@ -38,7 +21,7 @@ def test_round_trip_through_strict_json(kind: type[events.Record]) -> None:
 
 @pytest.mark.parametrize("kind", events.RECORDS.values(), ids=events.RECORDS)
 def test_only_required_fields(kind: type[events.Record]) -> None:
-    record = full(kind).to_record()
+    record = example_of(kind).to_record()
     if kind is events.Metrics:
         return
     required = events.schema()["records"][kind.kind]["fields"]
@@ -109,15 +92,43 @@ def test_records_are_immutable() -> None:
 
 
 def test_every_field_has_a_docstring() -> None:
-    from megatron_ft.telemetry.page import field_meanings
-
-    meanings = (
-        field_meanings(records)
-        | field_meanings(events)
-        | field_meanings(membership_events)
-        | field_meanings(snapshot_events)
-    )
     for kind, found in events.RECORDS.items():
-        for field in dataclasses.fields(found):
-            owner = found.__name__ if field.name in meanings[found.__name__] else "Record"
-            assert meanings[owner].get(field.name), f"{kind}.{field.name} has no docstring"
+        meanings = field_meanings(events.Record) | field_meanings(found)
+        bare = [field.name for field in dataclasses.fields(found) if not meanings.get(field.name)]
+        assert bare == [], f"{kind} has fields without a docstring"
+
+
+@pytest.mark.parametrize("kind", events.RECORDS.values(), ids=events.RECORDS)
+def test_every_kind_has_its_own_line(kind: type[events.Record]) -> None:
+    assert "describe" in vars(kind), "each event describes itself"
+    note = example_of(kind).describe()
+    assert note is None or (note.level in ("info", "good", "warning", "bad") and "\n" not in note.text and note.text)
+    shown_otherwise = {"metrics", "expert_load", "state_digest", "window_committed", "stage_recovery"}
+    assert (note is None) == (kind.kind in shown_otherwise)
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ({"kind": "log_healed", "file": "f", "num_dropped_bytes": 3}, {"kind": "log_truncated"}),
+        (
+            {"kind": "recovery_decided", "generation": 2, "rung": "replicas", "iteration": 5, "declined": ["x"]},
+            {"kind": "recovery_started", "generation": 2, "strategy": "replicas", "iteration": 5, "declined": ["x"]},
+        ),
+        (
+            {"kind": "recovery_chosen", "source": "persisted", "iteration": 5},
+            {"kind": "recovery_started", "generation": 0, "strategy": "window", "source": "persisted"},
+        ),
+        (
+            {"kind": "recovery_chosen", "source": "checkpoint", "iteration": 5},
+            {"kind": "recovery_started", "generation": 0, "strategy": "checkpoint"},
+        ),
+    ],
+)
+def test_records_of_version_1_are_read(former: dict[str, object], now: dict[str, object]) -> None:
+    assert events.Record.from_record(former).to_record().items() >= {**now}.items()
+
+
+def test_a_damaged_record_of_version_1_is_refused() -> None:
+    with pytest.raises(ValueError, match="recovery_started.strategy: is required"):
+        events.Record.from_record({"kind": "recovery_chosen", "iteration": 5})

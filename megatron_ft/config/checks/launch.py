@@ -171,7 +171,16 @@ def check_run(run: RunConfig) -> None:
 
 
 def check_telemetry(telemetry: TelemetryConfig) -> None:
-    """Intervals and sink modes."""
+    """Refuse intervals, sinks and limits that cannot be."""
+    for name, spec in telemetry.sinks.items():
+        is_named = isinstance(spec, dict) and isinstance(spec.get("_target_"), str)
+        why = "must be null, or a mapping that names the class of a sink by _target_"
+        require(spec is None or is_named, f"telemetry.sinks.{name}", repr(spec), why)
+    for name in ("metrics", "events"):
+        is_given = telemetry.sinks.get(name) is not None
+        require(
+            is_given, f"telemetry.sinks.{name}", "null", "must be given: runs are resumed and reported from its file"
+        )
     at_least(1, "telemetry.log_interval_iterations", telemetry.log_interval_iterations)
     at_least(0, "telemetry.expert_load_interval_iterations", telemetry.expert_load_interval_iterations)
     one_of(("live", "plain", "auto"), "telemetry.progress", telemetry.progress)

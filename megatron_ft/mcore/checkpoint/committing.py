@@ -13,8 +13,8 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
 from megatron_ft.mcore.checkpoint.writer import BACKEND, BACKEND_VERSION, PlannedWrite, metadata_bytes
-from megatron_ft.runtime.storage.files import FileEntry, fsync_directory, write_file
-from megatron_ft.runtime.storage.manifest import Manifest, write_manifest
+from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, write_file
+from megatron_ft.snapshot.storage.manifest import Manifest, write_manifest
 
 COMMON_NAME, METADATA_NAME, FORMAT_NAME = "common.pt", ".metadata", "metadata.json"
 

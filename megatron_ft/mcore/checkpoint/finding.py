@@ -7,8 +7,8 @@ from typing import Literal
 from megatron_ft.config.identity import JobIdentity, differences
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.agreement import Agreement
-from megatron_ft.runtime.storage import checkpoints
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.snapshot.storage import checkpoints
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
 
 
 class CheckpointFinder:

@@ -31,9 +31,9 @@ from megatron_ft.mcore.checkpoint.state import (
 )
 from megatron_ft.mcore.checkpoint.writer import Planner, WriteJob
 from megatron_ft.planning.retention import RetentionPolicy
-from megatron_ft.runtime.storage import checkpoints
-from megatron_ft.runtime.storage.files import FileEntry
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME, Manifest
+from megatron_ft.snapshot.storage import checkpoints
+from megatron_ft.snapshot.storage.files import FileEntry
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

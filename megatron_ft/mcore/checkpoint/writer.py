@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_ft.runtime.storage.files import FileEntry, HashedFile, write_file
+from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, write_file
 
 BACKEND, BACKEND_VERSION = "torch_dist", 1
 

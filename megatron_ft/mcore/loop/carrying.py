@@ -21,9 +21,8 @@ from megatron_ft.mcore.optimizer.state_view import NamedState, expert_of, take_s
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.handover import share_out
-from megatron_ft.planning.recovery.localized import KeptWindow
 from megatron_ft.planning.recovery.target import Target
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Carried:
     """Of that one."""
     unsaved: int | None
     """Iteration of a save that was given up, until that is told."""
-    kept: KeptWindow | None = None
+    kept: WindowKey | None = None
     """The newest committed window that this rank knows of; None before the first."""
     plan: WindowPlan | None = None
     """That windows are captured by; None before the first."""

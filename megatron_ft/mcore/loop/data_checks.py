@@ -15,7 +15,7 @@ from megatron_ft.corpus.check import resolve_vocab_size
 from megatron_ft.errors import DataError
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.data.samples import Samples, open_samples
-from megatron_ft.runtime.storage.files import write_atomically
+from megatron_ft.snapshot.storage.files import write_atomically
 from megatron_ft.strict_json import parse_json
 
 if TYPE_CHECKING:

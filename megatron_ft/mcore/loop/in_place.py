@@ -15,23 +15,23 @@ import torch
 
 from megatron_ft import failpoints
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import StageRecovery
+from megatron_ft.events import RecoveryStarted, StageRecovery
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.loop.carrying import Beginning, Carried
 from megatron_ft.mcore.loop.extras import capture_extras, restore_extras
-from megatron_ft.mcore.loop.held_window import KeptPart
-from megatron_ft.mcore.loop.keeping import connect_keeper, share_addresses
 from megatron_ft.mcore.loop.region import Region, form_circles
-from megatron_ft.mcore.loop.windows import take_snapshots
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.optimizer.state_view import put_state, take_state
 from megatron_ft.mcore.pipeline.communicator import serve
+from megatron_ft.mcore.snapshot.client import open_snapshot_client, share_addresses, take_snapshots
 from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
 from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
-from megatron_ft.runtime.keeper.client import KeeperClient
+from megatron_ft.snapshot.server.client import KeeperClient
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer
@@ -84,13 +84,15 @@ def go_on_in_place(trainer: "Trainer", carried: Carried | None, groups: Groups, 
     """
     trainer.use(groups)
     plan, standings = _decide(trainer, carried, groups)
+    generation = trainer.context.generation
+    trainer.report(RecoveryStarted(generation=generation, strategy=LOCALIZED, iteration=plan.target))
     told = _tell(trainer, carried, plan, standings)
     failpoints.hit("reform_build", target)
     engine = trainer.engine
     engine.iteration, engine.newest_vote, engine.underway = plan.target, told.newest_vote, None
     engine.build(groups)
     trainer.context = share_addresses(trainer.context, trainer.agreement)
-    client = connect_keeper(trainer)
+    client = open_snapshot_client(trainer)
     assert client is not None, "launch.keep_layout needs a snapshot.policy"
     failpoints.hit("reform_move", target)
     kept = _recover(trainer, carried, plan, standings, client, told)
@@ -102,7 +104,7 @@ def go_on_in_place(trainer: "Trainer", carried: Carried | None, groups: Groups, 
     resumed = None if kept is None or told.plan is None else (kept, told.plan)
     trainer.snapshots = take_snapshots(trainer, client, resumed)
     vote = told.votes.get(plan.target)
-    if resumed is not None and vote is not None and kept is not None and kept.window.start_iteration < plan.target:
+    if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
         trainer.snapshots.capture_whole(vote)
     trainer.beginning = Beginning(iteration=target, carried=carried or Carried.of(trainer))
     if carried is None and told.stopped is not None:
@@ -154,7 +156,7 @@ def _recover(
     standings: Sequence[Standing],
     client: KeeperClient,
     told: _Told,
-) -> KeptPart | None:
+) -> StoredWindow | None:
     """Come to the target, and say what this rank did; what it could go back to from there."""
     engine, pp = trainer.engine, trainer.engine.pg.pp
     began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
@@ -211,7 +213,7 @@ def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
     return requests, num_bytes
 
 
-def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client: KeeperClient) -> KeptPart | None:
+def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client: KeeperClient) -> StoredWindow | None:
     """This rank's own state; nothing is computed."""
     engine = trainer.engine
     put_state(engine.model_chunks, engine.optimizer, carried.state)
@@ -220,12 +222,14 @@ def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client:
     commit.gather(engine.optimizer, engine.model_chunks)
     if plan.window is None:
         return None
-    buffer, num_slices = None, 0
+    key = plan.window
     for found in client.inventory(trainer.context.rank):
-        is_it = (found["start_iteration"], found["generation"]) == plan.window.identity
-        if found["where"] == "own" and found["complete"] and is_it:
-            buffer, num_slices = found["buffer"], found["num_slices"]
-    return KeptPart(window=plan.window, num_slices=num_slices, buffer=buffer, is_in_arena=buffer is not None)
+        if found.where == "own" and found.complete and found.key == key:
+            return found
+    # The window is with peers only: nothing of this rank's memory has to be kept for it.
+    return StoredWindow(
+        start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
+    )
 
 
 def _compare(trainer: "Trainer", carried: Carried | None) -> None:

@@ -71,7 +71,9 @@ def _warm(install_device: Callable[[], None]) -> None:
 
 def _import_needed_later() -> None:
     for name in _NEEDED_LATER:
-        import_module(name)
+        # Private modules of torch are not in every version: what is not there is not imported later, either.
+        if not name.startswith("torch.") or find_spec(name) is not None:
+            import_module(name)
 
 
 def run_rank(config: JobConfig, context: RankContext) -> None:

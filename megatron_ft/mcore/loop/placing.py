@@ -159,7 +159,7 @@ class PlacementKeeper:
         return single_loss_survival(self.plans, min_ranks=launch.min_nodes * launch.ranks_per_node)
 
     @property
-    def wants_loads(self) -> bool:
+    def needs_loads(self) -> bool:
         """Whether every iteration's loads are needed."""
         return self._policy.interval_iterations > 0
 

@@ -18,7 +18,7 @@ from megatron_ft.config.membership_schedule import MembershipChange
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryDecided
+from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted
 from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.groups import Groups, dissolve_groups, join
 from megatron_ft.mcore.loop.carrying import Beginning, Carried, Common, carry, hand_over, seed_newcomer, shapes_of
@@ -30,15 +30,14 @@ from megatron_ft.mcore.loop.migration import move_experts
 from megatron_ft.mcore.loop.placing import PlacementKeeper
 from megatron_ft.mcore.loop.presence import Presence, Previous, choose_holding
 from megatron_ft.mcore.loop.trainer import Trainer
-from megatron_ft.mcore.loop.windows import take_snapshots_anew
 from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.optimizer.state_view import NamedState, put_state
+from megatron_ft.mcore.snapshot.client import restart_snapshots
 from megatron_ft.planning.placement.migration import MigrationPlan
-from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
-from megatron_ft.runtime.storage.checkpoints import directory_name
 from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.snapshot.storage.checkpoints import directory_name
 
 
 def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:
@@ -82,8 +81,7 @@ def reform(trainer: Trainer, following: NextMembership, *, store: dist.Store | N
         if previous[trainer.context.rank] is None:
             carried = None  # what this rank has is of another membership than what the others go on from
         _go_on(trainer, carried, key, previous, groups)
-    iteration, rung = trainer.engine.iteration, LOCALIZED if in_place else "replicas"
-    trainer.report(RecoveryDecided(generation=following.generation, rung=rung, iteration=iteration))
+    iteration = trainer.engine.iteration
     trainer.report(
         MembershipChanged(
             generation=following.generation,
@@ -170,6 +168,8 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     """
     common, held, shapes = _in_common(carried, key, previous, groups)
     keeper, migration = _placement(trainer, held, previous)
+    generation, iteration = trainer.context.generation, common.extras["iteration"]
+    trainer.report(RecoveryStarted(generation=generation, strategy="replicas", iteration=iteration))
     state: NamedState = {} if carried is None else dict(carried.state)
     failpoints.hit("reform_move", common.extras["iteration"])
     like = None if shapes is None else hand_over(state, shapes, previous, groups)
@@ -188,7 +188,7 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     trainer.rounded_off = common.rounded_off
     _note_formed(trainer, held, previous, is_stopped=common.stopped is not None)
     trainer.keep_copies()
-    take_snapshots_anew(trainer)
+    restart_snapshots(trainer)
     # What is said of this membership from here on holds on every rank: all have formed it.
     trainer.agreement.any(False)
     if carried is None and common.stopped is not None:

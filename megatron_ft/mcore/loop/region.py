@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import Record, SnapshotProblem
 from megatron_ft.mcore.checkpoint.agreement import Agreement
-from megatron_ft.mcore.loop.held_window import HeldWindow, KeptPart
-from megatron_ft.mcore.loop.recovering import Recovery
 from megatron_ft.mcore.loop.replaying import open_replay
 from megatron_ft.mcore.loop.upstream import keep_room
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator
+from megatron_ft.mcore.snapshot.client import open_restorer
+from megatron_ft.mcore.snapshot.local_window import LocalWindow
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan
+from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
-from megatron_ft.runtime.keeper.client import KeeperClient
 from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.snapshot.server.client import KeeperClient
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.loop.trainer import Trainer
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Replayed:
     """What came of it."""
 
-    kept: KeptPart
+    kept: StoredWindow
     num_bytes: int
     """That came from neighbours' logs."""
 
@@ -123,33 +123,17 @@ class Region:
         replayer = open_replay(engine, window, self._agreement)
         with self._alone() as communicator:
             carry_out(replay, replayer)
-        return Replayed(kept=window.kept, num_bytes=communicator.num_bytes)
+        return Replayed(kept=window.stored, num_bytes=communicator.num_bytes)
 
-    def _find(self) -> HeldWindow:
+    def _find(self) -> LocalWindow:
         trainer, kept = self._trainer, self._plan.window
         assert kept is not None, "a region has a window to go back to"
-        recovery = Recovery(
-            trainer.config,
-            rank=trainer.context.rank,
-            node=trainer.context.node,
-            run_dir=trainer.context.run_dir,
-            identity=trainer.identity,
-            topology=trainer.topology_record,
-            settings=trainer.replay_config(),
-            agreement=self._agreement,
-            client=self._client,
-            folder=None,
-            report=self._report,
-        )
-        window = recovery.find(None, only=kept.identity)
+        restorer = open_restorer(trainer, self._client, region=self._agreement)
+        window = restorer.find(None, only=kept)
         if window is None:
-            reasons = "; ".join(recovery.declined) or "nobody holds it"
+            reasons = "; ".join(restorer.chosen.declined) or "nobody holds it"
             raise RecoveryError(f"window of iteration {kept.start_iteration}: {reasons}")
         return window
-
-    def _report(self, record: Record) -> None:
-        if isinstance(record, SnapshotProblem):
-            self._trainer.report_own(record)
 
     @contextmanager
     def _alone(self) -> Iterator[ReplayCommunicator]:

@@ -10,11 +10,11 @@ from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.extras import restore_extras
 from megatron_ft.mcore.loop.frozen import frozen, parameters_of, synchronous_reduction
-from megatron_ft.mcore.loop.held_window import EXTRAS, HeldWindow, other_pieces
 from megatron_ft.mcore.loop.undo import UndoRecord
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.operator_view import OperatorView
 from megatron_ft.mcore.optimizer.restoring import Payload
+from megatron_ft.mcore.snapshot.local_window import EXTRAS, LocalWindow
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import WINDOW_FIELDS, Ballot, Vote
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -145,7 +145,7 @@ class Replayer:
             raise RecoveryError(f"iteration {logged.iteration} was replayed to something else: {what}")
 
 
-def open_replay(engine: TrainingEngine, window: HeldWindow, agreement: Agreement) -> Replayer:
+def open_replay(engine: TrainingEngine, window: LocalWindow, agreement: Agreement) -> Replayer:
     """``window`` at hand in ``engine``; collective over the ranks of ``agreement``, which replay it.
 
     Raises:
@@ -158,7 +158,7 @@ def open_replay(engine: TrainingEngine, window: HeldWindow, agreement: Agreement
         groups=replace(engine.groups, vote=agreement.group),
         num_layers=config.model.num_layers,
     )
-    error = agreement.errors(other_pieces(view, window))
+    error = agreement.errors(window.problem_in(view))
     if error is not None:
         raise RecoveryError(error)
     slices = [

@@ -4,26 +4,22 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import CheckpointError
-from megatron_ft.events import RecoveryDecided
 from megatron_ft.mcore.checkpoint import CheckpointManager
-from megatron_ft.mcore.loop.held_window import PLACEMENT, HeldWindow
-from megatron_ft.mcore.loop.recovering import Recovery
-
-if TYPE_CHECKING:
-    from megatron_ft.mcore.loop.trainer import Trainer
+from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 
 SHOWN_REASONS = 8
 """Pieces of state named one by one in an error."""
 
 
 def find_source(
-    config: JobConfig, context: RankContext, checkpoints: CheckpointManager, recovery: Recovery
-) -> tuple[Path | None, HeldWindow | None]:
+    config: JobConfig, context: RankContext, checkpoints: CheckpointManager, restorer: SnapshotRestorer
+) -> tuple[Path | None, LocalWindow | None]:
     """The checkpoint or the window that the run continues from; neither for a fresh start. Collective.
 
     Raises:
@@ -36,7 +32,7 @@ def find_source(
     if context.resume_from is not None or has_remote_windows:
         folder = context.resume_from or checkpoints.folder
         found = checkpoints.newest(folder)
-        window = recovery.find(found)
+        window = restorer.find(found)
         if window is None and found is None and checkpoints.foreign and not run.start_over:
             raise CheckpointError(
                 f"{folder}: must hold a checkpoint of this run: {'; '.join(checkpoints.foreign)}. "
@@ -45,17 +41,20 @@ def find_source(
             )
         checkpoints.set_foreign_aside()
         if window is not None:
+            restorer.report_start(None, context.generation)
             return None, window
-        unusable = () if found is not None else (*checkpoints.unusable(folder), *recovery.unusable)
+        unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable)
         if found is None and run.resume == "must" and context.generation == 0:
             raise CheckpointError(
                 f"run.resume=must: {folder} must hold a checkpoint that verifies; it holds none{_listed(unusable)}"
             )
         check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
     elif run.resume == "auto" and (iteration := newest_iteration(context.run_dir)):
-        recovery.say_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
+        restorer.choose_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
     load = config.checkpoint.load
-    return (found if found is not None or load is None else Path(load)), None
+    source = Path(load) if found is None and load is not None else found
+    restorer.report_start(source, context.generation)
+    return source, None
 
 
 def check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool) -> None:
@@ -97,18 +96,9 @@ def newest_iteration(run_dir: Path) -> int:
     return 0
 
 
-def recorded_placement(checkpoints: CheckpointManager, source: Path | None, window: HeldWindow | None) -> Any:
+def recorded_placement(checkpoints: CheckpointManager, source: Path | None, window: LocalWindow | None) -> Any:
     """The placement that was in force in what is continued."""
     if window is not None:
         return window.header(0, PLACEMENT)
     assert source is not None, "a placement is restored from something"
     return checkpoints.read_extra(source).get("placement")
-
-
-def decided(
-    trainer: "Trainer", source: Path | None, window: HeldWindow | None, declined: tuple[str, ...]
-) -> RecoveryDecided:
-    """What ranks that were started again continue from, for the log."""
-    rung = "window" if window is not None else "nothing" if source is None else "checkpoint"
-    generation, iteration = trainer.context.generation, trainer.engine.iteration
-    return RecoveryDecided(generation=generation, rung=rung, iteration=iteration, declined=declined)

@@ -1,5 +1,6 @@
 """The training loop of one rank: iterations, reports, evaluations, checkpoints, and when to stop."""
 
+import os
 import time
 from dataclasses import asdict
 from functools import partial
@@ -30,10 +31,8 @@ from megatron_ft.mcore.loop.carrying import Beginning
 from megatron_ft.mcore.loop.data_checks import check_same_data, job_identity, open_splits
 from megatron_ft.mcore.loop.engine import TrainingEngine
 from megatron_ft.mcore.loop.extras import capture_extras
-from megatron_ft.mcore.loop.keeping import connect_keeper
 from megatron_ft.mcore.loop.migration import Former, migrate
 from megatron_ft.mcore.loop.placing import Change, PlacementKeeper
-from megatron_ft.mcore.loop.replay_settings import replay_config
 from megatron_ft.mcore.loop.reporting import (
     expert_load_record,
     metrics_record,
@@ -41,12 +40,13 @@ from megatron_ft.mcore.loop.reporting import (
     run_started,
 )
 from megatron_ft.mcore.loop.saving import extra_state, load, open_checkpoints
-from megatron_ft.mcore.loop.snapshotting import Snapshotter
-from megatron_ft.mcore.loop.starting import decided, find_source, recorded_placement
+from megatron_ft.mcore.loop.starting import find_source, recorded_placement
 from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.loop.upstream import keep_log, replay_window
-from megatron_ft.mcore.loop.windows import open_recovery, take_snapshots
 from megatron_ft.mcore.optimizer.state_view import NamedState
+from megatron_ft.mcore.snapshot.client import open_restorer, open_snapshot_client, take_snapshots
+from megatron_ft.mcore.snapshot.local_window import replay_config
+from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.topology import Topology
@@ -124,30 +124,32 @@ class Trainer:
         self.placement = self._placement_keeper()
         self.use(groups)
         check_same_data(self.config, self.samples["train"], self.agreement)
-        client = connect_keeper(self)
-        recovery = open_recovery(self, client)
-        source, window = find_source(self.config, self.context, self.checkpoints, recovery)
+        client = open_snapshot_client(self)
+        restorer = open_restorer(self, client)
+        source, window = find_source(self.config, self.context, self.checkpoints, restorer)
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
         if source is not None:
             load(self, source)
         if window is not None:
-            replay_window(self, recovery, window)
-        recovery.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
+            replay_window(self, restorer, window)
+        restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
         self.engine.newest_vote = None  # what a replayed iteration was asked for, no one asks of this run
         self.rounded_off = self.engine.iteration
         self.keep_copies()
-        origin = source if window is None else f"window of iteration {window.manifest.start_iteration}"
-        if self.context.generation > 0:
-            self.report(decided(self, source, window, recovery.declined))
+        origin = source if window is None else f"window of iteration {window.window.start_iteration}"
         resumed = None if origin is None else (str(origin), self.engine.iteration)
         self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
             self.report_placement("resumed" if source is not None or window is not None else "first")
         if client is not None:
-            self.snapshots = take_snapshots(self, client, None if window is None else window.resumed)
-        self.report(RanksReady(seconds=time.monotonic() - started, world_size=self.context.world_size))
+            self.snapshots = take_snapshots(
+                self, client, None if window is None else (window.stored, window.plan_in_force)
+            )
+        process_ids = tuple(self.agreement.gather(os.getpid()))
+        seconds = time.monotonic() - started
+        self.report(RanksReady(seconds=seconds, world_size=self.context.world_size, process_ids=process_ids))
 
     def use(self, groups: Groups) -> None:
         """Agree, save and tell as a rank of ``groups``."""
@@ -267,7 +269,7 @@ class Trainer:
         raise TrainingStopped(f"iteration {iteration}: {reason}")
 
     def _observers(self) -> list[PlacementKeeper | Snapshotter]:
-        return [o for o in (self.placement, self.snapshots) if o is not None and o.wants_loads]
+        return [o for o in (self.placement, self.snapshots) if o is not None and o.needs_loads]
 
     def _reports_load(self, iteration: int) -> bool:
         return _due(iteration, self.config.telemetry.expert_load_interval_iterations)

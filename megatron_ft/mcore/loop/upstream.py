@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from megatron_ft.events import UpstreamLogFull, UpstreamLogPlanned
-from megatron_ft.mcore.loop.held_window import HeldWindow
-from megatron_ft.mcore.loop.recovering import Recovery
 from megatron_ft.mcore.model.transformer_config import DTYPES
+from megatron_ft.mcore.snapshot.local_window import LocalWindow
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.planning.pipeline import sends
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.upstream_log import (
@@ -42,15 +42,15 @@ def keep_log(trainer: "Trainer") -> None:
         trainer.report(UpstreamLogFull(iteration=gap, iterations_kept=log.num_iterations))
 
 
-def replay_window(trainer: "Trainer", recovery: Recovery, window: HeldWindow) -> None:
+def replay_window(trainer: "Trainer", restorer: SnapshotRestorer, window: LocalWindow) -> None:
     """At a start: replay ``window``, and log what is sent, as the iterations did that it runs again.
 
     Raises:
-        RecoveryError: see ``Recovery.replay``.
+        RecoveryError: see ``SnapshotRestorer.replay``.
     """
     if trainer.config.launch.keep_layout:
         keep_room(trainer, window.plan_in_force)
-    recovery.replay(trainer.engine, window)
+    restorer.replay(trainer.engine, window)
 
 
 def keep_room(trainer: "Trainer", plan: WindowPlan) -> None:

@@ -11,23 +11,10 @@ from typing import Any
 
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.snapshot.plan import WindowKey
 
 RUNG = "localized"
 """Name of this rung of the ladder."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptWindow:
-    """A window that every rank has replicated."""
-
-    start_iteration: int
-    generation: int
-    """Membership that captured it."""
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """As ``StoredWindow.identity``."""
-        return self.start_iteration, self.generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +24,7 @@ class Standing:
     stage: int
     iteration: int | None
     """Newest iteration of its state: everybody who has state is at the same one. None without state."""
-    window: KeptWindow | None = None
+    window: WindowKey | None = None
     """The newest that it knows to be committed: others may have learned of a newer one with the last vote."""
     logged: tuple[int, ...] = ()
     """Iterations whose sends it has kept, rising."""
@@ -56,7 +43,7 @@ class Standing:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Standing":
         """Inverse of ``to_json``."""
-        window = None if content["window"] is None else KeptWindow(**content["window"])
+        window = None if content["window"] is None else WindowKey(**content["window"])
         lists = {name: tuple(content[name]) for name in ("logged", "voted")}
         return cls(**{**content, **lists, "window": window})
 
@@ -68,7 +55,7 @@ class LocalizedPlan:
     num_stages: int
     is_ring: bool
     """Whether the last stage also sends to the first one: with virtual stages."""
-    window: KeptWindow | None
+    window: WindowKey | None
     """The newest committed one; None where there is none yet, and nobody needs any."""
     target: int
     """Newest iteration of the state that everybody has next."""
@@ -125,7 +112,7 @@ class LocalizedPlan:
     def from_json(cls, content: Mapping[str, Any]) -> "LocalizedPlan":
         """Inverse of ``to_json``."""
         regions = tuple(tuple(region) for region in content["regions"])
-        window = None if content["window"] is None else KeptWindow(**content["window"])
+        window = None if content["window"] is None else WindowKey(**content["window"])
         return cls(**{**content, "window": window, "regions": regions})
 
 

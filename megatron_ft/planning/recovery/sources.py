@@ -5,8 +5,11 @@ says why (rungs 3 and 4 of the ladder).
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.strict_json import JsonValue, decode
 
 Where = Literal["own", "copy", "persisted"]
 _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}
@@ -14,29 +17,45 @@ _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWindow:
-    """A window of one rank that somebody holds."""
+    """A window of one rank in a node's memory or on storage; an entry of inventories."""
 
     start_iteration: int
-    num_slices: int
     generation: int
-    """Membership that captured it: windows of two generations are never mixed."""
+    """Membership that captured it."""
+    num_slices: int
+    num_held: int
+    """Slices of it that are there, with their hashes."""
     where: Where
     node: int = -1
     """Node whose memory holds it; -1 for storage."""
-    complete: bool = True
-    """Whether all of its slices are there."""
+    committed: bool = False
+    """Whether the whole job has replicated it."""
     buffer: int | None = None
-    """Buffer of the rank's own memory that holds it; None elsewhere."""
+    """Buffer that holds it, of the rank's own memory, or of the memory for its copies; None elsewhere."""
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """(start iteration, generation): what ranks have in common of one window."""
-        return self.start_iteration, self.generation
+    def key(self) -> WindowKey:
+        """What ranks have in common of one window."""
+        return WindowKey(start_iteration=self.start_iteration, generation=self.generation)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of its slices are there."""
+        return self.num_held == self.num_slices
 
     @property
     def last_iteration(self) -> int:
         """Last iteration that the state contains once it is dense."""
         return self.start_iteration + self.num_slices - 1
+
+    @classmethod
+    def from_json(cls, content: JsonValue) -> "StoredWindow":
+        """Inverse of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        names = {entry.name: entry.type for entry in fields(cls)}
+        if not isinstance(content, dict) or content.keys() != names.keys() or content["where"] not in get_args(Where):
+            raise ValueError(f"{content!r:.100}: must be an object of {', '.join(names)}")
+        hints = {name: hint for name, hint in names.items() if name != "where"}
+        return cls(where=content["where"], **{name: decode(hints[name], content[name], name) for name in hints})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +76,7 @@ class RecoverySource:
         assert bool(self.places) == (self.kind in ("memory", "persisted")), (
             f"{self.kind} with {len(self.places)} places"
         )
-        assert len({place.identity for place in self.places}) <= 1, "ranks take different windows"
+        assert len({place.key for place in self.places}) <= 1, "ranks take different windows"
 
     def summary(self) -> str:
         """One log line."""
@@ -72,7 +91,7 @@ class RecoverySource:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "RecoverySource":
         """Inverse of ``to_json``."""
-        places = tuple(StoredWindow(**place) for place in content["places"])
+        places = tuple(StoredWindow.from_json(place) for place in content["places"])
         return cls(
             kind=content["kind"],
             iteration=content["iteration"],
@@ -95,11 +114,11 @@ def choose_source(
         reasons: why windows that are not listed any more were not used, to be told.
     """
     declined = list(reasons)
-    candidates = sorted({window.identity for windows in windows_by_rank for window in windows}, reverse=True)
-    for identity in candidates:
-        start = identity[0]
+    candidates = sorted({window.key for windows in windows_by_rank for window in windows}, reverse=True)
+    for key in candidates:
+        start = key.start_iteration
         for kind in ("memory", "persisted"):
-            places, reason = _places(windows_by_rank, identity, kind)
+            places, reason = _places(windows_by_rank, key, kind)
             if places is None:
                 declined += [reason] if reason else []
                 continue
@@ -114,12 +133,12 @@ def choose_source(
 
 
 def _places(
-    windows_by_rank: Sequence[Sequence[StoredWindow]], identity: tuple[int, int], kind: str
+    windows_by_rank: Sequence[Sequence[StoredWindow]], key: WindowKey, kind: str
 ) -> tuple[tuple[StoredWindow, ...] | None, str]:
     """Who gives each rank that window; None and a reason where somebody lacks it."""
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
-        same = [window for window in windows if window.identity == identity and window.complete]
+        same = [window for window in windows if window.key == key and window.complete]
         usable = [window for window in same if (window.where == "persisted") == (kind == "persisted")]
         if usable:
             found.append(min(usable, key=lambda window: (_NEARNESS[window.where], window.node)))
@@ -128,5 +147,5 @@ def _places(
     if not found:
         return None, ""
     if missing:
-        return None, f"{kind} window of iteration {identity[0]}: incomplete, rank {missing[0]} lacks it"
+        return None, f"{kind} window of iteration {key.start_iteration}: incomplete, rank {missing[0]} lacks it"
     return tuple(found), ""

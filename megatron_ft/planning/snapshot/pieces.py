@@ -1,7 +1,7 @@
 """Where the bytes of a slice lie: the same on the rank that captures it and on the one that puts it back."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import OperatorId
@@ -9,16 +9,20 @@ from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
 PIECE_ALIGNMENT_BYTES = 64
 SLICE_ALIGNMENT_BYTES = 4096
+"""Slices, and the payload of a window in its file, begin at multiples of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One component of one parameter's element range, captured from one state."""
+class Piece(NamedTuple):
+    """One component of one parameter's element range, captured from one state; a row of a slice's manifest."""
 
     parameter: str
+    """Global name."""
     tensor_part: int
+    """Which tensor-parallel part of the parameter."""
     component: str
+    """``weight``, ``master``, ``exp_avg``..."""
     dtype: str
+    """torch's name of it."""
     start: int
     stop: int
     """Elements [start, stop) of the flattened part of the parameter; one value for them all where not per element."""
@@ -26,18 +30,10 @@ class Piece:
     """First byte, from the start of the slice."""
     num_bytes: int
 
-    def to_row(self) -> list[str | int]:
-        """As the manifest lists it."""
-        return [
-            self.parameter,
-            self.tensor_part,
-            self.component,
-            self.dtype,
-            self.start,
-            self.stop,
-            self.offset,
-            self.num_bytes,
-        ]
+    @property
+    def end(self) -> int:
+        """Byte after the last, from the start of the slice."""
+        return self.offset + self.num_bytes
 
 
 def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> tuple[Piece, ...]:
@@ -52,13 +48,13 @@ def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> 
         for shard in by_operator.get(unit.operator, ()):
             for piece in _pieces_of(unit, shard, shard.full if is_full else shard.frozen, offset):
                 pieces.append(piece)
-                offset = _align(piece.offset + piece.num_bytes, PIECE_ALIGNMENT_BYTES)
+                offset = align(piece.end, PIECE_ALIGNMENT_BYTES)
     return tuple(pieces)
 
 
 def slice_bytes(pieces: Sequence[Piece]) -> int:
     """Bytes a slice takes in a window's buffer."""
-    return _align(pieces[-1].offset + pieces[-1].num_bytes, SLICE_ALIGNMENT_BYTES) if pieces else 0
+    return align(pieces[-1].end) if pieces else 0
 
 
 def unit_bytes(unit: Unit, shards: Iterable[StateShard]) -> tuple[int, int]:
@@ -87,10 +83,11 @@ def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], o
             offset=offset,
             num_bytes=num_items * component.item_bytes,
         )
-        offset = _align(offset + num_items * component.item_bytes, PIECE_ALIGNMENT_BYTES)
+        offset = align(offset + num_items * component.item_bytes, PIECE_ALIGNMENT_BYTES)
 
 
-def _align(num_bytes: int, alignment: int) -> int:
+def align(num_bytes: int, alignment: int = SLICE_ALIGNMENT_BYTES) -> int:
+    """The next multiple of ``alignment``."""
     return -(-num_bytes // alignment) * alignment
 
 
@@ -103,11 +100,11 @@ def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
     for units in reversed(plan.slices):
         found = [(unit, shard) for unit in units for shard in by_operator.get(unit.operator, ())]
         full = sum(_aligned_bytes(unit, shard, shard.full) for unit, shard in found)
-        total += _align(full + later_frozen, SLICE_ALIGNMENT_BYTES)
+        total += align(full + later_frozen)
         later_frozen += sum(_aligned_bytes(unit, shard, shard.frozen) for unit, shard in found)
     return total
 
 
 def _aligned_bytes(unit: Unit, shard: StateShard, components: Sequence[Component]) -> int:
     pieces = _pieces_of(unit, shard, components, 0)
-    return sum(_align(piece.num_bytes, PIECE_ALIGNMENT_BYTES) for piece in pieces)
+    return sum(align(piece.num_bytes, PIECE_ALIGNMENT_BYTES) for piece in pieces)

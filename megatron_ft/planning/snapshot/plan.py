@@ -1,4 +1,4 @@
-"""``WindowPlan``: which units of state are captured in full at which iteration of a window."""
+"""``WindowPlan``: which units of state are captured in full at which iteration of a window; ``WindowKey``."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -7,6 +7,15 @@ from typing import Any
 from megatron_ft.operator_state import StateShard
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.activations import Activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class WindowKey:
+    """Identity of a captured window, the same on every rank of the job."""
+
+    start_iteration: int
+    generation: int
+    """Membership that captured it: windows of two generations are never mixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -1,1 +1,1 @@
-"""A run as one page of HTML: what happened, what was lost, who did what to go on."""
+"""A run as one page of HTML: its loss, its recoveries, and what each rank did in them."""

@@ -1,18 +1,26 @@
-"""What a page is made from: a run's records, as they lie in its folder."""
+"""Reads the folder of a run: its records, the controller's decisions, and the placement in force."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
-from megatron_ft.errors import DataError
-from megatron_ft.events import Metrics, Record
+from megatron_ft.errors import ConfigError, DataError
+from megatron_ft.events import Metrics, PlacementInForce, Record
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.strict_json import JsonValue, decode
+from megatron_ft.strict_json import JsonValue, decode, parse_json
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to_metrics
-from megatron_ft.telemetry.report.placements import newest_plans
 
 DECISIONS_FILE = "decisions.jsonl"
+PLACEMENTS_FOLDER = "placements"
+MAX_PLAN_BYTES = 64 * 2**20
+"""Limit of a placement's file; a run writes smaller ones."""
+MAX_EXPERTS = 2**16
+POLL_SECONDS = 0.5
+"""Between two checks of the files while a page follows its run."""
+MAX_SHARE = 0.1
+"""Limit of the share of time that writing pages takes."""
 _LARGEST = 2**63 - 1
 
 _Parsed = TypeVar("_Parsed")
@@ -20,61 +28,45 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """How the control plane had a job go on without nodes, with others, or not: a line of ``decisions.jsonl``."""
+    """The control plane's answer to a loss or a request to join or leave: a line of ``decisions.jsonl``."""
 
     generation: int
     """The membership that ended."""
     time_unix_seconds: float
-    """When it was decided, by the wall clock of the controller."""
+    """Time of the decision, by the wall clock of the controller."""
     reason: str
-    """Why it ended."""
+    """Reason of its end."""
     lost_nodes: tuple[int, ...] = ()
-    """Nodes that were left behind."""
+    """Nodes that were lost."""
     left_nodes: tuple[int, ...] = ()
-    """Nodes that left as asked."""
+    """Nodes that left on request."""
     joined_nodes: tuple[int, ...] = ()
-    """Nodes that came."""
     declined: str | None = None
-    """Why the ranks could not go on in their processes; None where they could."""
+    """Reason why the ranks could not continue in their processes; None where they could."""
     previous_ranks: tuple[int | None, ...] = ()
-    """For each rank of the next membership the rank it was before; None for a new process. Empty where declined."""
+    """For each rank of the next membership its rank before; None for a new process. Empty where declined."""
     nodes: tuple[int, ...] = ()
     """For each rank of the next membership its node. Empty where declined."""
 
     @classmethod
     def of(cls, line: Mapping[str, JsonValue]) -> "Decision":
-        """Read a line; what a page does not tell (positions, votes, addresses) is passed over.
+        """Read a line; entries that a page does not show (positions, votes, addresses) are ignored.
 
         Raises:
             ValueError: a field is missing or of another type; the message names it.
         """
-        found = {name: _field(line, name, hint) for name, hint in _REQUIRED.items()}
-        found |= {name: _field(line, name, hint) for name, hint in _OPTIONAL.items() if name in line}
-        following = _field(line, "next", Mapping) if "next" in line else None
-        if following is not None:
-            found["nodes"] = _field(following, "nodes", tuple[int, ...])
-            found["previous_ranks"] = tuple(
-                decode(int | None, rank, "decision.next.previous_ranks")
-                for rank in _field(following, "previous_ranks", list)
-            )
-        return cls(**found)
-
-
-_REQUIRED = {"generation": int, "time_unix_seconds": float, "reason": str}
-_NODES = tuple[int, ...]
-_OPTIONAL = {"lost_nodes": _NODES, "left_nodes": _NODES, "joined_nodes": _NODES, "declined": str}
-
-
-def _field(values: Mapping[str, JsonValue], name: str, hint: object) -> JsonValue:
-    if name not in values:
-        raise ValueError(f"decision.{name}: is required")
-    value = values[name]
-    if hint in (Mapping, list):
-        kind = dict if hint is Mapping else list
-        if not isinstance(value, kind):
-            raise ValueError(f"decision.{name}={value!r}: must be {kind.__name__}")
-        return value
-    return decode(hint, value, f"decision.{name}")
+        hints, of_next = get_type_hints(cls), ("previous_ranks", "nodes")
+        required = ["generation", "time_unix_seconds", "reason"]
+        values = {name: line[name] for name in hints if name in line and name not in of_next}
+        following = line.get("next")
+        if isinstance(following, dict):
+            required += of_next
+            values |= {name: following[name] for name in of_next if name in following}
+        elif following is not None:
+            raise ValueError(f"decision.next={following!r}: must be an object")
+        if missing := [name for name in required if name not in values]:
+            raise ValueError(f"decision.{missing[0]}: is required")
+        return cls(**{name: decode(hints[name], value, f"decision.{name}") for name, value in values.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,38 +77,35 @@ class RunFiles:
     """Name of the run's folder."""
     events: tuple[Record, ...] = ()
     metrics: tuple[Metrics, ...] = ()
-    """Of all attempts: iterations that were run again are there again."""
+    """Metrics of all attempts; an iteration that was run again is there for each time."""
     decisions: tuple[Decision, ...] = ()
     plans: tuple[PlacementPlan, ...] = ()
-    """Of each pipeline stage, the placement that was in force last."""
+    """The newest placement of each pipeline stage; empty where the folder does not hold it."""
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read a run's folder; the run may still be going on.
+    """Read a run's folder; the run may not have ended.
 
     Raises:
         DataError: no such run, or a line other than an unfinished last one is damaged; names file and line.
     """
     try:
-        events = read_lines(run_dir / EVENTS_FILE, bounded(Record.from_record))
-        metrics = read_lines(run_dir / METRICS_FILE, bounded(to_metrics))
+        events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(Record.from_record)))
+        metrics = tuple(read_lines(run_dir / METRICS_FILE, _bounded(to_metrics)))
         path = run_dir / DECISIONS_FILE
-        decisions = read_lines(path, bounded(Decision.of)) if path.exists() else ()
-        said = tuple(events)
         return RunFiles(
             folder=run_dir.resolve().name,
-            events=said,
-            metrics=tuple(metrics),
-            decisions=tuple(decisions),
-            plans=newest_plans(run_dir, said),
+            events=events,
+            metrics=metrics,
+            decisions=tuple(read_lines(path, _bounded(Decision.of))) if path.exists() else (),
+            plans=_newest_plans(run_dir, events),
         )
     except (OSError, ValueError) as error:
         raise DataError(f"run_dir={run_dir}: must be a run with metrics.jsonl and events.jsonl: {error}") from None
 
 
-def bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[str, JsonValue]], _Parsed]:
-    """``parse``, with a ValueError for integers that need more than 64 bits: nothing counts so far."""
-
+def _bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[str, JsonValue]], _Parsed]:
+    # No count of a run needs more than 64 bits, and arithmetic on larger ones could take for ever.
     def checked(values: dict[str, JsonValue]) -> _Parsed:
         for name, value in values.items():
             if type(value) is int and abs(value) > _LARGEST:
@@ -124,3 +113,75 @@ def bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[
         return parse(values)
 
     return checked
+
+
+def _newest_plans(run_dir: Path, records: Sequence[Record]) -> tuple[PlacementPlan, ...]:
+    newest = next((record for record in reversed(records) if isinstance(record, PlacementInForce)), None)
+    path = None if newest is None else run_dir / PLACEMENTS_FOLDER / f"iter_{newest.iteration:07d}.json"
+    if path is None or not path.is_file():
+        return ()
+    try:
+        if path.stat().st_size > MAX_PLAN_BYTES:
+            raise ValueError(f"must be at most {MAX_PLAN_BYTES} bytes")
+        content = parse_json(path.read_bytes())
+        stages = content.get("stages") if isinstance(content, dict) else None
+        if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+            raise ValueError("stages: must be a placement for each pipeline stage")
+        return tuple(map(_plan, stages))
+    except (ValueError, ConfigError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _plan(stage: dict[str, Any]) -> PlacementPlan:
+    names = [field.name for field in fields(PlacementPlan)]
+    if missing := [name for name in names if name not in stage]:
+        raise ValueError(f"stages.{missing[0]}: is required")
+    hints = get_type_hints(PlacementPlan)
+    plan = PlacementPlan(**{name: decode(hints[name], stage[name], f"stages.{name}") for name in names})
+    if not 0 < plan.num_experts <= MAX_EXPERTS:
+        raise ValueError(f"stages.num_experts={plan.num_experts}: must be 1 to {MAX_EXPERTS}")
+    plan.validate()
+    return plan
+
+
+def follow(
+    run_dir: Path,
+    write: Callable[[], bool],
+    *,
+    every_seconds: float,
+    patience_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Write the page now and whenever the run has reported more, until it has ended.
+
+    Args:
+        write: writes the page; returns whether the run has ended.
+        every_seconds: least time between two pages.
+        patience_seconds: longest time without a new record.
+
+    Returns:
+        Whether the run has ended; False where it reported nothing for ``patience_seconds``.
+    """
+    while True:
+        seen, began = sizes(run_dir), clock()
+        if write():
+            return True
+        due = clock() + max(every_seconds, (clock() - began) * (1 / MAX_SHARE - 1))
+        until = max(due, clock() + patience_seconds)
+        while clock() < due or sizes(run_dir) == seen:
+            if clock() >= until:
+                return False
+            wait(POLL_SECONDS)
+
+
+def sizes(run_dir: Path) -> tuple[int, ...]:
+    """Bytes of the files that grow during a run; 0 for a missing one."""
+
+    def size(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    return tuple(size(run_dir / name) for name in (EVENTS_FILE, METRICS_FILE))

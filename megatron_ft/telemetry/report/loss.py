@@ -1,21 +1,22 @@
-"""The loss curve with what befell the run."""
+"""The loss curve with the failures and recoveries of the run."""
 
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_ft.telemetry.report.markup import Element, element
-from megatron_ft.telemetry.report.model import Mark, RunReport
-from megatron_ft.telemetry.report.recoveries import ranges
-from megatron_ft.telemetry.report.svg import (
+from megatron_ft.telemetry.report.drawing import (
+    Element,
     Scale,
     cross,
     drawing,
+    element,
     figure,
     line,
     text,
     x_axis,
     y_axis,
 )
+from megatron_ft.telemetry.report.model import Mark, RunReport
+from megatron_ft.telemetry.report.recoveries import ranges
 
 WIDTH, HEIGHT = 1000, 330
 LEFT, RIGHT, TOP, BOTTOM = 64, 984, 54, 280
@@ -37,13 +38,12 @@ def loss_plot(report: RunReport) -> Element:
         width=WIDTH,
         height=HEIGHT,
         title="Loss over iterations",
-        description=described(report),
+        description=_described(report),
         role="group",
     )
 
 
-def described(report: RunReport) -> str:
-    """What is to be seen, in words."""
+def _described(report: RunReport) -> str:
     first, last = report.loss[0], report.loss[-1]
     lowest = min(report.loss, key=lambda point: point[1])
     curve = (
@@ -54,7 +54,7 @@ def described(report: RunReport) -> str:
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """``most`` points or about so: of neighbours the lowest and the highest, so that no spike is lost."""
+    """About ``most`` points: the lowest and the highest of neighbours, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -131,7 +131,7 @@ def sampled(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
 
 
 def legend_mark(kind: str) -> Element:
-    """A small picture of what a mark looks like."""
+    """A small picture of a mark."""
     shapes = {
         "curve": line(0, 6, 22, 6, "curve"),
         "failure": cross(11, 6, "", 4.0),

@@ -1,4 +1,4 @@
-"""What a page says, as plain values: made from a run's records, drawn elsewhere."""
+"""The content of a page as plain values, made from a run's records."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,21 +8,19 @@ from megatron_ft import events
 from megatron_ft.errors import EXIT_CODES
 from megatron_ft.events import Metrics, Record, RunStarted
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.telemetry.goodput import Goodput, measure
+from megatron_ft.telemetry.goodput import Goodput, instant, measure
 from megatron_ft.telemetry.read import newest_of_each
-from megatron_ft.telemetry.report.episodes import episodes, num_jobs
 from megatron_ft.telemetry.report.files import RunFiles
-from megatron_ft.telemetry.report.loads import ExpertLoads, expert_loads
-from megatron_ft.telemetry.report.recoveries import Recovery, recoveries
-from megatron_ft.telemetry.times import instant
+from megatron_ft.telemetry.report.maps import ExpertLoads, expert_loads
+from megatron_ft.telemetry.report.recoveries import Recovery, find_recoveries
 
 _HIGHEST = 1e30
-"""A loss above it is drawn no more than one that is no number."""
+"""Larger losses are not drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended, as far as it says so."""
+    """The end of a run, as far as its records say so."""
 
     level: str
     """``good``, ``bad`` or ``open``."""
@@ -48,7 +46,7 @@ class RunReport:
     name: str
     model: str | None
     size: str | None
-    """Ranks, nodes and device of the newest start, in words."""
+    """Ranks, nodes and device of the newest start."""
     outcome: Outcome
     iteration: int | None
     """Newest iteration reported."""
@@ -62,26 +60,26 @@ class RunReport:
     recoveries: tuple[Recovery, ...]
     alerts: tuple[events.AlertRaised | events.AlertCleared, ...]
     goodput: Goodput
-    """Where the time of all its jobs went."""
+    """Shares of the wall time of all its jobs."""
     loads: ExpertLoads | None
-    """Tokens over the experts of each layer; None where they were not reported."""
+    """Load of the experts of each layer; None where it was not reported."""
     placements: tuple[events.PlacementInForce, ...]
-    """Each placement of expert replicas that took over."""
+    """Each placement of expert replicas that came into force."""
     plans: tuple[PlacementPlan, ...]
-    """Of each pipeline stage, the newest of them; empty where the folder does not hold it."""
+    """The newest placement of each pipeline stage; empty where the folder does not hold it."""
     num_jobs: int
-    """How often the command was started."""
+    """Number of starts of the command."""
     num_events: int
     num_metrics: int
     newest_unix_seconds: float | None
-    """When the newest record was made."""
+    """Time of the newest record."""
 
 
 def build(files: RunFiles) -> RunReport:
     """The page of a run."""
     newest = newest_of_each(files.metrics)
     started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
-    found = recoveries(episodes(files.events, files.decisions), files.metrics)
+    found, num_jobs = find_recoveries(files.events, files.decisions, files.metrics)
     times = [at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None]
     return RunReport(
         name=started.run_name if started else files.folder,
@@ -99,7 +97,7 @@ def build(files: RunFiles) -> RunReport:
         loads=expert_loads(files.events),
         placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
         plans=files.plans,
-        num_jobs=num_jobs(files.events),
+        num_jobs=num_jobs,
         num_events=len(files.events),
         num_metrics=len(files.metrics),
         newest_unix_seconds=max(times, default=None),
@@ -107,7 +105,6 @@ def build(files: RunFiles) -> RunReport:
 
 
 def _size(records: Sequence[Record], started: RunStarted | None) -> str | None:
-    """Of the newest start, or of the membership that came after it."""
     if started is None:
         return None
     num_ranks, num_nodes = started.world_size, started.num_nodes
@@ -130,7 +127,7 @@ def _outcome(records: Sequence[Record]) -> Outcome:
         return Outcome(level="bad", text=f"stopped: {last.reason} ({code})")
     if last is None:
         return Outcome(level="open", text="nothing reported yet")
-    return Outcome(level="open", text="no end reported: it still runs, or was ended without a word")
+    return Outcome(level="open", text="no end reported: it still runs, or ended without a record")
 
 
 def _points(metrics: Sequence[Metrics]) -> Iterator[tuple[int, float]]:
@@ -149,7 +146,6 @@ def _evaluations(records: Sequence[Record]) -> list[tuple[int, float]]:
 
 
 def _finite(value: float | None) -> float | None:
-    """A figure that can be drawn."""
     return float(value) if value is not None and math.isfinite(value) and abs(value) < _HIGHEST else None
 
 
@@ -157,14 +153,13 @@ def _marks(records: Sequence[Record], found: Sequence[Recovery]) -> Iterator[Mar
     failed: dict[int, list[str]] = {}
     for record in records:
         if isinstance(record, events.RankFailed) and record.iteration is not None:
-            ending = record.signal or (f"exit code {record.exit_code}" if record.exit_code is not None else "lost")
-            failed.setdefault(record.iteration, []).append(f"rank {record.rank} ({ending})")
+            failed.setdefault(record.iteration, []).append(f"rank {record.rank} ({record.ending})")
     for iteration, ranks in sorted(failed.items()):
         yield Mark(iteration=iteration, kind="failure", words=f"failed in iteration {iteration}: {', '.join(ranks)}")
     for recovery in found:
         if recovery.is_failure and not recovery.num_failed_ranks:
             iteration = recovery.iteration + (recovery.num_again or 0) + 1
             yield Mark(iteration=iteration, kind="failure", words=f"failed in iteration {iteration}: {recovery.lost}")
-        words = f"{recovery.rung}, goes on after iteration {recovery.iteration}: {recovery.lost}"
+        words = f"{recovery.strategy}, continues after iteration {recovery.iteration}: {recovery.lost}"
         kind = "recovery" if recovery.is_failure else "change"
         yield Mark(iteration=recovery.iteration, kind=kind, words=words, number=recovery.number)

@@ -1,31 +1,65 @@
-"""A run's page: heading, figures, loss, time, recoveries and the story of each; a table stands beside each drawing."""
+"""The page of a run: heading, alerts, loss, goodput, recoveries, loads and placement; a table beside each drawing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 
-from megatron_ft.telemetry.report.alerts import alerts
-from megatron_ft.telemetry.report.goodput import goodput
-from megatron_ft.telemetry.report.load_maps import load_maps
+from megatron_ft.events import AlertCleared, AlertRaised
+from megatron_ft.formatting import seconds
+from megatron_ft.telemetry.goodput import Goodput
+from megatron_ft.telemetry.report.drawing import Element, drawing, element, figure, swatch, table
 from megatron_ft.telemetry.report.loss import legend_mark, loss_plot, sampled
-from megatron_ft.telemetry.report.markup import Element, element
+from megatron_ft.telemetry.report.maps import load_maps, placement_maps
 from megatron_ft.telemetry.report.model import RunReport
-from megatron_ft.telemetry.report.placement_maps import placement_maps
 from megatron_ft.telemetry.report.recoveries import Recovery
-from megatron_ft.telemetry.report.stories import stories
 from megatron_ft.telemetry.report.style import STYLE
-from megatron_ft.telemetry.report.svg import figure
-from megatron_ft.telemetry.report.tables import table
-from megatron_ft.telemetry.wording import seconds
+from megatron_ft.telemetry.report.timeline import timelines
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _ROWS_OF_LOSS = 24
+MAX_ALERTS = 100
+_MARKS = (
+    ("failure", "ranks failed in this iteration"),
+    ("recovery", "the run continued after this iteration, by number"),
+    ("change", "nodes joined or left on request, or another job continued the run"),
+)
+_SHARES = (
+    ("useful_seconds", "useful", "iterations that count"),
+    ("stalled_seconds", "stalled", "waiting for captures, checkpoints, moves of experts"),
+    ("again_seconds", "again", "iterations that were lost and run again"),
+    ("skipped_seconds", "skipped", "iterations that the vote did not commit"),
+    ("recovery_seconds", "recovering", "recoveries, changes of membership, jobs that continue the run"),
+    ("between_jobs_seconds", "between", "between jobs"),
+    ("other_seconds", "rest", "starts, evaluations, between iterations"),
+)
+"""Field of the figures, class of its colour, and its words."""
+_ETTR = (
+    "ETTR, the effective training time ratio, is the time of iterations that count over wall time. The formula "
+    "(MoEvement, section 2.4) takes this run's waiting per iteration, mean time between interruptions and mean time "
+    "lost to one; it has no starts, no evaluations and no time between jobs, so a large difference comes from them."
+)
+_HEADER = (
+    "#",
+    "generation",
+    "what was lost",
+    "strategy",
+    "seconds",
+    "pause",
+    "after iteration",
+    "replayed",
+    "trained again",
+)
+_COLUMNS = (
+    "Seconds: from the decision until all ranks were ready. Pause: from the first failure until the first iteration "
+    "after it was reported. Replayed: iterations computed from windows or logs. Trained again: iterations that had "
+    "been reported before."
+)
 
 
 def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
-    """The page as HTML that needs nothing else; it is well-formed XML, too.
+    """The page as HTML that fetches nothing; it is well-formed XML, too.
 
     Args:
-        refresh_seconds: how often a browser reads it again; None where it stays as it is.
+        refresh_seconds: how often a browser reads it again; None where it does not change.
     """
     again = None if refresh_seconds is None else str(refresh_seconds)
     head = element(
@@ -37,13 +71,28 @@ def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
         element("title", f"{report.name}: report of a run"),
         element("style", STYLE),
     )
-    sections = [section for make in SECTIONS for section in make(report)]
-    body = element("body", element("main", *sections), _footer(report, again))
+    main = element(
+        "main",
+        *_heading(report),
+        *_alerts(report.alerts),
+        *_loss(report),
+        *_goodput(report.goodput),
+        *_summary(report.recoveries),
+        *load_maps(report.loads),
+        *placement_maps(report.placements, report.plans),
+        *timelines(report.recoveries),
+    )
+    body = element("body", main, _footer(report, again))
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en').render()}\n"
 
 
-def heading(report: RunReport) -> Iterator[Element]:
-    """Which run, how large, how it ended, and its figures."""
+def _tiles(figures: Iterator[tuple[str, str]]) -> Element:
+    return element(
+        "dl", *(element("div", element("dt", name), element("dd", value)) for name, value in figures), class_="tiles"
+    )
+
+
+def _heading(report: RunReport) -> Iterator[Element]:
     about = ", ".join(part for part in (report.model, report.size) if part)
     yield element(
         "header",
@@ -51,86 +100,10 @@ def heading(report: RunReport) -> Iterator[Element]:
         element("p", about, class_="about") if about else None,
         element("p", report.outcome.text, class_=f"outcome {report.outcome.level}"),
     )
-    tiles = [element("div", element("dt", name), element("dd", value)) for name, value in _figures(report)]
-    yield element("dl", *tiles, class_="tiles")
+    yield _tiles(_run_figures(report))
 
 
-def loss(report: RunReport) -> Iterator[Element]:
-    """The loss curve, its legend, and a table of it."""
-    yield element("h2", "Loss", id="loss")
-    if not report.loss:
-        yield element("p", "No loss has been reported yet.", class_="soft")
-        return
-    yield loss_plot(report)
-    kinds = [("curve", "training loss")]
-    kinds += [("evaluation", "validation loss")] if report.evaluations else []
-    kinds += [(kind, words) for kind, words in _MARKS if any(mark.kind == kind for mark in report.marks)]
-    yield element("ul", *(element("li", legend_mark(kind), words) for kind, words in kinds), class_="legend")
-    rows = [(f"{iteration:,}", figure(value)) for iteration, value in sampled(report.loss, _ROWS_OF_LOSS)]
-    found = table("Some of its iterations", ("iteration", "loss (nats per token)"), rows, numbers={0, 1})
-    yield element("details", element("summary", "The curve as a table"), found)
-
-
-_MARKS = (
-    ("failure", "ranks failed in this iteration"),
-    ("recovery", "the run went on after this iteration, by number"),
-    ("change", "nodes joined or left as asked, or another job went on with the run"),
-)
-
-
-def summary_of_recoveries(report: RunReport) -> Iterator[Element]:
-    """All recoveries in one table."""
-    yield element("h2", "Recoveries", id="recoveries")
-    if not report.recoveries:
-        yield element("p", "Nothing was lost, and no nodes came or left.", class_="soft")
-        return
-    yield table(
-        "Each way of going on; the stories below say more",
-        (
-            "#",
-            "generation",
-            "what was lost",
-            "rung",
-            "seconds",
-            "pause",
-            "after iteration",
-            "replayed",
-            "trained again",
-        ),
-        [_row(recovery) for recovery in report.recoveries],
-        numbers={0, 1, 4, 5, 6, 7, 8},
-        words=2,
-    )
-    yield element("p", _COLUMNS, class_="soft")
-
-
-_COLUMNS = (
-    "Seconds: from the decision until all ranks were ready. Pause: from the first failure until the first iteration "
-    "after it was reported. Replayed: iterations computed from windows or logs. Trained again: iterations that had "
-    "been reported before."
-)
-
-
-def _row(recovery: Recovery) -> tuple[Element | str, ...]:
-    number = str(recovery.number)
-    return (
-        element("a", number, href=f"#recovery-{number}"),
-        str(recovery.generation) if recovery.generation else "another job",
-        recovery.lost,
-        recovery.rung,
-        _seconds(recovery.seconds),
-        _seconds(recovery.pause_seconds),
-        f"{recovery.iteration:,}",
-        f"{recovery.num_replayed:,}",
-        "not known" if recovery.num_again is None else f"{recovery.num_again:,}",
-    )
-
-
-SECTIONS = (heading, alerts, loss, goodput, summary_of_recoveries, load_maps, placement_maps, stories)
-"""What a page has, from the top down: each takes the report and gives elements."""
-
-
-def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
+def _run_figures(report: RunReport) -> Iterator[tuple[str, str]]:
     if report.iteration is not None:
         of = "" if report.train_iterations is None else f" / {report.train_iterations:,}"
         yield "iteration", f"{report.iteration:,}{of}"
@@ -147,17 +120,131 @@ def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "iterations again", f"{sum(recovery.num_again or 0 for recovery in failures):,}"
 
 
+def _alerts(alerts: Sequence[AlertRaised | AlertCleared]) -> Iterator[Element]:
+    if not alerts:
+        return
+    yield element("h2", "Alerts", id="alerts")
+    newest = {record.alert: record for record in alerts}
+    standing = [record for record in newest.values() if isinstance(record, AlertRaised)]
+    if standing:
+        words = (record.describe().text for record in standing[:MAX_ALERTS])
+        yield element("ul", *(element("li", text, class_="words bad") for text in words))
+    else:
+        yield element("p", "All alerts are cleared.", class_="good")
+    shown = alerts[-MAX_ALERTS:]
+    more = len(alerts) - len(shown)
+    caption = "In the order they were reported" + (f"; {more:,} earlier ones are left out" if more else "")
+    rows = [(f"{record.iteration:,}", record.describe().text) for record in shown]
+    found = table(caption, ("iteration", "what"), rows, numbers={0}, words=1)
+    yield element("details", element("summary", "All of them"), found)
+
+
+def _loss(report: RunReport) -> Iterator[Element]:
+    yield element("h2", "Loss", id="loss")
+    if not report.loss:
+        yield element("p", "No loss has been reported yet.", class_="soft")
+        return
+    yield loss_plot(report)
+    kinds = [("curve", "training loss")]
+    kinds += [("evaluation", "validation loss")] if report.evaluations else []
+    kinds += [(kind, words) for kind, words in _MARKS if any(mark.kind == kind for mark in report.marks)]
+    yield element("ul", *(element("li", legend_mark(kind), words) for kind, words in kinds), class_="legend")
+    rows = [(f"{iteration:,}", figure(value)) for iteration, value in sampled(report.loss, _ROWS_OF_LOSS)]
+    found = table("Some of its iterations", ("iteration", "loss (nats per token)"), rows, numbers={0, 1})
+    yield element("details", element("summary", "The curve as a table"), found)
+
+
+def _goodput(found: Goodput) -> Iterator[Element]:
+    yield element("h2", "Goodput", id="goodput")
+    if found.ettr is None or not found.num_iterations:
+        yield element("p", "No iteration has been timed yet.", class_="soft")
+        return
+    yield _tiles(_goodput_figures(found))
+    shares = [
+        (class_, words, getattr(found, name), getattr(found, name) / found.wall_seconds)
+        for name, class_, words in _SHARES
+    ]
+    present = [share for share in shares if share[2] > 0]
+    yield _share_bar([(class_, f"{words}: {_percent(share)}", share) for class_, words, _, share in present])
+    yield element("ul", *(element("li", swatch(class_), words) for class_, words, *_ in present), class_="legend")
+    rows = [(words, seconds(took), _percent(share)) for _, words, took, share in shares]
+    found_table = table("All of the wall time", ("what", "time", "share"), rows, numbers={1, 2})
+    yield element("details", element("summary", "The shares as a table"), found_table)
+    yield element("p", _ETTR, class_="soft")
+
+
+def _goodput_figures(found: Goodput) -> Iterator[tuple[str, str]]:
+    yield "ETTR, measured", "not known" if found.ettr is None else _percent(found.ettr)
+    yield "ETTR, by the formula", "not known" if found.predicted_ettr is None else _percent(found.predicted_ettr)
+    if found.num_tokens and found.tokens_per_second is not None:
+        yield "goodput", f"{figure(float(f'{found.tokens_per_second:.4g}'))} tokens/s"
+    yield "wall time", seconds(found.wall_seconds)
+    yield "interruptions", f"{found.num_interruptions:,}"
+    if found.num_interruptions:
+        yield "up between them", seconds(found.mtbf_seconds)
+        yield "lost to each", seconds(found.lost_per_interruption_seconds)
+
+
+def _share_bar(shares: Sequence[tuple[str, str, float]]) -> Element:
+    width, height, x, shapes = 1000, 30, 0.0, []
+    for class_, words, share in shares:
+        title = element("title", words)
+        shapes.append(element("rect", title, x=x, y=2, width=share * width, height=height - 4, class_=class_))
+        x += share * width
+    return drawing(
+        "goodput-bar",
+        *shapes,
+        width=width,
+        height=height,
+        title="Shares of the wall time",
+        description="; ".join(words for _, words, _ in shares),
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _summary(recoveries: Sequence[Recovery]) -> Iterator[Element]:
+    yield element("h2", "Recoveries", id="recoveries")
+    if not recoveries:
+        yield element("p", "Nothing was lost, and no nodes joined or left.", class_="soft")
+        return
+    yield table(
+        "Each recovery and change of membership; details are below",
+        _HEADER,
+        [_recovery_row(recovery) for recovery in recoveries],
+        numbers={0, 1, 4, 5, 6, 7, 8},
+        words=2,
+    )
+    yield element("p", _COLUMNS, class_="soft")
+
+
+def _recovery_row(recovery: Recovery) -> tuple[Element | str, ...]:
+    def time(value: float | None) -> str:
+        return "not known" if value is None else seconds(value)
+
+    number = str(recovery.number)
+    return (
+        element("a", number, href=f"#recovery-{number}"),
+        str(recovery.generation) if recovery.generation else "another job",
+        recovery.lost,
+        recovery.strategy,
+        time(recovery.seconds),
+        time(recovery.pause_seconds),
+        f"{recovery.iteration:,}",
+        f"{recovery.num_replayed:,}",
+        "not known" if recovery.num_again is None else f"{recovery.num_again:,}",
+    )
+
+
 def _footer(report: RunReport, again: str | None) -> Element:
-    newest = "" if report.newest_unix_seconds is None else f"; the newest is of {_utc(report.newest_unix_seconds)}"
+    newest = ""
+    if report.newest_unix_seconds is not None:
+        at = datetime.fromtimestamp(report.newest_unix_seconds, timezone.utc)
+        newest = f"; the newest is of {at:%Y-%m-%d %H:%M:%S} UTC"
     jobs = f", {report.num_jobs} jobs" if report.num_jobs > 1 else ""
-    live = "" if again is None else f" The run goes on: this page is read again every {again} s."
-    told = f"From {report.num_events:,} events and {report.num_metrics:,} metrics{jobs}{newest}."
-    return element("footer", told + live)
-
-
-def _utc(at: float) -> str:
-    return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _seconds(value: float | None) -> str:
-    return "not known" if value is None else seconds(value)
+    live = "" if again is None else f" The run continues: this page is read again every {again} s."
+    return element(
+        "footer", f"From {report.num_events:,} events and {report.num_metrics:,} metrics{jobs}{newest}.{live}"
+    )

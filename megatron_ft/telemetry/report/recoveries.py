@@ -1,137 +1,178 @@
-"""The recoveries of a run as a page tells them: what was lost, which rung served, what it cost."""
+"""The recoveries of a run, from its records: which records belong to each, when it began and ended, what it cost."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megatron_ft import events
-from megatron_ft.events import Metrics
-from megatron_ft.telemetry.report.course import Course, Times, beginning, course
-from megatron_ft.telemetry.report.episodes import Episode
-from megatron_ft.telemetry.report.spans import has_failed
-from megatron_ft.telemetry.report.story import Timeline, timeline
-from megatron_ft.telemetry.times import duration, instant
-from megatron_ft.telemetry.wording import note
+from megatron_ft.events import Metrics, Record
+from megatron_ft.telemetry.goodput import duration, instant
+from megatron_ft.telemetry.report.files import Decision
 
+_Kind = TypeVar("_Kind", bound=Record)
+
+MAX_RANKS = 4096
+"""Limit of the ranks of one membership that a page follows one by one."""
+NUM_AROUND = 3
+"""Iterations that are shown before and after a recovery."""
 _NEVER = float("inf")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One thing that was recorded of a recovery."""
-
-    seconds: float | None
-    """After the first failure; None where its record has no time."""
-    level: str
-    """As ``wording.Note`` has it."""
-    text: str
+_Beginning = events.RanksRestarted | events.RecoveryStarted | events.MembershipChanged | events.StageRecovery
+"""Records that name the generation they begin."""
+_FAILURES = (events.RankFailed, events.FailpointHit)
+_SOURCES = (events.CheckpointLoaded, events.WindowReplayed, events.SnapshotProblem)
+"""Records of what ranks continue from; they do not name their recovery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """The times of a recovery, in seconds since 1970."""
+
+    begin: float
+    """The first failure, or when the change was requested."""
+    decided: float
+    """Time at which ranks began to continue."""
+    ready: float
+    """The end of the last record of it."""
+    before: tuple[Metrics, ...] = ()
+    """The last iterations before, the newest last; none where nothing was trained since the recovery before it."""
+    after: tuple[Metrics, ...] = ()
+    """The first iterations after."""
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """From the beginning until the first iteration after it was reported."""
+        first = self.after[0].time_unix_seconds if self.after else None
+        return None if first is None else max(0.0, first - self.begin)
+
+
+@dataclass(slots=True, kw_only=True)
 class Recovery:
-    """One way of going on: after a failure, in another job, or because nodes were to join or leave."""
+    """One recovery, or one requested change of membership: its records and what they say."""
 
-    number: int
-    """Counted from 1 over the whole run."""
+    job: int
+    """Number of the job in this run, from 0: each start of the command is one."""
     generation: int
-    """The generation that it begins; 0 for a job that goes on with the run."""
-    is_failure: bool
-    """Whether something was lost; otherwise the change was asked for."""
-    lost: str
-    """What was lost or changed, in words."""
-    rung: str
-    """What state it went on from."""
-    iteration: int
-    """Newest iteration of that state."""
-    seconds: float | None
-    """From the decision until all was ready."""
-    pause_seconds: float | None
-    """From the first failure until the first iteration after it was reported."""
-    num_replayed: int
-    """Iterations replayed from windows or logs by the rank that replayed most."""
-    num_failed_ranks: int
-    """Ranks that are known to have failed; those of a node that is lost may go without a word."""
-    num_again: int | None
+    """The generation that it begins; 0 where a later job continues the run."""
+    nodes_before: tuple[int | None, ...]
+    """The node of each rank until then; None where no record names it."""
+    nodes_after: tuple[int | None, ...]
+    """The node of each rank from then on."""
+    number: int = 0
+    """Counted from 1 over the whole run."""
+    records: list[Record] = field(default_factory=list)
+    """Its records in the order of writing."""
+    decision: Decision | None = None
+    """The controller's decision."""
+    course: Course | None = None
+    """None where its records have no times."""
+    num_again: int | None = None
     """Iterations that had been reported and were trained once more; None where that is not known."""
-    declined: tuple[str, ...]
-    """What was not used, each with its reason."""
-    steps: tuple[Step, ...]
-    timeline: Timeline | None
-    """None where records have no times, and for a job that goes on with the run."""
 
+    def every(self, kind: type[_Kind]) -> list[_Kind]:
+        """Its records of a kind."""
+        return [record for record in self.records if isinstance(record, kind)]
 
-def recoveries(episodes: Sequence[Episode], metrics: Sequence[Metrics]) -> tuple[Recovery, ...]:
-    """All recoveries of a run, in the order they began.
+    def newest(self, kind: type[_Kind]) -> _Kind | None:
+        """Its newest record of a kind."""
+        return next(reversed(self.every(kind)), None)
 
-    Args:
-        metrics: of all attempts, in the order they were written.
-    """
-    times = Times(metrics)
-    begins = [beginning(episode) for episode in episodes]
-    untils = [*(_NEVER if begin is None else begin for begin in begins[1:]), _NEVER]
-    sinces = [-_NEVER, *(-_NEVER if begin is None else begin for begin in begins)]
-    found: list[Recovery] = []
-    for episode, since, until in zip(episodes, sinces, untils, strict=False):
-        found.append(_recovery(episode, course(episode, times, since, until), found[-1] if found else None))
-    return tuple(found)
+    @property
+    def is_new_job(self) -> bool:
+        """Whether another job continues the run."""
+        return self.generation == 0
 
+    @property
+    def is_restart(self) -> bool:
+        """Whether all ranks are new processes, in the same job or in a later one."""
+        return self.is_new_job or bool(self.every(events.RanksRestarted))
 
-def _recovery(episode: Episode, run: Course | None, earlier: Recovery | None) -> Recovery:
-    iteration = _iteration(episode)
-    is_resume = episode.generation == 0
-    return Recovery(
-        number=1 if earlier is None else earlier.number + 1,
-        generation=episode.generation,
-        is_failure=has_failed(episode),
-        lost=_lost(episode),
-        rung=_rung(episode),
-        iteration=iteration,
-        seconds=_seconds(episode, run),
-        pause_seconds=None if run is None or is_resume else run.pause_seconds,
-        num_replayed=_num_replayed(episode),
-        num_failed_ranks=len({record.rank for record in episode.every(events.RankFailed)}),
-        num_again=_num_again(episode, run, iteration, earlier),
-        declined=tuple(_declined(episode)),
-        steps=tuple(_steps(episode, run)),
-        timeline=None if run is None or is_resume else timeline(episode, run),
-    )
+    @property
+    def is_failure(self) -> bool:
+        """Whether something was lost; otherwise the change was requested, or another job continued the run."""
+        if self.is_new_job or self.every(events.RankFailed):
+            return bool(self.every(events.RankFailed))
+        lost = self.decision is not None and bool(self.decision.lost_nodes)
+        return lost or self.is_restart or bool(self.every(events.StageRecovery))
 
+    @property
+    def lost(self) -> str:
+        """``node 2; ranks 4-5 (SIGKILL)``, with a count of ranks that failed because of these; else the reason."""
+        failures = {record.rank: record for record in self.every(events.RankFailed)}
+        causes: dict[str, list[int]] = {}
+        for rank, record in failures.items():
+            if record.first or record.signal:
+                is_raised = record.signal is None and record.exit_code is None
+                causes.setdefault("raised" if is_raised else record.ending, []).append(rank)
+        nodes = () if self.decision is None else self.decision.lost_nodes
+        named = [f"node{'s' * (len(nodes) > 1)} {ranges(nodes)}"] if nodes else []
+        named += [f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} ({ending})" for ending, ranks in causes.items()]
+        others = len(failures) - sum(map(len, causes.values()))
+        if named and others:
+            named.append(f"{others} more rank{'s' * (others != 1)} because of it")
+        return "; ".join(named) or self._reason
 
-def _iteration(episode: Episode) -> int:
-    decided, changed = episode.newest(events.RecoveryDecided), episode.newest(events.MembershipChanged)
-    for record in (decided, changed, episode.newest(events.StageRecovery)):
-        if record is not None:
-            return record.iteration
-    started = episode.newest(events.RunStarted)
-    return 0 if started is None else started.resumed_from_iteration or 0
+    @property
+    def _reason(self) -> str:
+        for kind in (events.MembershipChanged, events.RanksRestarted, events.RunStopped, events.RunFinished):
+            if (record := self.newest(kind)) is not None:
+                return record.reason
+        if self.is_new_job:
+            return "the job before ended without a record"
+        return "not known" if self.decision is None else self.decision.reason
 
+    @property
+    def strategy(self) -> str:
+        """The strategy that recovered the state, see ``RecoveryStarted``."""
+        started = self.newest(events.RecoveryStarted)
+        if started is None and self.every(events.CheckpointLoaded):
+            return "checkpoint"  # earlier versions reported nothing else of a new job that loads a checkpoint
+        return "not known" if started is None else started.strategy
 
-def _rung(episode: Episode) -> str:
-    if (decided := episode.newest(events.RecoveryDecided)) is not None:
-        return decided.rung
-    if episode.every(events.StageRecovery):
-        return "localized"
-    if episode.every(events.MembershipChanged):
-        return "replicas"
-    chosen = episode.newest(events.RecoveryChosen)
-    if chosen is not None:
-        return chosen.source
-    return "checkpoint" if episode.every(events.CheckpointLoaded) else "not known"
+    @property
+    def iteration(self) -> int:
+        """Newest iteration of the state that ranks continue from."""
+        for kind in (events.RecoveryStarted, events.MembershipChanged, events.StageRecovery):
+            if not self.is_new_job and (record := self.newest(kind)) is not None:
+                return record.iteration
+        started = self.newest(events.RunStarted)
+        return 0 if started is None else started.resumed_from_iteration or 0
 
+    @property
+    def seconds(self) -> float | None:
+        """From the decision until all ranks were ready."""
+        changed = self.newest(events.MembershipChanged)
+        if changed is not None and not self.every(events.StageRecovery):
+            return duration(changed.seconds)
+        if self.is_new_job:
+            ready = self.newest(events.RanksReady)
+            return None if ready is None else duration(ready.seconds)
+        return None if self.course is None else self.course.ready - self.course.decided
 
-def _lost(episode: Episode) -> str:
-    """``node 2; ranks 4-5 (SIGKILL)``, with those that failed because of others counted only; else the reason."""
-    failures = {record.rank: record for record in episode.every(events.RankFailed)}
-    causes: dict[str, list[int]] = {}
-    for rank, record in failures.items():
-        if record.first or record.signal:
-            causes.setdefault(record.signal or _ending(record), []).append(rank)
-    nodes = () if episode.decision is None else episode.decision.lost_nodes
-    named = [f"node{'s' * (len(nodes) > 1)} {ranges(nodes)}"] if nodes else []
-    named += [f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} ({ending})" for ending, ranks in causes.items()]
-    others = len(failures) - sum(map(len, causes.values()))
-    if named and others:
-        named.append(f"{others} more rank{'s' * (others != 1)} because of it")
-    return "; ".join(named) or _reason(episode)
+    @property
+    def pause_seconds(self) -> float | None:
+        """From the first failure until the first iteration after it was reported."""
+        return None if self.course is None or self.is_new_job else self.course.pause_seconds
+
+    @property
+    def num_replayed(self) -> int:
+        """Iterations replayed from windows or logs by the rank that replayed most."""
+        work = [*self.every(events.StageRecovery), *self.every(events.WindowReplayed)]
+        return max((record.num_iterations for record in work), default=0)
+
+    @property
+    def num_failed_ranks(self) -> int:
+        """Ranks that are known to have failed; those of a lost node may have no record."""
+        return len({record.rank for record in self.every(events.RankFailed)})
+
+    @property
+    def declined(self) -> tuple[str, ...]:
+        """Everything that was not used, each with its reason."""
+        started, decision = self.newest(events.RecoveryStarted), self.decision
+        in_processes = None if decision is None else decision.declined
+        head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
+        return head if started is None else head + started.declined
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -145,71 +186,206 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _ending(record: events.RankFailed) -> str:
-    return "raised" if record.exit_code is None else f"exit code {record.exit_code}"
+def find_recoveries(
+    records: Iterable[Record], decisions: Iterable[Decision], metrics: Sequence[Metrics]
+) -> tuple[tuple[Recovery, ...], int]:
+    """All recoveries and changes of membership of a run in the order they began, and the number of its jobs.
+
+    Args:
+        records: all events of the run, in the order they were written.
+        decisions: the controller's, in the same order.
+        metrics: of all attempts, in the same order.
+    """
+    folding = _Folding()
+    for record in records:
+        folding.take(record)
+    recoveries = folding.recoveries
+    by_generation = {(recovery.job, recovery.generation): recovery for recovery in recoveries}
+    for decision in decisions:
+        begun = [job for job, at in enumerate(folding.starts) if at is not None and at <= decision.time_unix_seconds]
+        recovery = by_generation.get((max(begun, default=0), decision.generation + 1))
+        if recovery is not None:
+            recovery.decision = decision
+            if decision.nodes and len(decision.nodes) <= MAX_RANKS:
+                recovery.nodes_after = decision.nodes
+    _join_layouts(recoveries)
+    _add_times(recoveries, metrics)
+    return tuple(recoveries), folding.job + 1
 
 
-def _reason(episode: Episode) -> str:
-    ended = episode.newest(events.RunStopped) or episode.newest(events.RunFinished)
-    for record in (episode.newest(events.MembershipChanged), episode.newest(events.RanksRestarted), ended):
-        if record is not None:
-            return record.reason
-    if episode.generation == 0:
-        return "the job before ended without a word"
-    return "not known" if episode.decision is None else episode.decision.reason
+def _join_layouts(recoveries: Sequence[Recovery]) -> None:
+    earlier = None
+    for recovery in recoveries:
+        if earlier is not None and earlier.job == recovery.job:
+            recovery.nodes_before = earlier.nodes_after
+        is_known = recovery.decision is not None or bool(recovery.every(events.MembershipChanged))
+        if recovery.every(events.StageRecovery) and not is_known:
+            # Ranks keep their numbers; no record has named the nodes of new processes yet.
+            failed = {record.rank for record in recovery.every(events.RankFailed)}
+            nodes = enumerate(recovery.nodes_before)
+            recovery.nodes_after = tuple(None if rank in failed else node for rank, node in nodes)
+        earlier = recovery
 
 
-def _seconds(episode: Episode, run: Course | None) -> float | None:
-    """As the membership says it; longer where stages were brought back after it, from the times of records else."""
-    changed = episode.newest(events.MembershipChanged)
-    if changed is not None and not episode.every(events.StageRecovery):
-        return duration(changed.seconds)
-    if episode.generation == 0:
-        ready = episode.newest(events.RanksReady)
-        return None if ready is None else duration(ready.seconds)
-    return None if run is None else run.ready - run.decided
+def _add_times(recoveries: Sequence[Recovery], metrics: Sequence[Metrics]) -> None:
+    timed = sorted(
+        ((at, record) for record in metrics if (at := instant(record.time_unix_seconds)) is not None),
+        key=lambda pair: pair[0],
+    )
+    ats, trained = [at for at, _ in timed], [record for _, record in timed]
+    begins = [_beginning(recovery) for recovery in recoveries]
+    untils = [*(_NEVER if begin is None else begin for begin in begins[1:]), _NEVER]
+    since, earlier = -_NEVER, None
+    for number, (recovery, begin, until) in enumerate(zip(recoveries, begins, untils, strict=False), 1):
+        recovery.number = number
+        if begin is not None:
+            decided = max(begin, min(_decided(recovery), default=begin))
+            first, last = bisect.bisect_right(ats, since), bisect.bisect_right(ats, decided)
+            end = bisect.bisect_right(ats, until)
+            recovery.course = Course(
+                begin=begin,
+                decided=decided,
+                ready=max(decided, max(_over(recovery), default=decided)),
+                before=tuple(trained[max(first, last - NUM_AROUND) : last]),
+                after=tuple(trained[last : min(end, last + NUM_AROUND)]),
+            )
+        recovery.num_again = _num_again(recovery, earlier)
+        since, earlier = -_NEVER if begin is None else begin, recovery
 
 
-def _num_replayed(episode: Episode) -> int:
-    stages = [record.num_iterations for record in episode.every(events.StageRecovery)]
-    windows = [record.num_iterations for record in episode.every(events.WindowReplayed)]
-    return max([*stages, *windows], default=0)
-
-
-def _num_again(episode: Episode, run: Course | None, iteration: int, earlier: Recovery | None) -> int | None:
-    if run is not None and run.before:
-        return max(0, max(record.iteration for record in run.before) - iteration)
-    reported = [record.iteration - 1 for record in episode.every(events.RankFailed) if record.iteration is not None]
-    if run is not None and earlier is not None:
+def _num_again(recovery: Recovery, earlier: Recovery | None) -> int | None:
+    course = recovery.course
+    if course is not None and course.before:
+        reported = [record.iteration for record in course.before]
+    elif course is not None and earlier is not None:
         reported = [earlier.iteration]  # nothing was trained since
-    return max(0, max(reported) - iteration) if reported else None
+    else:
+        failed = recovery.every(events.RankFailed)
+        reported = [record.iteration - 1 for record in failed if record.iteration is not None]
+    return max(0, max(reported) - recovery.iteration) if reported else None
 
 
-def _declined(episode: Episode) -> Iterator[str]:
-    if episode.decision is not None and episode.decision.declined is not None:
-        yield f"going on without a restart: {episode.decision.declined}"
-    for record in episode.every(events.RecoveryDecided)[-1:] or episode.every(events.RecoveryChosen)[-1:]:
-        yield from record.declined
+def _beginning(recovery: Recovery) -> float | None:
+    """The first failure, or when the change was requested, in seconds since 1970; None where no record has a time."""
+    faults = [record for record in recovery.every(events.FailpointHit) if record.action != "delay"]
+    failures: list[Record] = [*faults, *recovery.every(events.RankFailed)]
+    return min([*_times(failures), *_decided(recovery)], default=None)
 
 
-def _steps(episode: Episode, run: Course | None) -> list[Step]:
-    """In the order of their times; those without one come last."""
-    begin = None if run is None else run.begin
-    steps = [
-        Step(seconds=_after(begin, record.time_unix_seconds), level=told.level, text=told.text)
-        for record in episode.records
-        if (told := note(record)) is not None
-    ]
-    if episode.decision is not None:
-        text = episode.decision.declined or f"decided where to go on: {episode.decision.reason}"
-        level = "warning" if episode.decision.declined else "info"
-        steps.append(Step(seconds=_after(begin, episode.decision.time_unix_seconds), level=level, text=text))
-    for first in () if run is None else run.after[:1]:
-        text = f"first iteration after it: {first.iteration}"
-        steps.append(Step(seconds=_after(begin, first.time_unix_seconds), level="good", text=text))
-    return sorted(steps, key=lambda step: _NEVER if step.seconds is None else step.seconds)
+def _decided(recovery: Recovery) -> Iterator[float]:
+    if recovery.decision is not None and (at := instant(recovery.decision.time_unix_seconds)) is not None:
+        yield at
+    yield from _times(recovery.every(events.RanksRestarted))
+    yield from _times(_started(recovery))
+    for changed in recovery.every(events.MembershipChanged):
+        yield from (at - (duration(changed.seconds) or 0.0) for at in _times([changed]))
+    for work in recovery.every(events.StageRecovery):
+        if (began := instant(work.began_unix_seconds)) is not None:
+            yield began
 
 
-def _after(begin: float | None, at: float | None) -> float | None:
-    known = instant(at)
-    return None if begin is None or known is None else known - begin
+def _over(recovery: Recovery) -> Iterator[float]:
+    yield from _times(_started(recovery))
+    for kind in (events.MembershipChanged, events.RanksReady, events.WindowReplayed):
+        yield from _times(recovery.every(kind))
+    for work in recovery.every(events.StageRecovery):
+        began, length = instant(work.began_unix_seconds), duration(work.seconds)
+        if began is not None and length is not None:
+            yield began + length
+
+
+def _started(recovery: Recovery) -> list[Record]:
+    # A job that continues the run has no timeline: its ranks have nothing in common with those before.
+    return [record for record in recovery.every(events.RecoveryStarted) if record.generation > 0]
+
+
+def _times(records: Sequence[Record]) -> list[float]:
+    return [at for record in records if (at := instant(record.time_unix_seconds)) is not None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Folding:
+    """Assigns records, in the order they were written, to recoveries."""
+
+    recoveries: list[Recovery] = field(default_factory=list)
+    pending: list[Record] = field(default_factory=list)
+    """Records of no recovery yet: failures, and what a job that starts continues from."""
+    job: int = -1
+    has_ended: bool = True
+    """Whether the next start of ranks is that of another job."""
+    starts: list[float | None] = field(default_factory=list)
+    """Beginning of each job."""
+    nodes: tuple[int | None, ...] = ()
+    """The node of each rank now."""
+    by_generation: dict[int, Recovery] = field(default_factory=dict)
+    current: Recovery | None = None
+
+    def take(self, record: Record) -> None:
+        if isinstance(record, events.RunStarted):
+            self._start(record)
+        elif isinstance(record, (events.RunStopped, events.RunFinished)):
+            self.pending.append(record)
+            self.current, self.by_generation, self.has_ended = None, {}, True
+        elif isinstance(record, _Beginning) and record.generation > 0:
+            recovery = self.by_generation.get(record.generation) or self._open(record.generation, self.nodes)
+            if isinstance(record, events.MembershipChanged):
+                self.nodes = recovery.nodes_after = _spread(record.world_size, record.nodes)
+            recovery.records.append(record)
+        elif isinstance(record, _FAILURES):
+            self.pending.append(record)
+        elif isinstance(record, (*_SOURCES, events.RecoveryStarted)):
+            # Without a generation it is of the next job; only earlier versions wrote it in a restart, too.
+            is_of_next = isinstance(record, events.RecoveryStarted) and not self._is_restarting
+            if self.current is None or self.pending or is_of_next:
+                self.pending.append(record)
+            else:
+                self.current.records.append(record)
+        elif isinstance(record, (events.RanksReady, events.PlacementInForce)):
+            is_due = not isinstance(record, events.PlacementInForce) or record.reason == "membership"
+            if is_due and self.current is not None and not self.current.every(type(record)):
+                self.current.records.append(record)
+
+    @property
+    def _is_restarting(self) -> bool:
+        recovery = self.current
+        is_restart = recovery is not None and bool(recovery.every(events.RanksRestarted))
+        return is_restart and not recovery.every(events.RunStarted)
+
+    def _start(self, record: events.RunStarted) -> None:
+        nodes = _spread(record.world_size, range(_bounded(record.num_nodes or 0)))
+        if self.current is not None and self._is_restarting:
+            self._count_job(record)
+            self.current.nodes_after = nodes
+            self.current.records.append(record)
+        else:
+            self.has_ended = True
+            self._count_job(record)
+            self.by_generation, self.current = {}, None
+            if record.resumed_from_iteration is not None:
+                self._open(0, nodes).records.append(record)
+            self.pending = []
+        self.nodes = nodes
+
+    def _count_job(self, record: events.RunStarted) -> None:
+        if self.has_ended:
+            self.job, self.has_ended = self.job + 1, False
+            self.starts.append(instant(record.time_unix_seconds))
+
+    def _open(self, generation: int, nodes_after: tuple[int | None, ...]) -> Recovery:
+        job = self.job + self.has_ended
+        recovery = Recovery(job=job, generation=generation, nodes_before=self.nodes, nodes_after=nodes_after)
+        recovery.records, self.pending = self.pending, []
+        self.recoveries.append(recovery)
+        self.by_generation[generation] = self.current = recovery
+        return recovery
+
+
+def _spread(world_size: int, nodes: Sequence[int]) -> tuple[int | None, ...]:
+    """The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven."""
+    world_size = _bounded(world_size)
+    each = world_size // len(nodes) if nodes and world_size % len(nodes) == 0 else 0
+    return tuple(node for node in nodes for _ in range(each)) if each else (None,) * world_size
+
+
+def _bounded(count: int) -> int:
+    return min(MAX_RANKS, max(0, count))

@@ -1,4 +1,4 @@
-"""How a page looks: one style sheet, light and dark; nothing is fetched."""
+"""The style sheet of a page, light and dark; nothing is fetched."""
 
 STYLE = """
 :root {

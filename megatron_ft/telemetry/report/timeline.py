@@ -1,28 +1,399 @@
-"""The drawing of a recovery: one lane per rank, by stage; who computes, who waits, what moves."""
+"""The timeline of each recovery: what each rank did and when, drawn as one lane per rank, and as tables."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megatron_ft.telemetry.report.lanes import KINDS, Lane, Span
-from megatron_ft.telemetry.report.markup import Element, element
-from megatron_ft.telemetry.report.story import FAILURE, Timeline
-from megatron_ft.telemetry.report.svg import CHARACTER_WIDTH, Scale, cross, drawing, figure, line, text, x_axis
-from megatron_ft.telemetry.wording import size
+from megatron_ft import events
+from megatron_ft.events import Metrics
+from megatron_ft.formatting import seconds, size
+from megatron_ft.telemetry.goodput import duration, instant
+from megatron_ft.telemetry.report.drawing import (
+    CHARACTER_WIDTH,
+    Element,
+    Scale,
+    cross,
+    drawing,
+    element,
+    figure,
+    line,
+    table,
+    text,
+    x_axis,
+)
+from megatron_ft.telemetry.report.recoveries import Course, Recovery
 
+KINDS = {
+    "trains": "trains",
+    "unfinished": "iteration that was interrupted",
+    "forms": "the membership forms",
+    "starts": "processes start",
+    "loads": "loads a checkpoint",
+    "replays": "replays (computes again)",
+    "serves": "serves its log",
+    "waits": "waits with its state",
+    "other": "other",
+}
+"""The activities of a rank, and their words in the legend."""
+FAILURE = "failure"
+"""The moment from which the time of a recovery counts."""
+NUM_OPEN = 12
+"""Recoveries that a page shows unfolded; where there are more, all are folded."""
+MAX_STEPS = 200
+MAX_LANES = 512
+"""Ranks drawn, and listed in the table."""
 WIDTH = 1000
 TOP, LANE, GAP, GROUP = 34, 22, 4, 12
 LEFT, RIGHT = 196, 984
 FATE_WIDTH = 94
-"""Room for what became of a rank, where anything did."""
+"""Space for what happened to a rank, where anything did."""
 BYTES_WIDTH = 130
-"""Column at the right in which bytes stand, where any moved."""
-MAX_LANES = 512
-"""Ranks drawn; the table lists no more either."""
+"""Column at the right for bytes of the log, where any moved."""
 _BEHIND = ("forms", "starts")
+_MARGIN = 0.35
+"""Share of a recovery's length that is shown before and after it."""
+_LEAST_MARGIN_SECONDS = 0.2
+_NONE = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something a rank did for a while. Times are in seconds after the failure."""
+
+    kind: str
+    """One of ``KINDS``."""
+    begin: float
+    end: float
+    label: str
+    """Stands in the bar where there is space."""
+    words: str
+    """Its full description."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One rank, or a process that was a rank before the recovery only."""
+
+    rank: int | None
+    """Its number after the recovery; None where it is gone."""
+    previous: int | None
+    """Its number before; None for a new process at a new place."""
+    node: int | None
+    stage: int | None
+    """Its pipeline stage, where a record names it."""
+    fate: str
+    """``new process``, ``lost`` or the like; empty for a rank that stays in place."""
+    spans: tuple[Span, ...] = ()
+    died_seconds: float | None = None
+    """Seconds after the failure at which its process, or the one before it at its place, ended."""
+    work: events.StageRecovery | None = None
+    """Its own report of the recovery."""
+
+    @property
+    def name(self) -> str:
+        """``rank 3``; the former number where it is gone."""
+        return f"rank {self.previous if self.rank is None else self.rank}"
+
+    @property
+    def doing(self) -> str:
+        """Its activities between its last iteration before and its first one after."""
+        words = [span.words for span in self.spans if span.kind not in ("trains", "unfinished")]
+        return "; ".join([*([self.fate] if self.fate else []), *words]) or "no record"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """A moment that all ranks share."""
+
+    seconds: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A recovery to be drawn. All times are in seconds after its first failure, or after it was requested."""
+
+    begin: float
+    end: float
+    lanes: tuple[Lane, ...]
+    """By stage, then by rank; processes that are gone come last."""
+    instants: tuple[Instant, ...]
+    """The one from which time counts comes first."""
+
+    @property
+    def zero(self) -> str:
+        """The moment from which time counts."""
+        return "the failure" if self.instants[0].words == FAILURE else "it was requested"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its spans, in the order of ``KINDS``."""
+        seen = {span.kind for lane in self.lanes for span in lane.spans}
+        return tuple(kind for kind in KINDS if kind in seen)
+
+
+def timeline_of(recovery: Recovery) -> Timeline | None:
+    """Lanes and moments of a recovery; None where records have no times, and for a job that continues the run."""
+    course = recovery.course
+    if course is None or recovery.is_new_job:
+        return None
+    lanes = sorted(_lanes(recovery, course.begin), key=_place)
+    margin = max(_MARGIN * (course.ready - course.begin), _LEAST_MARGIN_SECONDS)
+    last = [at for record in course.after[-1:] if (at := record.time_unix_seconds) is not None]
+    resumed = _training(course.after, course.ready, course.begin)[:1]
+    ready = max(course.ready - course.begin, *(span.begin for span in resumed), 0.0)
+    end = min(max(ready, *(at - course.begin for at in last), 0.0), ready + margin)
+    earliest = min((span.begin for span in _training(course.before, 0.0, course.begin)), default=-margin)
+    return Timeline(
+        begin=max(-margin, earliest) if course.before else -margin,
+        end=max(end, 1e-3),
+        lanes=tuple(replace(lane, spans=tuple(_spans(lane, recovery, course))) for lane in lanes),
+        instants=tuple(_instants(recovery, course)),
+    )
+
+
+def _instants(recovery: Recovery, course: Course) -> Iterator[Instant]:
+    yield Instant(seconds=0.0, words=FAILURE if recovery.is_failure else "requested")
+    if course.decided > course.begin:
+        yield Instant(seconds=course.decided - course.begin, words="decided")
+    if course.ready > course.decided:
+        yield Instant(seconds=course.ready - course.begin, words="ready")
+    for first in course.after[:1]:
+        if first.time_unix_seconds is not None:
+            at = first.time_unix_seconds - course.begin
+            yield Instant(seconds=at, words=f"iteration {first.iteration} done")
+
+
+def _place(lane: Lane) -> tuple[bool, int, int]:
+    number = lane.previous if lane.rank is None else lane.rank
+    return lane.rank is None, -1 if lane.stage is None else lane.stage, number or 0
+
+
+def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
+    """A lane for each rank after the recovery, and for each one before that has no place any more."""
+    before, after = recovery.nodes_before, recovery.nodes_after
+    stages = {record.rank: record for record in recovery.every(events.StageRecovery)}
+    previous = _previous_ranks(recovery)
+    keeps = len(previous) == len(before) and all(old in (None, new) for new, old in enumerate(previous))
+    dead = _deaths(recovery, begin)
+    for rank, node in enumerate(after):
+        old = rank if keeps and rank < len(before) else previous[rank]
+        is_new = recovery.is_restart or previous[rank] is None
+        work = stages.get(rank)
+        yield Lane(
+            rank=rank,
+            previous=old,
+            node=node,
+            stage=None if work is None else work.stage,
+            fate="new process" if is_new else f"was rank {old}" if old not in (None, rank) else "",
+            died_seconds=None if old is None else dead.get(old, 0.0 if is_new and not recovery.is_restart else None),
+            work=work,
+        )
+    for old, node in enumerate(() if keeps else before):
+        if old not in previous:
+            has_left = recovery.decision is not None and node in recovery.decision.left_nodes
+            fate = "left on request" if has_left else "not started again" if recovery.is_restart else "lost"
+            died = None if has_left else dead.get(old, 0.0)
+            yield Lane(rank=None, previous=old, node=node, stage=None, fate=fate, died_seconds=died)
+
+
+def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
+    """The former number of each rank: by the decision, or by nodes where there is none."""
+    before, after = recovery.nodes_before, recovery.nodes_after
+    decision = recovery.decision
+    if decision is not None and len(decision.previous_ranks) == len(after) > 0:
+        return decision.previous_ranks
+    if recovery.every(events.StageRecovery):
+        failed = {record.rank for record in recovery.every(events.RankFailed)}
+        return tuple(None if rank in failed else rank for rank in range(len(after)))
+    if recovery.is_restart or None in before + after:
+        return tuple(rank if rank < len(before) else None for rank in range(len(after)))
+    old = {place: rank for rank, place in enumerate(_local(before))}
+    return tuple(old.get(place) for place in _local(after))
+
+
+def _local(nodes: Sequence[int | None]) -> Iterator[tuple[int | None, int]]:
+    """(node, number on the node) of each rank."""
+    count: dict[int | None, int] = {}
+    for node in nodes:
+        count[node] = count.get(node, -1) + 1
+        yield node, count[node]
+
+
+def _deaths(recovery: Recovery, begin: float) -> dict[int, float]:
+    """Rank before the recovery to the seconds after which it was gone."""
+    dead: dict[int, float] = {}
+    for record in recovery.every(events.RankFailed):
+        at = instant(record.time_unix_seconds)
+        dead.setdefault(record.rank, 0.0 if at is None else max(0.0, at - begin))
+    return dead
+
+
+def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
+    if lane.previous is not None:
+        end = float("inf") if lane.died_seconds is None else lane.died_seconds
+        for span in _before(recovery, course):
+            if span.begin < end:
+                yield replace(span, end=max(span.begin, min(span.end, end)))
+    if lane.rank is not None:
+        yield from _during(lane, recovery, course)
+        yield from _training(course.after, course.ready, course.begin)
+
+
+def _before(recovery: Recovery, course: Course) -> list[Span]:
+    """The iterations before, and the one that the failure interrupted."""
+    spans = _training(course.before, 0.0, course.begin)
+    newest = course.before[-1].time_unix_seconds if course.before else None
+    if recovery.is_failure and spans and newest is not None and course.begin > newest:
+        iteration = course.before[-1].iteration + 1
+        words = f"iteration {iteration} was interrupted"
+        spans.append(Span(kind="unfinished", begin=newest - course.begin, end=0.0, label=str(iteration), words=words))
+    return spans
+
+
+def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[Span]:
+    """Trained iterations, none of which begins before ``from_seconds`` or before the end of the one before it.
+
+    Args:
+        zero: the time from which spans count.
+    """
+    spans: list[Span] = []
+    free_from = from_seconds
+    for record in metrics:
+        end, length = record.time_unix_seconds, duration(float(record.values.get("iteration_seconds", -1.0)))
+        if end is None:
+            continue
+        begin = max(free_from, end - length) if length is not None else free_from
+        if 0.0 < begin <= end:
+            words, label = f"iteration {record.iteration} trained", str(record.iteration)
+            spans.append(Span(kind="trains", begin=begin - zero, end=end - zero, label=label, words=words))
+        free_from = max(free_from, end)
+    return spans
+
+
+def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
+    """From the decision until the rank trains; spans that are drawn behind others come first."""
+
+    def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[Span]:
+        until, length = instant(end), duration(length)
+        if until is not None and length is not None:
+            relative, words = until - course.begin, f"{words}: {seconds(length)}"
+            yield Span(kind=kind, begin=relative - length, end=relative, label=label, words=words)
+
+    for changed in recovery.every(events.MembershipChanged):
+        yield from span("forms", changed.time_unix_seconds, changed.seconds, "", "the membership forms")
+    if recovery.is_restart:
+        words = "processes start and build their part"
+        yield from span("starts", course.ready, course.ready - course.decided, "", words)
+    for loaded in recovery.every(events.CheckpointLoaded):
+        words = f"loads the checkpoint of iteration {loaded.iteration}"
+        yield from span("loads", loaded.time_unix_seconds, loaded.seconds, f"to {loaded.iteration}", words)
+    if (work := lane.work) is not None:
+        began, length = instant(work.began_unix_seconds), duration(work.seconds)
+        if began is not None and length is not None:
+            label = f"{work.num_iterations} iterations" if work.role == "replays" else work.role
+            yield from span(work.role if work.role in KINDS else "other", began + length, length, label, _work(work))
+    elif not recovery.every(events.StageRecovery):
+        for replayed in recovery.every(events.WindowReplayed):
+            words = f"replays iterations {replayed.start_iteration + 1} to {replayed.iteration}"
+            label = f"{replayed.num_iterations} iterations"
+            yield from span("replays", replayed.time_unix_seconds, replayed.seconds, label, words)
+
+
+def _work(work: events.StageRecovery) -> str:
+    direction = {"replays": "received", "serves": "sent"}.get(work.role, "moved")
+    moved = f"{size(work.bytes_moved)} {direction}"
+    if work.role == "replays":
+        passes = f"{work.num_forward_passes} forward passes"
+        return f"replays iterations {work.start_iteration + 1} to {work.iteration}, {passes}, {moved}"
+    return f"{work.role}, {moved}" if work.bytes_moved else work.role
+
+
+def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
+    """The section of a page with one part for each recovery."""
+    if not recoveries:
+        return
+    yield element("h2", "How each went", id="stories")
+    is_open = len(recoveries) <= NUM_OPEN
+    for recovery in recoveries:
+        title = (
+            f"{recovery.number}. {recovery.lost}: {recovery.strategy}, continues after iteration {recovery.iteration}"
+        )
+        yield element(
+            "details",
+            element("summary", element("h3", title)),
+            *_part(recovery),
+            class_="story",
+            id=f"recovery-{recovery.number}",
+            open="open" if is_open else None,
+        )
+
+
+def _part(recovery: Recovery) -> Iterator[Element]:
+    timeline = timeline_of(recovery)
+    if timeline is None:
+        yield element("p", "No timeline: the records do not say when its ranks did what.", class_="soft")
+    else:
+        yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
+        legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
+        yield element("ul", *legend, class_="legend")
+        yield element("details", element("summary", "What each rank did"), _lane_table(timeline))
+    if recovery.declined:
+        yield element("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
+    yield element("details", element("summary", "What was recorded"), _step_table(recovery, timeline))
+
+
+def _lane_table(timeline: Timeline) -> Element:
+    shown = timeline.lanes[:MAX_LANES]
+    more = len(timeline.lanes) - len(shown)
+    caption = "Ranks by stage" + (f"; {more} more are left out" if more else "")
+    header = ("rank", "stage", "node", "what it did", "began", "took", "replayed", "forward passes", "log bytes")
+    return table(caption, header, [_lane_row(lane) for lane in shown], numbers={0, 1, 2, 4, 5, 6, 7, 8}, words=3)
+
+
+def _lane_row(lane: Lane) -> tuple[str, ...]:
+    work = lane.work
+    spans = [span for span in lane.spans if span.kind not in ("trains", "unfinished")]
+    own = [span for span in spans if work is not None and span.kind in (work.role, "other")] or spans
+    times = (_NONE, _NONE)
+    if own:
+        begin, end = min(span.begin for span in own), max(span.end for span in own)
+        times = (f"{begin:.2f} s", seconds(end - begin))
+    counts = (_NONE, _NONE, _NONE)
+    if work is not None:
+        counts = (f"{work.num_iterations:,}", f"{work.num_forward_passes:,}", size(work.bytes_moved))
+    place = (_NONE if value is None else str(value) for value in (lane.stage, lane.node))
+    return (lane.name.removeprefix("rank "), *place, lane.doing, *times, *counts)
+
+
+def _step_table(recovery: Recovery, timeline: Timeline | None) -> Element:
+    steps = list(steps_of(recovery))
+    zero = "the failure" if timeline is None else timeline.zero
+    caption = f"Seconds after {zero}" + ("" if len(steps) <= MAX_STEPS else f"; the first {MAX_STEPS}")
+    rows = [(_NONE if at is None else f"{at:.2f} s", words) for at, words in steps[:MAX_STEPS]]
+    return table(caption, ("at", "what"), rows, numbers={0}, words=1)
+
+
+def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
+    """(seconds after the failure, line) of each record of a recovery, by time; those without a time come last."""
+    course, decision = recovery.course, recovery.decision
+
+    def after(at: float | None) -> float | None:
+        known = instant(at)
+        return None if course is None or known is None else known - course.begin
+
+    notes = [(record.time_unix_seconds, record.describe()) for record in recovery.records]
+    steps = [(after(at), note.text) for at, note in notes if note is not None]
+    if decision is not None:
+        words = decision.declined or f"decided how to continue: {decision.reason}"
+        steps.append((after(decision.time_unix_seconds), words))
+    for first in () if course is None else course.after[:1]:
+        steps.append((after(first.time_unix_seconds), f"first iteration after it: {first.iteration}"))
+    return sorted(steps, key=lambda step: float("inf") if step[0] is None else step[0])
 
 
 def timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
-    """The drawing; ``name`` is unique on the page."""
+    """The drawing: one lane per rank, by stage; ``name`` is unique on the page."""
     lanes = timeline.lanes[:MAX_LANES]
     most = max((lane.work.bytes_moved for lane in lanes if lane.work is not None), default=0)
     right = RIGHT - (BYTES_WIDTH if most else 0)
@@ -51,23 +422,16 @@ def timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
         width=WIDTH,
         height=int(bottom + 44),
         title=title,
-        description=described(timeline),
+        description=_described(timeline),
     )
 
 
-def described(timeline: Timeline) -> str:
-    """What is to be seen, in words."""
+def _described(timeline: Timeline) -> str:
     moments = [f"{moment.words} at {moment.seconds:.2f} s" for moment in timeline.instants]
-    lanes = [f"{lane.name}: {doing(lane)}" for lane in timeline.lanes[:16]]
+    lanes = [f"{lane.name}: {lane.doing}" for lane in timeline.lanes[:16]]
     more = len(timeline.lanes) - len(lanes)
     tail = [f"{more} more ranks are in the table"] if more > 0 else []
     return ". ".join(["; ".join(moments), *lanes, *tail]) + "."
-
-
-def doing(lane: Lane) -> str:
-    """What a rank did between its last iteration before and its first one after, in words."""
-    told = [span.words for span in lane.spans if span.kind not in ("trains", "unfinished")]
-    return "; ".join([*([lane.fate] if lane.fate else []), *told]) or "no record"
 
 
 def _group(lanes: Sequence[Lane], y: float) -> Element:
@@ -102,23 +466,15 @@ def _bar(span: Span, x: Scale, y: float) -> Iterator[Element]:
         return
     inset = 0 if span.kind in _BEHIND else 2
     width = max(1.5, end - begin - 1)
-    yield element(
-        "rect",
-        element("title", span.words),
-        x=begin,
-        y=y + inset,
-        width=width,
-        height=LANE - 2 * inset,
-        rx=2,
-        class_=span.kind,
-    )
+    height = LANE - 2 * inset
+    title = element("title", span.words)
+    yield element("rect", title, x=begin, y=y + inset, width=width, height=height, rx=2, class_=span.kind)
     room = 22 if span.kind == "unfinished" else 6  # the mark of a failure stands at its end
     if span.label and width > CHARACTER_WIDTH * len(span.label) + room:
         yield text(span.label, begin + width / 2, y + LANE / 2 + 4, "inbar", "middle")
 
 
 def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
-    """How much of the log a rank sent or received, as a bar and in figures."""
     if lane.work is None or lane.work.bytes_moved <= 0 or most <= 0:
         return
     arrow = {"serves": "↑", "replays": "↓"}.get(lane.work.role, "")
@@ -144,8 +500,6 @@ def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
             free_from = middle + half + 4
 
 
-def legend_bar(kind: str) -> Element:
-    """A small bar of a kind."""
-    assert kind in KINDS, f"{kind} is nothing that a rank is seen to do"
+def _legend_bar(kind: str) -> Element:
     bar = element("rect", x=1, y=1, width=20, height=10, rx=2, class_=kind)
     return element("svg", bar, viewBox="0 0 22 12", aria_hidden="true")

@@ -3,6 +3,9 @@
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
+from benchmarks import campaign
 from benchmarks.campaign import Counts, Journal, Outcome, Trial, run_campaign
 
 ROWS = [{"rank": rank, "phase": phase} for rank in (0, 1) for phase in ("forward", "update")]
@@ -32,8 +35,16 @@ class Executor:
             yield trial, Outcome(proven=index not in self.unproven, passed=passed, num_compared=num_compared)
 
 
+@pytest.fixture(autouse=True)
+def named_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest of a source is the name of the script."""
+    monkeypatch.setattr(campaign, "source_digest", lambda script: script.name)
+
+
 def run(executor: Executor, folder: Path, source: str = "a") -> Counts:
-    counts, _ = run_campaign("faults", ROWS, executor, journal_dir=folder, source=source, report=lambda line: None)
+    counts, _ = run_campaign(
+        "faults", ROWS, executor, script=Path(source), journal_dir=folder, report=lambda line: None
+    )
     return counts
 
 
@@ -89,6 +100,18 @@ def test_failures_stay_in_the_totals_of_every_later_call(tmp_path: Path) -> None
     assert run(Executor(), tmp_path).failed_before == 2
     assert run(Executor(), tmp_path).failed_before == 2
     assert run(Executor(), tmp_path, source="b").failed_before == 0
+    assert run(Executor(), tmp_path).failed_before == 0, "outcomes of another source are removed"
+
+
+def test_a_quick_campaign_has_a_journal_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "JOURNAL_DIR", tmp_path / "full")
+    monkeypatch.setattr(campaign, "QUICK_JOURNAL_DIR", tmp_path / "quick")
+    for quick in (False, True):
+        run_campaign("faults", ROWS, Executor(), script=Path("a"), quick=quick, report=lambda line: None)
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*.jsonl"))] == [
+        "full/faults.jsonl",
+        "quick/faults-quick.jsonl",
+    ]
 
 
 def test_unproven_attempts_are_counted(tmp_path: Path) -> None:
@@ -110,6 +133,6 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
     run(Executor(), tmp_path)
     path = tmp_path / "faults.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
-    assert len(Journal(path).outcomes) == 3
+    assert len(Journal(path, "a").outcomes) == 3
     assert run(Executor(), tmp_path).resumed == 3
-    assert len(Journal(path).outcomes) == 4
+    assert len(Journal(path, "a").outcomes) == 4

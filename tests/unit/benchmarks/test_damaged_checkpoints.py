@@ -12,7 +12,8 @@ from benchmarks.crashes import Recorder, crash_states, torn_files
 from benchmarks.damaged_checkpoints import Tally
 from benchmarks.hostile_files import Hostile, hostile_checkpoints, hostile_windows
 from benchmarks.stored_samples import KINDS, NEW, OLD, Kind, Loaded
-from megatron_ft.runtime.storage import checkpoints, files, manifest, places, windows
+from megatron_ft.snapshot import window
+from megatron_ft.snapshot.storage import backends, checkpoints, files, manifest
 
 WINDOW, DENSE = KINDS
 
@@ -48,7 +49,7 @@ def test_a_missing_sync_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if what == "files":
         monkeypatch.setattr(files.HashedFile, "commit", _commit_without_sync)
     else:
-        for module in (files, checkpoints, places):
+        for module in (files, checkpoints, backends):
             monkeypatch.setattr(module, "fsync_directory", lambda directory: None)
         monkeypatch.setattr("benchmarks.stored_samples.fsync_directory", lambda directory: None)
     tally = Tally()
@@ -82,7 +83,7 @@ def test_an_unchecked_data_file_is_noticed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_unchecked_payload_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "_check_hash", lambda *arguments: None)
+    monkeypatch.setattr(window.Slice, "check_hash", lambda *arguments: None)
     tally = Tally()
     damaged_checkpoints.flip(WINDOW, tmp_path, tally, 120)
     assert tally.outcomes["flip_silent"] > 0

@@ -33,7 +33,7 @@ def changed(at: float, nodes: list[int], generation: int = 1) -> dict[str, Any]:
 
 
 def went_on(at: float, rung: str = "replicas") -> dict[str, Any]:
-    return {"kind": "recovery_decided", "time_unix_seconds": at, "rung": rung}
+    return {"kind": "recovery_started", "time_unix_seconds": at, "strategy": rung}
 
 
 def read(*events: dict[str, Any], orders: tuple[dict[str, Any], ...] = (), **seen: Any) -> FaultRecord:

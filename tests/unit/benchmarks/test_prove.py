@@ -21,6 +21,7 @@ from megatron_ft.errors import ConfigError
 
 CLAIM = Claim(
     id="speed",
+    short="speed of a claim",
     statement="It is fast.",
     command="python -m fake_claim",
     quick="python -m fake_claim --quick",
@@ -48,7 +49,7 @@ def measure(
     folder: Path, *, passed: bool = True, code: int = 0, threshold: str = "<= 3 s", quick: bool = False
 ) -> tuple[str, bool]:
     (folder / "fake_claim.py").write_text(SCRIPT.format(passed=passed, code=code, threshold=threshold))
-    return prove.prove(CLAIM, quick=quick, results_dir=folder / "results")
+    return prove.prove(CLAIM, quick=quick, results_dir=folder / "results", root=folder)
 
 
 def test_a_passed_claim_is_stored_and_shown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -60,16 +61,26 @@ def test_a_passed_claim_is_stored_and_shown(folder: Path, capfd: pytest.CaptureF
     assert str(folder) not in path.read_text()
     claim = dataclasses.replace(CLAIM, hardware=(result["hardware"]["class"],))
     shown = tables.short_table({"speed": claim}, newest_results(folder / "results"))
-    assert f"| `speed` | 2 s | <= 3 s | {result['hardware']['class']} | {result['date']} |" in shown
+    row = f"| [`speed`](#speed) | speed of a claim | PASS | {result['hardware']['class']} | {result['date']} |"
+    assert row in shown
+    for source, said in (("", tables.AS_SHIPPED), ("# changed", tables.OLDER)):
+        with (folder / "fake_claim.py").open("a") as script:
+            script.write(source)
+        shown = tables.full_table({"speed": claim}, newest_results(folder / "results"), root=folder)
+        assert f"| source | {said} |" in shown
 
 
-def test_a_table_of_a_result_is_shown() -> None:
+def test_a_table_of_a_result_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "fake_claim.py").touch()
     table = {"title": "By size", "header": ["size", "s"], "rows": [["1", "2.0"], ["4", "a|b"]]}
     result: dict[str, Any] = {"passed": True, "figure": "2 s", "date": "2026-01-01", "counts": {}, "wall_seconds": 3.0}
     facts = {"gpus": [], "num_cores": 2, "cpu_model": "x", "memory_bytes": 1 << 30, "python": "3", "torch": "2"}
     result |= {"hardware": {"class": "cpu", **facts}, "details": {"tables": [table]}}
-    shown = tables.full_table({"speed": CLAIM}, {("speed", "cpu"): result})
-    assert shown.endswith("| took | 3 s |\n\nBy size:\n\n| size | s |\n|---|---|\n| 1 | 2.0 |\n| 4 | a\\|b |")
+    shown = tables.full_table({"speed": CLAIM}, {("speed", "cpu"): result}, root=tmp_path)
+    assert shown.endswith(
+        f"| took | 3 s |\n| source | {tables.OLDER} |\n\n"
+        "By size:\n\n| size | s |\n|---|---|\n| 1 | 2.0 |\n| 4 | a\\|b |"
+    )
 
 
 def test_a_quick_run_stores_nothing(folder: Path) -> None:

@@ -110,7 +110,10 @@ def continued(
     hits: Sequence[dict[str, Any]] = (),
 ) -> Generation:
     """A later one."""
-    return generation([{"kind": "recovery_chosen", "source": source, "iteration": 2, "declined": []}], hits, losses)
+    in_window = source in ("memory", "persisted")
+    found = {"strategy": "window", "source": source} if in_window else {"strategy": source}
+    started: dict[str, Any] = {"kind": "recovery_started"} | found
+    return generation([started | {"iteration": 2, "declined": []}], hits, losses)
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> None:

@@ -11,7 +11,8 @@ import pytest
 from benchmarks.wandb_readback import WandbHistory, WandbStep, history_of
 from megatron_ft import events
 from megatron_ft.config.job import JobConfig
-from megatron_ft.telemetry import open_sinks, wandb_sink
+from megatron_ft.telemetry import open_sinks
+from megatron_ft.telemetry.sinks import wandb as wandb_sink
 from tests.unit.telemetry.conftest import RUN_STARTED, run_records
 
 STARTED = events.RunStarted(run_name="trial", model="moe_micro", world_size=2)

@@ -39,5 +39,5 @@ def test_ranks_on_cuda_find_what_they_need(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_ranks_on_a_cpu_find_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NCCL_ALGO", raising=False)
-    assert "NCCL_ALGO" not in started("cpu", tmp_path)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in started("cpu", tmp_path)

@@ -13,7 +13,6 @@ from megatron_ft.control.report import failed_records, failure_screen, lost_reco
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent
 from megatron_ft.events import RanksRestarted
-from megatron_ft.telemetry.wording import note
 
 RUN = Path("/runs/x")
 POLICY = MembershipPolicy(
@@ -178,7 +177,7 @@ def test_a_rank_that_was_killed_for_not_reporting_is_an_event(exit_is_known: boo
     assert (first.rank, first.first, first.signal) == (0, True, "SIGKILL")
     assert (silent.rank, silent.node, silent.first, silent.error) == (1, 1, False, why)
     assert (silent.iteration, silent.signal) == ((7, "SIGKILL") if exit_is_known else (None, None))
-    shown = note(silent)
+    shown = silent.describe()
     assert shown is not None and shown.level == "bad" and why in shown.text
 
 

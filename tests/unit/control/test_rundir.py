@@ -10,7 +10,7 @@ from megatron_ft.config.run import RunConfig
 from megatron_ft.control import rundir
 from megatron_ft.control.rundir import RunDir, claim, has_complete_state, has_state, is_claimed
 from megatron_ft.errors import ConfigError
-from megatron_ft.runtime.storage.manifest import MANIFEST_NAME
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 from tests.helpers.disk import note_steps
 
 

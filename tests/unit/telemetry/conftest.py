@@ -1,11 +1,13 @@
 """Records of a small made-up run."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.telemetry.metrics import FROM_EVENTS, METRICS
 
 RUN_STARTED = {"kind": "run_started", "run_name": "trial", "model": "moe_micro", "world_size": 2}
 
@@ -61,3 +63,11 @@ def config() -> JobConfig:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "trial-001"
+
+
+_FROM_EVENTS = re.compile("|".join(re.sub("<[a-z]+>", "[a-z0-9]+", name) for name in FROM_EVENTS))
+
+
+def is_listed(name: str) -> bool:
+    """Whether a metric is in one of the lists of ``metrics.py``."""
+    return name in METRICS or _FROM_EVENTS.fullmatch(name) is not None

@@ -9,10 +9,10 @@ from megatron_ft import events
 from megatron_ft.config.job import JobConfig
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
 from megatron_ft.planning.alerts import NAMES, AlertLimits
-from megatron_ft.telemetry.alerts import DISK_SECONDS, NUM_WINDOWS, AlertSink, free_share, limits_of
+from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
-from megatron_ft.telemetry.sinks import open_sinks
-from megatron_ft.telemetry.wording import note
+from megatron_ft.telemetry.sinks.alerts import DISK_SECONDS, NUM_WINDOWS, AlertSink, free_share
+from megatron_ft.telemetry.sinks.base import SinkContext
 
 from .conftest import RUN_STARTED, FakeClock, metrics_record
 
@@ -46,7 +46,7 @@ def told(sink: AlertSink, *records: Record) -> list[tuple[str, str, float]]:
     """What the sink says to ``records``: kind, alert, value."""
     for record in records:
         sink.write(record)
-    found = sink.take_found()
+    found = sink.take_reports()
     assert all(isinstance(alert, AlertRaised | AlertCleared) for alert in found)
     return [(alert.kind, alert.alert, alert.value) for alert in found]  # type: ignore[attr-defined]
 
@@ -87,7 +87,7 @@ def test_windows_that_are_not_committed(sink: AlertSink) -> None:
 
 
 def test_a_run_that_goes_back_is_not_behind(sink: AlertSink) -> None:
-    back = events.RecoveryDecided(generation=1, rung="window", iteration=10)
+    back = events.RecoveryStarted(generation=1, strategy="window", iteration=10)
     assert told(sink, planned(0), trained(15), back, planned(10), trained(25)) == []
 
 
@@ -113,10 +113,11 @@ def test_nothing_is_watched_without_limits(disk: Disk) -> None:
     assert told(sink, placed(0.0), planned(0), trained(500, 1000.0)) == [] and disk.looks == 0
 
 
-def test_limits_are_those_of_the_keys(config: JobConfig) -> None:
+def test_limits_are_those_of_the_keys(config: JobConfig, tmp_path: Path, clock: FakeClock) -> None:
     config.telemetry.alert_stall_share = None
     config.telemetry.alert_free_disk_share = 0.25
-    assert limits_of(config.telemetry) == AlertLimits(
+    context = SinkContext(config=config, run_dir=tmp_path, world_size=2, clock=clock, stream=None, first_loss=None)
+    assert AlertSink.open(context)._limits == AlertLimits(
         single_loss_survival=1.0, windows_behind=3.0, free_disk_share=0.25, slowest_rank_over_median=2.0
     )
 
@@ -143,9 +144,9 @@ def test_alerts_reach_the_files_and_the_terminal(config: JobConfig, tmp_path: Pa
         "alert_cleared",
         "run_finished",
     ]
-    assert "x alert: the job goes on after the loss of one failure domain with probability 0.750" in stream.getvalue()
+    assert "x alert: the job survives the loss of one failure domain with probability 0.750" in stream.getvalue()
     assert "(telemetry.alert_single_loss_survival=1)" in stream.getvalue()
-    assert "+ no longer an alert" in stream.getvalue()
+    assert "+ alert cleared" in stream.getvalue()
 
 
 def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
@@ -155,18 +156,18 @@ def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
 
     sink.write(paced(1, 1.9))
     sink.write(paced(2, 2.5))
-    (raised,) = sink.take_found()
+    (raised,) = sink.take_reports()
     assert isinstance(raised, AlertRaised) and (raised.rank, raised.node, raised.value) == (3, 7, 2.5)
-    said = note(raised)
+    said = raised.describe()
     assert said is not None and "rank 3 on node 7 takes 2.5 times as long as the median rank" in said.text
     assert told(sink, trained(3), paced(4, 4.0, rank=1)) == [], "it stands already"
     assert told(sink, paced(5, 1.2)) == [("alert_cleared", "slowest_rank_over_median", 1.2)]
     sink.write(placed(0.5))
-    (other,) = sink.take_found()
+    (other,) = sink.take_reports()
     assert isinstance(other, AlertRaised) and other.rank is None
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_alert_has_words_and_names_its_key(name: str) -> None:
-    said = note(AlertRaised(alert=name, value=0.25, limit=0.5, iteration=3))
+    said = AlertRaised(alert=name, value=0.25, limit=0.5, iteration=3).describe()
     assert said is not None and f"(telemetry.alert_{name}=0.5)" in said.text and len(said.text) > 60

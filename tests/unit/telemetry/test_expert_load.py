@@ -13,7 +13,7 @@ from megatron_ft.telemetry.expert_load import (
     percentile,
     relative_load,
 )
-from megatron_ft.telemetry.glyphs import ASCII, BLOCKS, Glyphs, glyphs_for
+from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, Symbols, symbols_for
 
 
 def test_relative_load() -> None:
@@ -31,11 +31,11 @@ def test_binning_keeps_the_busiest() -> None:
     assert bin_loads([1.0, 2.0], 30) == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("glyphs", [BLOCKS, ASCII], ids=["blocks", "ascii"])
-def test_bars_rise(glyphs: Glyphs) -> None:
-    bars = [glyphs.heights.index(glyphs.bar(value / 10, 2.0)) for value in range(31)]
-    assert bars == sorted(bars) and bars[0] == 0 and bars[20] == bars[30] == len(glyphs.heights) - 1
-    assert glyphs.bar(math.nan, 2.0) == " "
+@pytest.mark.parametrize("symbols", [BLOCKS, ASCII], ids=["blocks", "ascii"])
+def test_bars_rise(symbols: Symbols) -> None:
+    bars = [symbols.heights.index(symbols.bar(value / 10, 2.0)) for value in range(31)]
+    assert bars == sorted(bars) and bars[0] == 0 and bars[20] == bars[30] == len(symbols.heights) - 1
+    assert symbols.bar(math.nan, 2.0) == " "
 
 
 def test_chart_has_the_highest_on_top_and_blanks_where_nothing_is() -> None:
@@ -50,9 +50,9 @@ def test_progress_keeps_its_width(share: float, num_done: int) -> None:
     assert len(done) == num_done and len(done) + len(left) == 10
 
 
-def test_glyphs_follow_the_encoding() -> None:
-    assert glyphs_for("utf-8") is BLOCKS
-    assert glyphs_for("ascii") is ASCII and glyphs_for(None) is ASCII and glyphs_for("no-such-code") is ASCII
+def test_symbols_follow_the_encoding() -> None:
+    assert symbols_for("utf-8") is BLOCKS
+    assert symbols_for("ascii") is ASCII and symbols_for(None) is ASCII and symbols_for("no-such-code") is ASCII
 
 
 def test_percentiles_lie_on_a_line_between_neighbours() -> None:

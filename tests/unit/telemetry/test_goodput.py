@@ -29,8 +29,8 @@ def failed(at: float) -> Record:
     return events.RankFailed(time_unix_seconds=ZERO + at, rank=1)
 
 
-def decided(at: float, iteration: int) -> Record:
-    return events.RecoveryDecided(time_unix_seconds=ZERO + at, generation=1, rung="window", iteration=iteration)
+def decided(at: float, iteration: int, strategy: str = "window") -> Record:
+    return events.RecoveryStarted(time_unix_seconds=ZERO + at, generation=1, strategy=strategy, iteration=iteration)
 
 
 def finished(at: float) -> Record:

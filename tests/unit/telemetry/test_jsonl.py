@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.events import Evaluation, LogHealed, Metrics
-from megatron_ft.telemetry import jsonl
-from megatron_ft.telemetry.jsonl import JsonlSink
-from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.events import Evaluation, LogTruncated, Metrics
+from megatron_ft.telemetry.sinks import jsonl
+from megatron_ft.telemetry.sinks.base import Outcome
+from megatron_ft.telemetry.sinks.jsonl import JsonlSink
 
 ENDED = Outcome(exit_code=0, reason="done", time_unix_seconds=0.0)
 
@@ -76,7 +76,7 @@ def test_a_torn_last_line_is_cut_off_and_reported(tmp_path: Path, num_whole: int
     whole = [b'{"kind":"metrics","iteration":%d,"loss":1.0}\n' % iteration for iteration in range(1, num_whole + 1)]
     path.write_bytes(b"".join(whole) + tail)
     sink = JsonlSink(path, metrics=True)
-    assert sink.healed == LogHealed(file="metrics.jsonl", num_dropped_bytes=len(tail))
+    assert sink.take_reports() == [LogTruncated(file="metrics.jsonl", num_dropped_bytes=len(tail))]
     sink.write(metrics(num_whole + 1))
     sink.close(ENDED)
     assert iterations(path) == list(range(1, num_whole + 2))
@@ -86,7 +86,7 @@ def test_a_whole_file_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind":"metrics","iteration":1,"loss":1.0}\n')
     sink = JsonlSink(path, metrics=True)
-    assert sink.healed is None
+    assert sink.take_reports() == []
     sink.close(ENDED)
     assert iterations(path) == [1]
 

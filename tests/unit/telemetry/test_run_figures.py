@@ -6,8 +6,9 @@ from hypothesis import assume, given
 from megatron_ft import events
 from megatron_ft.events import Record
 from megatron_ft.telemetry.goodput import measure
-from megatron_ft.telemetry.metrics import FROM_EVENTS, METRICS, is_listed
+from megatron_ft.telemetry.metrics import FROM_EVENTS, METRICS
 from megatron_ft.telemetry.run_figures import RunFigures
+from tests.unit.telemetry.conftest import is_listed
 from tests.unit.telemetry.test_goodput import STEPS, ZERO, decided, failed, records_of, started, trained
 
 GOODPUT = ("ettr", "ettr_predicted", "tokens_per_second", "interruptions")
@@ -72,7 +73,7 @@ def test_records_of_older_versions_give_what_they_have() -> None:
     assert figures_of(committed(-3.0)).keys().isdisjoint({"snapshot/stalled_seconds"}), "a time that cannot be"
 
 
-def test_a_recovery_is_told_once_with_its_rung_and_what_it_took() -> None:
+def test_a_recovery_is_reported_once_with_its_strategy_and_time() -> None:
     run = RunFigures()
     for record in (started(0.0), trained(1, 2.0), trained(2, 3.0), failed(3.5), decided(5.0, 2)):
         run.take(record)
@@ -84,18 +85,22 @@ def test_a_recovery_is_told_once_with_its_rung_and_what_it_took() -> None:
     assert "recovery/window_seconds" not in run.hand_out()
 
 
+def restored(strategy: str) -> Record:
+    return events.RecoveryStarted(generation=0, strategy=strategy, iteration=2, time_unix_seconds=ZERO + 4)
+
+
 @pytest.mark.parametrize(
-    ("records", "rung"),
+    ("records", "strategy"),
     [
-        ([events.RecoveryChosen(source="persisted", iteration=2, time_unix_seconds=ZERO + 4)], "window"),
-        ([events.CheckpointLoaded(iteration=2, time_unix_seconds=ZERO + 4)], "checkpoint"),
-        ([events.RecoveryChosen(source="memory", iteration=2, time_unix_seconds=ZERO + 4), decided(4.1, 2)], "window"),
+        ([restored("window")], "window"),
+        ([restored("checkpoint")], "checkpoint"),
+        ([restored("window"), decided(4.1, 2, strategy="localized")], "localized"),
         ([], "unknown"),
     ],
 )
-def test_rungs_of_jobs_that_go_on(records: list[Record], rung: str) -> None:
+def test_strategies_of_jobs_that_continue(records: list[Record], strategy: str) -> None:
     found = figures_of(started(0.0), trained(1, 2.0), trained(2, 3.0), *records, started(5.0, 2), trained(3, 7.0))
-    assert found[f"recovery/{rung}_seconds"] == pytest.approx(3.0)
+    assert found[f"recovery/{strategy}_seconds"] == pytest.approx(3.0)
 
 
 def test_a_start_from_nothing_says_so() -> None:

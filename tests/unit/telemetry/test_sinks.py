@@ -13,15 +13,13 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.events import Record
 from megatron_ft.telemetry import SinkSet, open_sinks
 from megatron_ft.telemetry.read import read_events, read_metrics
-from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.telemetry.sinks.base import Outcome, Sink
 
 from .conftest import RUN_STARTED, FakeClock, metrics_record, run_records
 
 
-class Remembering:
-    """A sink that fails when told to."""
-
-    num_lost_records = 0
+class Remembering(Sink):
+    """A sink that fails on demand."""
 
     def __init__(self, name: str, *, retries: bool = True) -> None:
         self.name = name
@@ -88,7 +86,7 @@ def test_a_resumed_run_appends_and_the_newest_record_counts(config: JobConfig, r
     assert [each.iteration for each in metrics] == list(range(1, 13))
     assert [each.values["loss"] > 100 for each in metrics] == [False] * 4 + [True] * 8
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 15, "older attempts stay"
-    assert [event.kind for event in read_events(run_dir)].count("log_healed") == 1
+    assert [event.kind for event in read_events(run_dir)].count("log_truncated") == 1
     found = summary(run_dir)
     assert found["first_loss"] == 5.0, "the first of the whole run"
     assert found["resumed_from"] == "checkpoints/4" and found["resumed_from_iteration"] == 4
@@ -181,7 +179,7 @@ def test_a_failure_to_close_reaches_the_sinks_after_it(clock: FakeClock) -> None
 def test_a_full_disk_is_seen_on_the_terminal_and_in_the_summary(
     config: JobConfig, run_dir: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_ft.telemetry.jsonl import JsonlSink
+    from megatron_ft.telemetry.sinks.jsonl import JsonlSink
 
     append = JsonlSink._append
 

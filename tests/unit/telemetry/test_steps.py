@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record
-from megatron_ft.telemetry.steps import Step, Steps
+from megatron_ft.telemetry.sinks.wandb import Step, Steps
 from tests.unit.telemetry.test_goodput import decided, failed, started, trained
 
 

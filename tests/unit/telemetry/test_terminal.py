@@ -7,13 +7,12 @@ import pytest
 from rich.console import Console
 
 from megatron_ft import events
-from megatron_ft.events import Record
-from megatron_ft.telemetry.glyphs import ASCII, BLOCKS, Glyphs
-from megatron_ft.telemetry.panel import PanelStyle, TimedNote, panel
-from megatron_ft.telemetry.sink import Outcome
+from megatron_ft.events import Note, Record
+from megatron_ft.formatting import clock, seconds, size
+from megatron_ft.telemetry.sinks.base import Outcome
+from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, PanelStyle, Symbols, TimedNote, panel
+from megatron_ft.telemetry.sinks.terminal import TerminalSink
 from megatron_ft.telemetry.state import RunState
-from megatron_ft.telemetry.terminal import TerminalSink
-from megatron_ft.telemetry.wording import Note, clock, note, seconds, size
 
 from .conftest import RUN_STARTED, metrics_record, run_records
 
@@ -31,14 +30,14 @@ def some_records(last: int = 8) -> list[Record]:
 
 
 def render(
-    state: RunState, *, width: int = 100, height: int = 40, glyphs: Glyphs = BLOCKS, notes: int = 3
+    state: RunState, *, width: int = 100, height: int = 40, symbols: Symbols = BLOCKS, notes: int = 3
 ) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False, legacy_windows=False)
     told = [
         TimedNote(time_unix_seconds=1000.0, note=Note(level="good", text=f"event {number} [red]literally[/red]"))
         for number in range(notes)
     ]
-    style = PanelStyle(title="trial-001", width=width, height=height, glyphs=glyphs)
+    style = PanelStyle(title="trial-001", width=width, height=height, symbols=symbols)
     console.print(panel(state, told, style, now_seconds=1030.0))
     return console.file.getvalue().splitlines()
 
@@ -97,7 +96,7 @@ def test_panel_says_how_well_the_run_goes_so_far() -> None:
             0.0, {"kind": "placement_in_force", "iteration": 1, "reason": "", "stages": [], "single_loss_survival": 1.0}
         ),
         at(0.5, metrics_record(1)),
-        at(0.6, {"kind": "recovery_decided", "generation": 1, "rung": "replicas", "iteration": 1}),
+        at(0.6, {"kind": "recovery_started", "generation": 1, "strategy": "replicas", "iteration": 1}),
         at(4.0, metrics_record(2)),
     ]
     (row,) = [line for line in render(fold(said)) if "so far" in line]
@@ -110,7 +109,7 @@ def test_panel_of_a_run_that_reported_nothing_yet() -> None:
 
 
 def test_panel_in_ascii() -> None:
-    for line in render(fold(some_records()), glyphs=ASCII):
+    for line in render(fold(some_records()), symbols=ASCII):
         line.encode("ascii")
 
 
@@ -276,18 +275,29 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
         (
             events.UpstreamLogFull(iteration=16, iterations_kept=12),
             "warning",
-            "upstream log is full from iteration 16 on: no stage can go back alone before a later window is committed",
+            "upstream log is full from iteration 16 on: no stage can replay alone until a later window is committed",
+        ),
+        (events.RanksReady(seconds=0.42), "info", "all ranks ready after 0.42 s"),
+        (
+            events.RanksReady(seconds=0.42, process_ids=(31, 30)),
+            "info",
+            "all ranks ready after 0.42 s; process ids by rank: 31 30",
+        ),
+        (
+            events.RanksReady(seconds=0.42, process_ids=tuple(range(9))),
+            "info",
+            "all ranks ready after 0.42 s",
         ),
         (stage_recovery("replays"), "good", "rank 2 of stage 1 replayed 5 iterations up to 12 in 0.80 s"),
     ],
 )
-def test_wording(record: Record, level: str, text: str) -> None:
-    assert note(record) == Note(level=level, text=text)
+def test_events_describe_themselves(record: Record, level: str, text: str) -> None:
+    assert record.describe() == Note(level=level, text=text)
 
 
 @pytest.mark.parametrize("role", ["serves", "waits"])
 def test_ranks_that_stand_still_in_a_recovery_fill_no_lines(role: str) -> None:
-    assert note(stage_recovery(role)) is None
+    assert stage_recovery(role).describe() is None
 
 
 def test_durations_and_sizes() -> None:

@@ -13,13 +13,11 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
-from megatron_ft.telemetry.metrics import is_listed
 from megatron_ft.telemetry.read import read_events
-from megatron_ft.telemetry.wandb_history import ID_FILE, Reported, run_id
-from megatron_ft.telemetry.wandb_sink import wandb_mode
+from megatron_ft.telemetry.sinks.wandb import ID_FILE, Reported, run_id, wandb_mode
 from tests.helpers.disk import note_steps
 
-from .conftest import RUN_STARTED, FakeClock, run_records
+from .conftest import RUN_STARTED, FakeClock, is_listed, run_records
 
 WANDB_OWN = {"iteration", "_step", "_runtime", "_timestamp"}
 KILLED_ATTEMPT = """

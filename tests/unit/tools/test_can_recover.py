@@ -16,7 +16,7 @@ from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, 
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.planning.placement.stage import first_plans, stage_requests
-from tests.unit.runtime.storage.conftest import make_checkpoint
+from tests.unit.snapshot.storage.conftest import make_checkpoint
 from tools import can_recover
 from tools.can_recover import grouped, read_config
 

@@ -90,7 +90,7 @@ def test_a_digest_sees_every_bit_dtype_and_shape(dtype: str) -> None:
 def test_a_failed_write_is_kept_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's writer answers a failed write with an error of its own; the job reports the disk's."""
     from megatron_ft.mcore.checkpoint.writer import PlannedWrite, WriteJob
-    from megatron_ft.runtime.storage import files
+    from megatron_ft.snapshot.storage import files
 
     def fail(descriptor: int, data: memoryview) -> int:
         raise OSError(28, "No space left on device")

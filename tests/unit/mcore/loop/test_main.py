@@ -89,3 +89,11 @@ def test_importing_ahead_starts_neither_cuda_nor_a_thread(function: str) -> None
         env={**os.environ, **SINGLE_THREAD_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_module_that_this_version_of_torch_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "_NEEDED_LATER", ("torch.profiler._not_in_this_version", "encodings.idna"))
+    main._import_needed_later()
+    monkeypatch.setattr(main, "_NEEDED_LATER", ("megatron_ft.not_there",))
+    with pytest.raises(ModuleNotFoundError, match="megatron_ft.not_there"):
+        main._import_needed_later()

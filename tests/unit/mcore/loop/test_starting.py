@@ -12,12 +12,12 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.run import RunConfig
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import CheckpointError
-from megatron_ft.events import Record, RecoveryChosen
+from megatron_ft.events import Record, RecoveryStarted
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
-from megatron_ft.mcore.loop.held_window import CONFIG
 from megatron_ft.mcore.loop.starting import check_start_over, find_source, newest_iteration
-from tests.unit.mcore.loop.test_recovering import OWN, OneRank, recovery, save
-from tests.unit.runtime.storage.conftest import make_checkpoint
+from megatron_ft.mcore.snapshot.local_window import CONFIG
+from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
+from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 AUTO = RunConfig(name="run", resume="auto")
 
@@ -68,7 +68,7 @@ def test_windows_of_other_settings_are_not_started_over_in_silence(tmp_path: Pat
         start(tmp_path, generation=generation)
     source, records = start(tmp_path, replace(AUTO, start_over=True), generation=generation)
     assert source == "nothing"
-    assert [record.source for record in records if isinstance(record, RecoveryChosen)] == ["nothing"]
+    assert [record.strategy for record in records if isinstance(record, RecoveryStarted)] == ["nothing"]
 
 
 def test_damaged_checkpoints_are_not_started_over_by_a_second_start_either(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_iterations_that_were_never_saved_are_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "met']))
     source, records = start(tmp_path)
     assert source == "nothing"
-    (chosen,) = [record for record in records if isinstance(record, RecoveryChosen)]
+    (chosen,) = [record for record in records if isinstance(record, RecoveryStarted)]
     assert "records 3 iterations, and has saved no state of them" in chosen.declined[0]
     assert newest_iteration(tmp_path / "none") == 0
 

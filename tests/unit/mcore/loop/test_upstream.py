@@ -11,8 +11,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.events import Record, UpstreamLogFull, UpstreamLogPlanned
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.localized import KeptWindow
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.plan import Unit, WindowKey, WindowPlan
 
 TENSOR_BYTES = 16 * 2 * 32 * 4
 """16 tokens of 2 samples, hidden size 32, in FP32."""
@@ -65,7 +64,7 @@ class Run:
             self.boundaries.log.append("forward", torch.full((16, 2, 32), value))
 
     def commit_window(self, start_iteration: int) -> None:
-        self.snapshots.kept = KeptWindow(start_iteration=start_iteration, generation=0)
+        self.snapshots.kept = WindowKey(start_iteration=start_iteration, generation=0)
 
     @property
     def logged(self) -> tuple[int, ...]:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.planning.recovery.localized import KeptWindow, LocalizedPlan, Standing, plan_localized
+from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
 from megatron_ft.planning.recovery.replicas import Declined
+from megatron_ft.planning.snapshot.plan import WindowKey
 
-WINDOW = KeptWindow(start_iteration=4, generation=0)
+WINDOW = WindowKey(start_iteration=4, generation=0)
 TARGET = 9
 LOGGED = tuple(range(5, 10))
 
@@ -70,7 +71,7 @@ def test_the_last_stage_serves_the_first_where_chunks_are_interleaved() -> None:
 
 
 def test_the_newest_window_that_anybody_knows_is_taken() -> None:
-    newer = KeptWindow(start_iteration=7, generation=2)
+    newer = WindowKey(start_iteration=7, generation=2)
     standings = [
         Standing(stage=0, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
         Standing(stage=1, iteration=TARGET, voted=LOGGED, window=newer, logged=(8, 9)),

@@ -6,8 +6,9 @@ from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, 
 def window(
     start: int, where: Where = "own", node: int = 0, *, complete: bool = True, generation: int = 0
 ) -> StoredWindow:
+    held = 3 if complete else 2
     return StoredWindow(
-        start_iteration=start, num_slices=3, generation=generation, where=where, node=node, complete=complete
+        start_iteration=start, num_slices=3, num_held=held, generation=generation, where=where, node=node
     )
 
 

@@ -123,11 +123,11 @@ def localized(run: MadeUpRun, *, ends: bool = True) -> None:
     run.say(6.32, events.RankFailed(rank=2, node=2, signal="SIGKILL", first=True, iteration=13))
     about = {"lost_nodes": [2], "left_nodes": [], "joined_nodes": [4]}
     run.decide(6.40, 0, "rank 2 was killed", next=next_membership(1, (0, 1, None, 3), (0, 1, 4, 3)), **about)
+    run.say(6.9, events.RecoveryStarted(generation=1, strategy="localized", iteration=12))
     run.say(8.0, stage_recovery(3, "replays", began=7.0, seconds=1.0, bytes_moved=2_000_000))
     run.say(8.0, stage_recovery(2, "replays", began=7.0, seconds=0.9, bytes_moved=1_500_000))
     run.say(8.0, stage_recovery(0, "serves", began=7.0, seconds=1.0, bytes_moved=3_500_000))
     run.say(8.0, stage_recovery(1, "waits", began=7.0, seconds=1.0))
-    run.say(8.0, events.RecoveryDecided(generation=1, rung="localized", iteration=12))
     changed = {"world_size": 4, "nodes": (0, 1, 4, 3), "reason": "rank 2 was killed", "iteration": 12}
     run.say(8.0, events.MembershipChanged(generation=1, seconds=1.5, **changed))
     end = run.train(13, 16, 8.1)
@@ -166,7 +166,7 @@ def elastic(run: MadeUpRun) -> None:
 def _goes_on(run: MadeUpRun, at: float, generation: int, nodes: tuple[int, ...], iteration: int) -> None:
     reason = "nodes [1] join" if len(nodes) == 3 else "rank 1 was killed"
     about = {"world_size": len(nodes), "nodes": nodes, "reason": reason, "iteration": iteration}
-    run.say(at, events.RecoveryDecided(generation=generation, rung="replicas", iteration=iteration))
+    run.say(at, events.RecoveryStarted(generation=generation, strategy="replicas", iteration=iteration))
     run.say(at, events.MembershipChanged(generation=generation, seconds=0.9, **about))
 
 
@@ -180,7 +180,7 @@ def restarted(run: MadeUpRun) -> None:
     about = {"reason": "rank 1 was killed", "failed_ranks": (1, 0), "iteration": 9, "num_restarts_left": 1}
     run.say(5.0, events.RanksRestarted(generation=1, **about))
     run.say(7.0, events.CheckpointLoaded(iteration=6, seconds=0.5))
-    run.say(7.1, events.RecoveryDecided(generation=1, rung="checkpoint", iteration=6, declined=("no window",)))
+    run.say(7.1, events.RecoveryStarted(generation=1, strategy="checkpoint", iteration=6, declined=("no window",)))
     run.say(7.2, started(2, resumed_from_iteration=6), events.RanksReady(seconds=1.0, world_size=2))
     end = run.train(7, 12, 7.2)
     run.say(end, events.RunStopped(exit_code=130, reason="SIGINT", iteration=12))

@@ -5,6 +5,7 @@ import pytest
 from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.telemetry.report.model import Mark
+from megatron_ft.telemetry.report.timeline import steps_of, timeline_of
 
 from .conftest import ZERO, MadeUpRun, elastic, localized, next_membership, restarted, stage_recovery, started
 
@@ -38,23 +39,24 @@ def test_a_run_that_has_reported_nothing(run: MadeUpRun) -> None:
 def test_a_localized_recovery(run: MadeUpRun) -> None:
     localized(run)
     (recovery,) = run.report().recoveries
-    assert (recovery.number, recovery.generation, recovery.rung, recovery.iteration) == (1, 1, "localized", 12)
+    assert (recovery.number, recovery.generation, recovery.strategy, recovery.iteration) == (1, 1, "localized", 12)
     assert recovery.is_failure and recovery.lost == "node 2; rank 2 (SIGKILL)"
     assert (recovery.num_replayed, recovery.num_again) == (5, 0)
     assert recovery.seconds == pytest.approx(8.0 - 6.4), "until the last stage was ready"
     assert recovery.pause_seconds == pytest.approx(8.6 - 6.3), "from the kill to the next iteration"
-    texts = [step.text for step in recovery.steps]
+    steps = steps_of(recovery)
+    texts = [text for _, text in steps]
     assert texts[0] == "injected fault: kill in forward of iteration 13, rank 2"
     assert "rank 2 of stage 1 replayed 5 iterations up to 12 in 0.90 s" in texts
     assert texts[-1] == "first iteration after it: 13"
-    assert [step.seconds for step in recovery.steps] == sorted(step.seconds for step in recovery.steps)
+    assert [at for at, _ in steps] == sorted(at for at, _ in steps)
 
 
 def test_elastic_changes(run: MadeUpRun) -> None:
     elastic(run)
     report = run.report()
     lost, joined = report.recoveries
-    assert (lost.rung, lost.lost, lost.seconds) == ("replicas", "node 1; rank 1 (SIGKILL)", 0.9)
+    assert (lost.strategy, lost.lost, lost.seconds) == ("replicas", "node 1; rank 1 (SIGKILL)", 0.9)
     assert (lost.is_failure, lost.num_replayed, lost.num_again) == (True, 0, 0)
     assert (joined.is_failure, joined.lost, joined.iteration) == (False, "nodes [1] join", 8)
     assert report.size == "3 ranks on 3 nodes, cpu"
@@ -70,8 +72,8 @@ def test_a_restart_on_fewer_nodes(run: MadeUpRun) -> None:
     report = run.report()
     (recovery,) = report.recoveries
     assert recovery.lost == "node 1; rank 1 (SIGKILL); 1 more rank because of it"
-    assert (recovery.rung, recovery.iteration, recovery.num_again) == ("checkpoint", 6, 2)
-    assert recovery.declined == ("going on without a restart: no copy of expert 3", "no window")
+    assert (recovery.strategy, recovery.iteration, recovery.num_again) == ("checkpoint", 6, 2)
+    assert recovery.declined == ("continuing without a restart: no copy of expert 3", "no window")
     assert recovery.seconds == pytest.approx(7.2 - 4.5)
     assert report.num_jobs == 1 and report.size == "2 ranks on 2 nodes, cpu"
     assert report.marks[0] == Mark(
@@ -84,7 +86,7 @@ def test_a_restart_on_fewer_nodes(run: MadeUpRun) -> None:
 def test_generations_begin_anew_in_each_job(run: MadeUpRun) -> None:
     elastic(run)
     run.say(20.0, events.RunStopped(exit_code=130, reason="SIGTERM"))
-    run.say(100.0, events.RecoveryChosen(source="checkpoint", iteration=9))
+    run.say(100.0, events.RecoveryStarted(generation=0, strategy="checkpoint", iteration=9))
     run.say(100.5, started(3, resumed_from_iteration=9), events.RanksReady(seconds=0.4, world_size=3))
     end = run.train(10, 12, 100.5)
     run.decide(end + 0.1, 0, "nodes [2] leave", left_nodes=[2])
@@ -95,7 +97,19 @@ def test_generations_begin_anew_in_each_job(run: MadeUpRun) -> None:
     assert (report.recoveries[0].lost, report.num_jobs) == ("node 1; rank 1 (SIGKILL)", 2)
     resumed = report.recoveries[2]
     assert not resumed.is_failure, "it was stopped, and another job went on with it"
-    assert (resumed.rung, resumed.seconds, resumed.pause_seconds, resumed.timeline) == ("checkpoint", 0.4, None, None)
+    assert (resumed.strategy, resumed.seconds, resumed.pause_seconds, timeline_of(resumed)) == (
+        "checkpoint",
+        0.4,
+        None,
+        None,
+    )
+
+
+def test_a_job_after_one_that_was_killed_has_its_own_recovery(run: MadeUpRun) -> None:
+    elastic(run)
+    run.say(100.0, events.RecoveryStarted(generation=0, strategy="checkpoint", iteration=9))
+    run.say(100.5, started(3, resumed_from_iteration=9), events.RanksReady(seconds=0.4, world_size=3))
+    assert [recovery.strategy for recovery in run.report().recoveries] == ["replicas", "replicas", "checkpoint"]
 
 
 def test_a_failure_that_nothing_follows_is_marked(run: MadeUpRun) -> None:
@@ -114,9 +128,9 @@ def test_words_of_a_recovery_that_come_after_the_next_one_belong_to_theirs(run: 
     run.say(12.0, events.MembershipChanged(generation=2, seconds=0.5, **about))
     run.say(12.1, stage_recovery(1, "serves", began=7.0, seconds=1.0, bytes_moved=7))
     first, second = run.report().recoveries
-    assert first.timeline is not None and second.timeline is not None
-    assert [lane.work is None for lane in second.timeline.lanes] == [True] * 4
-    assert [lane.work is None for lane in first.timeline.lanes] == [False] * 4
+    for recovery, has_no_work in ((second, True), (first, False)):
+        timeline = timeline_of(recovery)
+        assert timeline is not None and [lane.work is None for lane in timeline.lanes] == [has_no_work] * 4
 
 
 def test_losses_that_are_no_numbers_are_left_out(run: MadeUpRun) -> None:
@@ -132,7 +146,7 @@ def test_many_ranks_of_many_nodes_are_named_in_short(run: MadeUpRun) -> None:
         run.say(1.0, events.RankFailed(rank=rank, signal="SIGKILL", first=rank == 4, iteration=2))
     run.say(1.0, events.RankFailed(rank=0, exit_code=8, iteration=2))
     run.decide(1.1, 0, "killed", declined="no spare", lost_nodes=[1, 3, 2])
-    run.say(1.2, events.RecoveryDecided(generation=1, rung="window", iteration=1))
+    run.say(1.2, events.RecoveryStarted(generation=1, strategy="window", iteration=1))
     (recovery,) = run.report().recoveries
     assert recovery.lost == "nodes 1-3; ranks 1, 4-6 (SIGKILL); 1 more rank because of it"
 
@@ -158,4 +172,4 @@ def test_a_job_that_fails_before_it_trains_has_decisions_of_its_own(run: MadeUpR
     assert report.num_jobs == 2
     first, _, restart = report.recoveries
     assert (first.lost, first.declined) == ("node 1; rank 1 (SIGKILL)", ())
-    assert restart.declined == ("going on without a restart: told after the start",)
+    assert restart.declined == ("continuing without a restart: told after the start",)

@@ -25,10 +25,10 @@ def test_alerts_that_stand_are_on_top(run: MadeUpRun) -> None:
     run.say(0.0, started())
     run.say(1.0, events.AlertRaised(alert="stall_share", value=0.2, limit=0.05, iteration=1))
     run.say(2.0, events.AlertCleared(alert="stall_share", value=0.01, limit=0.05, iteration=7))
-    assert "None stands any longer." in run.page() and "no longer an alert" in run.page()
+    assert "All alerts are cleared." in run.page() and "alert cleared" in run.page()
     run.say(3.0, events.AlertRaised(alert="free_disk_share", value=0.01, limit=0.05, iteration=9))
     page = run.page()
-    assert "None stands any longer." not in page
+    assert "All alerts are cleared." not in page
     assert '<li class="words bad">alert: 1.0 % of the run\'s file system are free' in page.replace("&#x27;", "'")
     assert page.index('id="alerts"') < page.index('id="loss"')
 
@@ -72,7 +72,7 @@ def test_hostile_text_stays_text(run: MadeUpRun, title: str) -> None:
     run.train(1, 3, 0.0)
     run.say(2.0, events.RankFailed(rank=2, node=2, signal=title, first=True, iteration=4, error=title, phase=title))
     run.decide(2.1, 0, title, declined=title, lost_nodes=[2])
-    run.say(2.5, events.RecoveryDecided(generation=1, rung=title, iteration=3, declined=(title,)))
+    run.say(2.5, events.RecoveryStarted(generation=1, strategy=title, iteration=3, declined=(title,)))
     about = {"world_size": 4, "nodes": (0, 1, 3, 4), "reason": title, "iteration": 3}
     run.say(2.5, events.MembershipChanged(generation=1, seconds=0.3, **about))
     run.say(3.0, stage_recovery(0, title, began=2.5, seconds=0.5, bytes_moved=10))

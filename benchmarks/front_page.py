@@ -1,0 +1,117 @@
+"""The six rows of figures in README.md, from the newest results of their claims on a CPU.
+
+A cell is one short figure. Conditions, bounds and machines are in docs/claims.md.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.claims import Claim
+from benchmarks.kill_peers import percentile
+from megatron_ft.errors import ConfigError
+
+Results = Mapping[str, dict[str, Any]]
+"""Claim id to its newest result."""
+HARDWARE = "cpu"
+SPEED_SIZE = "moe_micro"
+"""Model whose stages `recovery-speed` times; the wider one is for its ablation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure, beside what others reach."""
+
+    claims: tuple[str, ...]
+    """The first one gives the row its name."""
+    ours: Callable[[Results], str]
+    others: Callable[[Results], str]
+
+
+def front_page_table(claims: Mapping[str, Claim], results: Mapping[tuple[str, str], dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table.
+
+    Raises:
+        ConfigError: a row's claim has no result on a CPU, or its newest one failed.
+    """
+    lines = ["| what | megatron-ft | others |", "|---|---|---|"]
+    for row in ROWS:
+        own = {claim: _passed(claim, results) for claim in row.claims}
+        first = claims[row.claims[0]]
+        what = f"[{first.short}](docs/claims.md#{first.id})"
+        lines.append(f"| {what} | {row.ours(own)} | {row.others(own)} |")
+    return "\n".join(lines)
+
+
+def _passed(claim: str, results: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+    result = results.get((claim, HARDWARE))
+    if result is None or not result["passed"]:
+        state = "no result" if result is None else "a failed result"
+        raise ConfigError.of("README.md", claim, f"has {state} on {HARDWARE}: run `make prove ID={claim}`")
+    return result
+
+
+def _kills(results: Results, subject: str) -> str:
+    """Median and 95th percentile in seconds, and the most iterations that one fault cost."""
+    faults = results["kill-to-commit"]["details"][subject]["faults"]
+    seconds = [fault["seconds"] for fault in faults]
+    lost = max(fault["iterations_lost"] for fault in faults)
+    p50, p95 = percentile(seconds, 50), percentile(seconds, 95)
+    digits = 2 if p50 < 10 else 1
+    return f"{p50:.{digits}f} / {p95:.{digits}f} s, {lost} lost"
+
+
+def _less_time(results: Results) -> str:
+    """Least and most over all pipelines, schedules and stages, as in the claim's own figure."""
+    comparisons = [
+        comparison
+        for comparison in results["recovery-speed"]["details"]["comparisons"]
+        if comparison["size"] == SPEED_SIZE and not comparison["send_seconds"] and len(comparison["failed"]) == 1
+    ]
+    less = [1 - each["localized"]["wall_seconds"] / each["whole"]["wall_seconds"] for each in comparisons]
+    return f"{100 * min(less):.0f} to {100 * max(less):.0f} % less time"
+
+
+_KILLED = {"elastic-bitwise": "nodes", "localized-bitwise": "stages", "sparse-bitwise": "jobs"}
+"""Claim id to what it kills."""
+
+
+def _equal(results: Results) -> str:
+    counts = {killed: results[claim]["counts"] for claim, killed in _KILLED.items()}
+    return ", ".join(f"{count['passed']} of {count['trials']} {killed}" for killed, count in counts.items())
+
+
+def _blocked(results: Results) -> str:
+    ours = results["snapshot-stall"]["details"]["summary"]["systems"]["ours"]
+    return f"{100 * ours['share_of_iteration']:.2f} % of an iteration"
+
+
+def _blocked_by_torch(results: Results) -> str:
+    torch = results["snapshot-stall"]["details"]["summary"]["systems"]["dcp"]
+    return f"torch `async_save` {100 * torch['share_of_iteration']:.1f} %"
+
+
+def _imbalance(results: Results, name: str) -> str:
+    return f"{results['balance']['details']['rows'][name]['mean']:.2f}"
+
+
+def _overhead(results: Results) -> str:
+    return f"{max(size['ratio'] for size in results['loop-overhead']['details'].values()):.3f}x"
+
+
+ROWS = (
+    Row(
+        claims=("kill-to-commit",),
+        ours=lambda results: _kills(results, "ours"),
+        others=lambda results: f"torchft {_kills(results, 'torchft')}; torchrun {_kills(results, 'torchrun')}",
+    ),
+    Row(claims=tuple(_KILLED), ours=_equal, others=lambda _: "-"),
+    Row(claims=("recovery-speed",), ours=_less_time, others=lambda _: "rollback of all stages"),
+    Row(claims=("snapshot-stall",), ours=_blocked, others=_blocked_by_torch),
+    Row(
+        claims=("balance",),
+        ours=lambda results: _imbalance(results, "overlap_search, budget 5 %"),
+        others=lambda results: f"one copy per expert {_imbalance(results, 'static EP')}",
+    ),
+    Row(claims=("loop-overhead",), ours=_overhead, others=lambda _: "plain Megatron-Core loop 1"),
+)

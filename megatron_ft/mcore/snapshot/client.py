@@ -1,0 +1,154 @@
+"""Connects a trainer to its node's snapshot server: what it restores at its start, what it captures while it trains."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.node.worker_client import RankContext
+from megatron_ft.events import Record, SnapshotProblem
+from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.loop.extras import capture_extras
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
+from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
+from megatron_ft.planning.recovery.sources import StoredWindow
+from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
+from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.snapshot.server.client import KeeperClient
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
+
+if TYPE_CHECKING:
+    from megatron_ft.mcore.loop.trainer import Trainer
+
+SERVICE = "keeper"
+_FOLDER = "windows"
+
+
+def peer_assignment(config: JobConfig) -> PeerAssignment:
+    """Which nodes hold copies for which, over the job's failure domains; present nodes count from 0.
+
+    Ranks capture disjoint parts: state that several ranks hold is cut over them. So no domain has a copy already.
+    """
+    return assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies)
+
+
+def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
+    """Connect to the snapshot server of this rank's node; None where the job takes no snapshots.
+
+    Raises:
+        ControlError: the server is not there, or refuses this rank.
+    """
+    config, context = trainer.config, trainer.context
+    if config.snapshot.policy is None:
+        return None
+    service, present = context.sidecars[SERVICE], list(dict.fromkeys(trainer.nodes))
+    peers = peer_assignment(config).peers[present.index(context.node)]
+    hello = {
+        "token": service["token"],
+        "rank": context.rank,
+        "world_size": context.world_size,
+        "node": context.node,
+        "generation": context.generation,
+        "run_id": trainer.identity.run_id,
+        "topology": trainer.topology_record,
+        "peers": service["addresses"],
+        "peer_nodes": [present[peer] for peer in peers],
+        "persist_every": config.snapshot.persist_interval_windows,
+        "persist_url": persist_url(config, context.run_dir),
+        "num_persisted": config.snapshot.keep_persisted,
+    }
+    return KeeperClient(service["socket"], hello=hello)
+
+
+def share_addresses(context: RankContext, agreement: Agreement) -> RankContext:
+    """Add the addresses of the snapshot servers of all present nodes to ``context``; collective.
+
+    Nodes that join later know those of the nodes that were there before, which do not know theirs.
+    """
+    service = context.sidecars[SERVICE]
+    gathered = agreement.gather([context.node, service["addresses"][str(context.node)]])
+    addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}
+    return replace(context, sidecars={**context.sidecars, SERVICE: {**service, "addresses": addresses}})
+
+
+def persist_url(config: JobConfig, run_dir: Path) -> str:
+    """Path or URL for this run's persisted windows."""
+    url = config.snapshot.persist_url
+    return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
+
+
+def open_restorer(
+    trainer: "Trainer", client: KeeperClient | None, *, region: Agreement | None = None
+) -> SnapshotRestorer:
+    """The object that finds the newest window.
+
+    Args:
+        region: ranks of a few pipeline stages that restore from memory while the others wait; None for the whole job.
+    """
+    config, run_dir = trainer.config, trainer.context.run_dir
+    has_folder = config.snapshot.persist_url is not None or (run_dir / _FOLDER).is_dir()
+    return SnapshotRestorer(
+        rank=trainer.context.rank,
+        node=trainer.context.node,
+        run_dir=run_dir,
+        identity=trainer.identity,
+        topology=trainer.topology_record,
+        settings=trainer.replay_config(),
+        agreement=trainer.agreement if region is None else region,
+        client=client,
+        folder=WindowFolder(persist_url(config, run_dir)) if has_folder and region is None else None,
+        report=trainer.report_own if region is None else lambda record: _report_problem(trainer, record),
+    )
+
+
+def _report_problem(trainer: "Trainer", record: Record) -> None:
+    # Everything else is part of a recovery that is reported as a whole.
+    if isinstance(record, SnapshotProblem):
+        trainer.report_own(record)
+
+
+def take_snapshots(
+    trainer: "Trainer", client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None
+) -> Snapshotter:
+    """Capture from now on.
+
+    Args:
+        resumed: the window that the job has continued from or could go back to, and the plan in force.
+    """
+    snapshots = Snapshotter(
+        trainer.config,
+        trainer.engine,
+        client=client,
+        assignment=peer_assignment(trainer.config),
+        node=trainer.context.node,
+        header=lambda index: _slice_header(trainer, index),
+        report=trainer.report_own,
+    )
+    if resumed is not None:
+        snapshots.resume(*resumed)
+    return snapshots
+
+
+def restart_snapshots(trainer: "Trainer") -> None:
+    """Begin new windows in a membership that has formed, with copies on the nodes that are there; collective."""
+    if trainer.config.snapshot.policy is None:
+        return
+    trainer.context = share_addresses(trainer.context, trainer.agreement)
+    client = open_snapshot_client(trainer)
+    assert client is not None, "there is a policy"
+    trainer.snapshots = take_snapshots(trainer, client, None)
+
+
+def _slice_header(trainer: "Trainer", index: int) -> dict[str, str]:
+    # A replay begins with slice 0: it has everything besides tensors.
+    if index > 0:
+        return {}
+    placement = None if trainer.placement is None else trainer.placement.to_json()
+    return {
+        EXTRAS: json.dumps(capture_extras(trainer.engine)),
+        PLACEMENT: json.dumps(placement),
+        CONFIG: json.dumps(trainer.replay_config()),
+        SETTINGS: json.dumps(trainer.identity.settings),
+    }

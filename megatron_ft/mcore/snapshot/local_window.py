@@ -1,0 +1,112 @@
+"""``LocalWindow``: one rank's part of a window that its state is to come from, and how it becomes that state."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import to_dict
+from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
+from megatron_ft.planning.recovery.sources import StoredWindow
+from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.snapshot.storage.rejected_windows import window_digest
+from megatron_ft.snapshot.window import Window
+
+EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
+SETTINGS = "settings"
+"""Entries of a slice's header, as JSON text: a manifest is strict JSON, which has no NaN."""
+
+_REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
+_OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
+"""Keys of ``training`` that change no iteration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWindow:
+    """This rank's part of the window the job continues from: every byte verified."""
+
+    window: Window
+    slices: tuple[memoryview, ...]
+    """The bytes of each slice."""
+    stored: StoredWindow
+    """Its origin. ``where`` is ``own`` only if ``buffer`` is in this rank's present memory; otherwise ``buffer`` is the
+    one of that memory that must not be overwritten yet, its newest committed window's."""
+
+    @property
+    def plan(self) -> WindowPlan:
+        """The plan it was captured by."""
+        return WindowPlan.from_json(self.window.plan)
+
+    @property
+    def plan_in_force(self) -> WindowPlan:
+        """The plan of the windows after it: its own, unless it was captured whole after a recovery."""
+        content = self.header(0, PLAN)
+        return self.plan if content is None else WindowPlan.from_json(content)
+
+    @property
+    def digest(self) -> str:
+        """Checksum of what this rank's part contains."""
+        return window_digest([self.window.to_bytes().decode()])
+
+    def header(self, index: int, name: str) -> Any:
+        """The value under ``name`` in the header of slice ``index``; None without one."""
+        text = self.window.slices[index].header.get(name)
+        return None if text is None else json.loads(text)
+
+    def replay_plan(self, *, until: int | None = None, votes: Mapping[int, Vote] | None = None) -> ReplayPlan:
+        """How it becomes a dense state.
+
+        Args:
+            until: last iteration to run again; None for the window's last.
+            votes: of iterations behind the window.
+
+        Raises:
+            RecoveryError: plan, votes or extras are missing or cannot be read.
+        """
+        start, where = self.window.start_iteration, f"window of iteration {self.window.start_iteration}"
+        try:
+            logged = [Vote.from_record(self.header(index, VOTE)) for index in range(self.window.num_slices)]
+            known = {**(votes or {}), **{vote.iteration: vote for vote in logged}}
+            replay = plan_replay(self.plan, start, known, until=until)
+            extras = self.header(0, EXTRAS)
+            self.header(0, PLACEMENT)
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise RecoveryError(f"{where}: plan or headers cannot be read: {error!r}") from error
+        num_slices = sum(step.load is not None for step in replay.steps)
+        if num_slices != self.window.num_slices or not isinstance(extras, dict):
+            raise RecoveryError(f"{where}: its plan has {num_slices} slices, or slice 0 has no extras")
+        return replay
+
+    def problem_in(self, view: OperatorView) -> str | None:
+        """Why the window cannot be loaded into the model and optimizer of ``view``; None if it can."""
+        for index, part in enumerate(self.window.slices):
+            if part.pieces != view.pieces(self.plan, index):
+                start = self.window.start_iteration
+                return f"slice {index} of window {start} was captured from other ranges of the state"
+        return None
+
+
+def replay_config(config: JobConfig, fingerprint: str, *, device: str, transformer_impl: str) -> dict[str, Any]:
+    """The keys that decide what an iteration computes, dotted, with their values; of the data its fingerprint.
+
+    A window is replayed with the values that it was trained with.
+
+    Args:
+        device: ``cpu`` or ``cuda``: the resolved ``training.device``.
+        transformer_impl: ``local`` or ``transformer_engine``: the resolved ``training.transformer_impl``.
+    """
+    groups = to_dict(config)
+    groups["training"] |= {"device": device, "transformer_impl": transformer_impl}
+    # Another backend sums in another order.
+    groups["parallel"]["device_backend"] = config.parallel.backend_on(device)
+    placement = {f"placement.{name}": groups["placement"][name] for name in ("algorithm", "num_slots_per_rank")}
+    return {"data": fingerprint, **placement} | {
+        f"{group}.{name}": value
+        for group in _REPLAYED_GROUPS
+        for name, value in groups[group].items()
+        if not (group == "training" and name in _OF_THE_RUN)
+    }

@@ -1,0 +1,1 @@
+"""State by element range: who holds it, who needs it, what moves."""

@@ -1,0 +1,46 @@
+"""``Declined``: why something cannot be carried out, and what is missing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ft.planning.state.tensors import StateTensor
+
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingState:
+    """Elements [start, stop) of a tensor that somebody needs and nobody has."""
+
+    tensor: StateTensor
+    start: int
+    stop: int
+    iteration: int
+    """Iteration that is needed."""
+    held_iterations: tuple[int, ...]
+    """Other iterations of which somebody has any of the tensor's elements."""
+
+    def __str__(self) -> str:
+        held = f" (held: {', '.join(map(str, self.held_iterations))})" if self.held_iterations else ""
+        return f"{self.tensor} elements {self.start} to {self.stop} of iteration {self.iteration}{held}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined:
+    """What was asked for cannot be done."""
+
+    reason: str
+    """A clause."""
+    missing: tuple[MissingState, ...] = ()
+
+    def summary(self) -> str:
+        """One log line."""
+        if not self.missing:
+            return self.reason
+        operators = list(dict.fromkeys(str(item.tensor.operator) for item in self.missing))
+        return f"{self.reason}: {_list(self.missing)}; operators {_list(operators)}"
+
+
+def _list(items: Sequence[object]) -> str:
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join(map(str, items[:_NAMED])) + more

@@ -1,0 +1,133 @@
+"""Which elements the distributed optimizer updates on which data-parallel rank: Megatron-Core's buffers, in numbers.
+
+Parameters lie in a buffer last one first. A buffer is a row of buckets, and every bucket is cut into one equal part for
+each data-parallel rank (``_ParamAndGradBuffer`` and ``DistributedOptimizer._build_model_gbuf_range``, 0.16.1).
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.state.intervals import distinct
+from megatron_ft.planning.state.tensors import Column
+
+BUCKET_MULTIPLE = 128
+"""Elements of which every bucket is a multiple, besides the number of data-parallel ranks."""
+PARAMETER_MULTIPLE = 64
+"""Elements at a multiple of which every parameter starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardRanges:
+    """Element ranges of parameters by data-parallel rank, as columns in order of the buffer."""
+
+    shard: Column
+    """Data-parallel rank."""
+    parameter: Column
+    """Place among the buffer's parameters, in the order of the module."""
+    start: Column
+    """First element, inside the flattened parameter."""
+    stop: Column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLayout:
+    """Where one buffer's parameters and buckets begin and end, in elements.
+
+    A living rank reads it from its buffer: ``param_index_map`` in the order of ``params``, and ``bucket_indices``.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    """Of each parameter, in the order of the module."""
+    buckets: tuple[tuple[int, int], ...]
+    """Of each bucket with its padding, end to end."""
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Sequence[int],
+        *,
+        padded_for: Sequence[int],
+        bucket_size: int | None = None,
+        alone: Collection[int] = (),
+    ) -> "BufferLayout":
+        """The layout that Megatron-Core gives to parameters.
+
+        Args:
+            sizes: elements of each parameter, in the order of the module.
+            padded_for: data-parallel sizes that every bucket can be cut for; Megatron's own is the one in force.
+            bucket_size: elements after which a bucket is full; None for one bucket.
+            alone: places of parameters with a bucket of their own: embeddings that two stages share.
+        """
+        multiple = math.lcm(*padded_for, BUCKET_MULTIPLE)
+        ranges: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+        buckets: list[tuple[int, int]] = []
+        bucket_start = stop = 0
+        is_open = False
+
+        def close(end: int) -> int:
+            nonlocal bucket_start, is_open
+            buckets.append((bucket_start, _padded(end, multiple)))
+            bucket_start, is_open = buckets[-1][1], False
+            return bucket_start
+
+        for place in reversed(range(len(sizes))):
+            start = _padded(stop, PARAMETER_MULTIPLE)
+            if place in alone and is_open:
+                start = close(start)
+            stop = start + sizes[place]
+            ranges[place], is_open = (start, stop), True
+            if place in alone or (bucket_size is not None and stop - bucket_start >= bucket_size):
+                stop = close(stop)
+        if is_open:
+            close(stop)
+        return cls(ranges=tuple(ranges), buckets=tuple(buckets))
+
+    def shards(self, num_shards: int) -> ShardRanges:
+        """Cut every bucket for ``num_shards`` data-parallel ranks.
+
+        Raises:
+            ConfigError: a bucket that is no multiple of them.
+        """
+        for start, stop in self.buckets:
+            if (stop - start) % num_shards:
+                raise ConfigError.of(
+                    "num_shards", num_shards, f"must divide every bucket; one has {stop - start} elements"
+                )
+        buckets = np.array(self.buckets, dtype=np.int64).reshape(-1, 2)
+        steps = (buckets[:, 1] - buckets[:, 0]) // num_shards
+        edges = (buckets[:, :1] + steps[:, None] * np.arange(num_shards)).ravel()
+        return _cut(np.array(self.ranges, dtype=np.int64).reshape(-1, 2), edges, num_shards)
+
+
+def cut_evenly(sizes: Sequence[int], num_shards: int) -> ShardRanges:
+    """Cut parameters of ``sizes`` elements, end to end, into parts that are equal to within one element."""
+    stops = np.cumsum(np.array(sizes, dtype=np.int64))
+    ranges = np.stack([stops - sizes, stops], axis=1) if len(sizes) else np.zeros((0, 2), dtype=np.int64)
+    total = int(stops[-1]) if len(sizes) else 0
+    return _cut(ranges, total * np.arange(num_shards, dtype=np.int64) // num_shards, num_shards)
+
+
+def _cut(ranges: Column, edges: Column, num_shards: int) -> ShardRanges:
+    """Cut ``[parameters, 2]`` at ``edges``, where one shard after the other begins, round and round."""
+    places = np.argsort(ranges[:, 0], kind="stable")
+    ranges = ranges[places]
+    points = distinct(np.concatenate([edges, ranges.ravel()]))
+    starts, stops = points[:-1], points[1:]
+    parameter = np.searchsorted(ranges[:, 0], starts, side="right") - 1
+    inside = (parameter >= 0) & (starts < ranges[parameter, 1])
+    starts, stops, parameter = starts[inside], stops[inside], parameter[inside]
+    first = ranges[parameter, 0]
+    return ShardRanges(
+        shard=((np.searchsorted(edges, starts, side="right") - 1) % num_shards).astype(np.int64),
+        parameter=places[parameter].astype(np.int64),
+        start=starts - first,
+        stop=stops - first,
+    )
+
+
+def _padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

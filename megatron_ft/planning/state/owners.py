@@ -1,0 +1,75 @@
+"""Which ranks own each optimizer shard, so that losses of failure domains leave every shard an owner."""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.state.tensors import Column
+
+
+def assign_owners(
+    members: Sequence[int], domain_of: Mapping[int, str], num_copies: int, others: Sequence[int] = ()
+) -> Column:
+    """Owners of each member's shard: the member, and ``num_copies - 1`` ranks on other failure domains.
+
+    Ranks stand in a row, domain by domain, and copies of each shard go a fixed number of places further: as many as the
+    largest domain has ranks. So no two owners of a shard share a domain, and no rank keeps more than
+    ``num_copies - 1`` shards of others: every member as many, where there are no ``others``. Where one domain has more
+    than a part of ``1 / num_copies`` of all ranks, that cannot be; then each copy goes to the rank that keeps least.
+    Domains stand in the order of their first members: where a node takes another one's place, no copy of others moves.
+
+    Args:
+        members: ranks with a shard each, in the order of the shards.
+        domain_of: failure domain by rank.
+        others: ranks without a shard that keep copies too: hot spares, or ranks beside too few holders.
+
+    Returns:
+        ``[shards, num_copies]``: ranks on distinct failure domains; the first is the member.
+
+    Raises:
+        ConfigError: fewer failure domains than copies.
+    """
+    ranks = [*members, *others]
+    sizes = Counter(domain_of[rank] for rank in ranks)
+    if not 1 <= num_copies <= max(1, len(sizes)):
+        raise ConfigError.of("num_state_copies", num_copies, f"must lie between 1 and {len(sizes)} failure domains")
+    if num_copies == 1 or not members:
+        return np.array(members, dtype=np.int64).reshape(-1, 1)
+    step = max(sizes.values())
+    if step * num_copies > len(ranks):
+        return np.array(_least_first(members, ranks, domain_of, num_copies), dtype=np.int64)
+    order = {name: number for number, name in enumerate(sizes)}
+    row = sorted(ranks, key=lambda rank: order[domain_of[rank]])
+    place_of = {rank: place for place, rank in enumerate(row)}
+    places = np.array([place_of[rank] for rank in members], dtype=np.int64)
+    steps = step * np.arange(num_copies, dtype=np.int64)
+    owners: Column = np.array(row, dtype=np.int64)[(places[:, None] + steps) % len(row)]
+    return owners
+
+
+def _least_first(
+    members: Sequence[int], ranks: Sequence[int], domain_of: Mapping[int, str], num_copies: int
+) -> list[list[int]]:
+    """Give each copy to the rank that keeps least, of the domains that do not own the shard."""
+    by_domain: dict[str, list[tuple[int, int]]] = {}
+    for rank in sorted(ranks):
+        by_domain.setdefault(domain_of[rank], []).append((0, rank))
+    domains = [(queue[0], name) for name, queue in sorted(by_domain.items())]
+    heapq.heapify(domains)
+    found = []
+    for member in members:
+        owners, taken, aside = [member], {domain_of[member]}, []
+        while len(owners) < num_copies:
+            (load, rank), name = heapq.heappop(domains)
+            if name not in taken:
+                heapq.heapreplace(by_domain[name], (load + 1, rank))
+                owners.append(rank)
+                taken.add(name)
+            aside.append((by_domain[name][0], name))
+        for entry in aside:
+            heapq.heappush(domains, entry)
+        found.append(owners)
+    return found

@@ -1,0 +1,127 @@
+"""``ParallelLayout``: which process trains at which parallel coordinates, and which stand by."""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.state.tensors import Column
+
+Group = tuple[int, ...]
+"""Ranks of one TP·CP group, by their place in it: TP counts fastest, then CP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """TP·CP groups by pipeline stage and lane, and hot spares.
+
+    Ranks are those of one numbering of living processes; where they stand follows from the place of their group.
+    """
+
+    tensor_size: int
+    """TP degree."""
+    context_size: int = 1
+    """CP degree."""
+    stages: tuple[tuple[Group, ...], ...]
+    """``[stage][lane]``. Every stage has the same number of lanes; stages of different numbers are not trained yet."""
+    spares: tuple[int, ...] = ()
+    """Ranks that do not train, ascending."""
+
+    @classmethod
+    def regular(
+        cls, num_ranks: int, *, tensor_size: int, num_stages: int, context_size: int = 1, num_spares: int = 0
+    ) -> "ParallelLayout":
+        """Ranks in Megatron's order: TP fastest, then CP, lane, stage; the last ones are spares.
+
+        Raises:
+            ConfigError: ranks that do not fill the groups of all stages.
+        """
+        size = tensor_size * context_size
+        num_lanes, rest = divmod(num_ranks - num_spares, size * num_stages)
+        if rest or num_lanes < 1:
+            raise ConfigError.of("num_ranks", num_ranks - num_spares, f"must be a multiple of {size * num_stages}")
+        places = np.arange(num_ranks - num_spares).reshape(num_stages, num_lanes, size).tolist()
+        return cls(
+            tensor_size=tensor_size,
+            context_size=context_size,
+            stages=tuple(tuple(tuple(group) for group in stage) for stage in places),
+            spares=tuple(range(num_ranks - num_spares, num_ranks)),
+        )
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of a TP·CP group."""
+        return self.tensor_size * self.context_size
+
+    @property
+    def num_stages(self) -> int:
+        """PP degree."""
+        return len(self.stages)
+
+    @property
+    def num_lanes(self) -> int:
+        """Model replicas: the data-parallel size."""
+        return min((len(stage) for stage in self.stages), default=0)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that train, in Megatron's order of their new numbers."""
+        return tuple(chain.from_iterable(chain.from_iterable(self.stages)))
+
+    def stage_array(self, stage: int) -> Column:
+        """Ranks of a stage, ``[lanes, group size]``."""
+        return np.array(self.stages[stage], dtype=np.int64).reshape(-1, self.group_size)
+
+    def places(self) -> dict[int, tuple[int, int, int]]:
+        """Stage, lane and place in the group of every rank that trains."""
+        return {
+            rank: (stage, lane, place)
+            for stage, groups in enumerate(self.stages)
+            for lane, group in enumerate(groups)
+            for place, rank in enumerate(group)
+        }
+
+    def validate(self) -> None:
+        """Check that groups are whole, stages alike, and every rank stands at one place.
+
+        Raises:
+            ConfigError: naming what is wrong.
+        """
+        lanes = {len(stage) for stage in self.stages}
+        if len(lanes) != 1 or 0 in lanes:
+            raise ConfigError.of("lanes", [len(stage) for stage in self.stages], "must be one number for all stages")
+        sizes = {len(group) for stage in self.stages for group in stage}
+        if sizes != {self.group_size}:
+            raise ConfigError.of("groups", sorted(sizes), f"must have TP * CP = {self.group_size} ranks")
+        counts = Counter((*self.ranks, *self.spares))
+        if twice := [rank for rank, count in counts.items() if count > 1]:
+            raise ConfigError.of("rank", min(twice), "must stand at one place")
+
+    def summary(self) -> str:
+        """One log line."""
+        size = f"TP{self.tensor_size} CP{self.context_size} PP{self.num_stages}, {self.num_lanes} lanes"
+        return f"{size} on {len(self.ranks)} ranks" + (f", {len(self.spares)} hot spares" if self.spares else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "tensor_size": self.tensor_size,
+            "context_size": self.context_size,
+            "stages": [[list(group) for group in stage] for stage in self.stages],
+            "spares": list(self.spares),
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "ParallelLayout":
+        """Inverse of ``to_json``; validated."""
+        found = cls(
+            tensor_size=content["tensor_size"],
+            context_size=content["context_size"],
+            stages=tuple(tuple(tuple(group) for group in stage) for stage in content["stages"]),
+            spares=tuple(content["spares"]),
+        )
+        found.validate()
+        return found

@@ -1,0 +1,222 @@
+"""Which ranks could send each missing element: needs matched with holdings, element range by element range.
+
+Cost: with ``n`` rows and ``d`` as the most different ranges of one tensor that overlap at one element (a whole tensor,
+an old and a new cut, state copies: a handful), the steps are O(n d log n). Ranks that hold the same range are one set,
+however many they are, and nothing is done for a pair of ranks that no transfer joins.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.state.holdings import Holdings, Medium, Needs
+from megatron_ft.planning.state.intervals import distinct, expand, split, union
+from megatron_ft.planning.state.tensors import Column, TensorIndex
+
+ENOUGH_SENDERS = 64
+"""A set of more ranks is not joined with others that hold the same element by other ranges: unions stay small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """Needed ranges as columns; ``start`` and ``stop`` are positions on the line of all tensors."""
+
+    rank: Column
+    """Rank that needs it."""
+    start: Column
+    stop: Column
+    iteration: Column
+    medium: Column
+    """Where the elements lie; -1 where nobody has them."""
+    senders: Column
+    """Number in ``Matched.sets``; -1 where the rank has the elements itself, or nobody does."""
+
+    @classmethod
+    def of(cls, rank: Column, start: Column, stop: Column, iteration: int, medium: int, senders: Column) -> "Pieces":
+        """Pieces of one iteration and one medium."""
+        same = np.full(len(rank), iteration, dtype=np.int64), np.full(len(rank), medium, dtype=np.int64)
+        return cls(rank=rank, start=start, stop=stop, iteration=same[0], medium=same[1], senders=senders)
+
+    @classmethod
+    def concatenate(cls, parts: "list[Pieces]") -> "Pieces":
+        """Part after part."""
+        names = ("rank", "start", "stop", "iteration", "medium", "senders")
+        empty = [np.zeros(0, dtype=np.int64)]
+        return cls(**{name: np.concatenate(empty + [getattr(part, name) for part in parts]) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Matched:
+    """Every needed element once: kept, to be sent, or missing."""
+
+    kept: Pieces
+    remote: Pieces
+    missing: Pieces
+    sets: tuple[Column, ...]
+    """Ranks that hold the same elements, ascending."""
+
+
+def match(needs: Needs, holdings: Holdings) -> Matched:
+    """Match every needed element with its own rank's holding of it, or else with all ranks that hold it.
+
+    Only elements of the needed iteration are sound. What a rank has itself, wherever it lies in its memory, is used
+    before what others have; of others the fastest medium that has the element.
+    """
+    index = needs.index
+    assert index is holdings.index, "needs and holdings of two indices"
+    highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
+    if (highest + 1) * max(1, index.num_positions) > np.iinfo(np.int64).max:
+        raise ConfigError.of("elements", index.num_positions, f"must, times {highest + 1} ranks, stay below 2**63")
+    sets = _Sets()
+    kept: list[Pieces] = []
+    remote: list[Pieces] = []
+    missing: list[Pieces] = []
+    for iteration in distinct(needs.iteration).tolist():
+        wanted = needs.iteration == iteration
+        sound = holdings.take(holdings.iteration == iteration)
+        left = _lines(index, needs.rank[wanted], needs.tensor[wanted], needs.start[wanted], needs.stop[wanted])
+        left = union(*left)
+        by_medium = {medium: sound.take(sound.medium == int(medium)) for medium in Medium}
+        for medium, own in by_medium.items():
+            if medium is Medium.STORAGE or not len(own):
+                continue
+            cover = union(*_lines(index, own.rank, own.tensor, own.start, own.stop))
+            inside, outside = split(*left, *cover)
+            kept.append(_pieces(index, inside[1], inside[2], iteration, medium))
+            left = outside[1:]
+        for others in by_medium.values():
+            found, left = _match_others(index, left, others, iteration, sets)
+            remote += found
+        missing.append(_pieces(index, *left, iteration, -1))
+    return Matched(
+        kept=Pieces.concatenate(kept),
+        remote=Pieces.concatenate(remote),
+        missing=Pieces.concatenate(missing),
+        sets=tuple(sets.ranks),
+    )
+
+
+_Line = tuple[Column, Column]
+"""Starts and stops on the line of all ranks: rank after rank, each with all tensors."""
+
+
+def _lines(index: TensorIndex, rank: Column, tensor: Column, start: Column, stop: Column) -> _Line:
+    base = rank * index.num_positions + index.starts[tensor]
+    return base + start, base + stop
+
+
+def _pieces(index: TensorIndex, starts: Column, stops: Column, iteration: int, medium: int) -> Pieces:
+    """Pieces without senders, from the line of all ranks."""
+    rank = starts // max(1, index.num_positions)
+    base = rank * index.num_positions
+    nobody = np.full(len(rank), -1, dtype=np.int64)
+    return Pieces.of(rank, starts - base, stops - base, iteration, medium, nobody)
+
+
+class _Sets:
+    """Sets of ranks, each with one number."""
+
+    def __init__(self) -> None:
+        self.ranks: list[Column] = []
+        self._numbers: dict[bytes, int] = {}
+        self._unions: dict[tuple[int, ...], int] = {}
+
+    def number(self, ranks: Column) -> int:
+        """Number of the set of ``ranks``, ascending and distinct."""
+        found = self._numbers.setdefault(ranks.tobytes(), len(self.ranks))
+        if found == len(self.ranks):
+            self.ranks.append(ranks)
+        return found
+
+    def union(self, numbers: tuple[int, ...]) -> int:
+        """Number of the union of sets; of the largest alone where it has ranks enough to share the sending."""
+        largest = max(numbers, key=lambda number: len(self.ranks[number]))
+        if len(numbers) == 1 or len(self.ranks[largest]) > ENOUGH_SENDERS:
+            return largest
+        if numbers not in self._unions:
+            self._unions[numbers] = self.number(np.unique(np.concatenate([self.ranks[n] for n in numbers])))
+        return self._unions[numbers]
+
+
+def _match_others(
+    index: TensorIndex, left: _Line, held: Holdings, iteration: int, sets: _Sets
+) -> tuple[list[Pieces], _Line]:
+    """Pieces of ``left`` that ranks of ``held`` have, all of one medium, with their senders; and what is left then."""
+    wanted = _pieces(index, *left, iteration, -1)
+    is_wanted = np.zeros(len(index), dtype=np.bool_)
+    is_wanted[index.tensor_at(wanted.start)] = True
+    held = held.take(is_wanted[held.tensor])
+    if not len(held) or not len(wanted.rank):
+        return [], left
+    edges, senders = _segments(index, held, sets)
+    first = np.searchsorted(edges, wanted.start, side="right") - 1
+    last = np.searchsorted(edges, wanted.stop, side="left")
+    rows, places = expand(last - first)
+    segments = first[rows] + places
+    # Edge -1 stands for all that lies before the first, the last edge for all behind it: nobody holds those.
+    bounds = np.concatenate([edges, np.array([index.num_positions, 0])])
+    starts = np.maximum(wanted.start[rows], bounds[segments])
+    stops = np.minimum(wanted.stop[rows], bounds[:-1][segments + 1])
+    of_segment = np.concatenate([senders, np.array([-1, -1])])[segments]
+    ranks, found = wanted.rank[rows], of_segment >= 0
+    base = ranks[~found] * index.num_positions
+    pieces = Pieces.of(
+        ranks[found], starts[found], stops[found], iteration, int(held.medium[0]), of_segment[found].astype(np.int64)
+    )
+    return [pieces], (base + starts[~found], base + stops[~found])
+
+
+def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, Column]:
+    """Edges at which the set of holders may change, and the set from each edge to the next; -1 where there is none."""
+    starts, stops = index.starts[held.tensor] + held.start, index.starts[held.tensor] + held.stop
+    order = np.lexsort((held.rank, stops, starts))
+    starts, stops, ranks = starts[order], stops[order], held.rank[order]
+    is_first = np.ones(len(starts), dtype=np.bool_)
+    is_first[1:] = (starts[1:] != starts[:-1]) | (stops[1:] != stops[:-1])
+    is_new = is_first.copy()
+    is_new[1:] |= ranks[1:] != ranks[:-1]
+    starts, stops, ranks, is_first = starts[is_new], stops[is_new], ranks[is_new], is_first[is_new]
+    numbers = _numbers(ranks, np.append(np.flatnonzero(is_first), len(ranks)).astype(np.int64), sets)
+    starts, stops = starts[is_first], stops[is_first]
+    edges = distinct(np.concatenate([starts, stops]))
+    first, last = np.searchsorted(edges, starts), np.searchsorted(edges, stops)
+    rows, places = expand(last - first)
+    segments = first[rows] + places
+    by_segment = np.argsort(segments, kind="stable")
+    segments, of_range = segments[by_segment], numbers[rows[by_segment]]
+    counts = np.bincount(segments, minlength=len(edges))
+    senders = np.full(len(edges), -1, dtype=np.int64)
+    is_alone = counts[segments] == 1
+    senders[segments[is_alone]] = of_range[is_alone]
+    for segment, chosen in _groups(segments[~is_alone], of_range[~is_alone]):
+        senders[segment] = sets.union(chosen)
+    return edges, senders
+
+
+def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
+    """Number of each set of ``ranks`` from one bound to the next."""
+    sizes = np.diff(bounds)
+    numbers = np.zeros(len(sizes), dtype=np.int64)
+    is_single = sizes == 1
+    of_single = ranks[bounds[:-1][is_single]]
+    known = distinct(of_single)
+    single = np.array([sets.number(known[place : place + 1]) for place in range(len(known))], dtype=np.int64)
+    numbers[is_single] = single[np.searchsorted(known, of_single)]
+    for place in np.flatnonzero(~is_single).tolist():
+        numbers[place] = sets.number(ranks[bounds[place] : bounds[place + 1]])
+    return numbers
+
+
+def _groups(segments: Column, numbers: Column) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Each segment with the distinct set numbers of the ranges that cover it, ascending."""
+    ends = (np.flatnonzero(np.diff(segments, append=-1)) + 1).tolist()
+    places, values = segments.tolist(), numbers.tolist()
+    begin = 0
+    for end in ends:
+        yield places[begin], tuple(sorted(set(values[begin:end])))
+        begin = end
+
+
+assert int(Medium.STORAGE) == max(Medium), "what every rank reads by itself comes last"

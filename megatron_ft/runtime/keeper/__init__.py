@@ -1,1 +1,0 @@
-"""Keeps: a node's process that owns the memory of snapshots, replicates and persists it. No torch."""

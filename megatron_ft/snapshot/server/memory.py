@@ -1,0 +1,80 @@
+"""Memory files without a name: limited before they are allocated, all pages present once they are.
+
+Allocation lets other threads run, which mapping with ``MAP_POPULATE`` would not: ranks do that for themselves.
+"""
+
+import mmap
+import os
+import threading
+import weakref
+from pathlib import Path
+
+from megatron_ft.errors import ControlError
+
+_USABLE_SHARE = 0.9
+
+
+class Segment:
+    """A mapped memory file, closed with the last reference to it; a view of it keeps the bytes, not the file."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        """Allocate all pages. Raises OSError where there is not so much memory."""
+        self.num_bytes = num_bytes
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        # A page that is missing later would be a SIGBUS in whichever process touches it.
+        os.posix_fallocate(self.descriptor, 0, num_bytes)
+        self.view = memoryview(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED))
+
+    def read_only_descriptor(self) -> int:
+        """Open the file again, for reading only."""
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Memory:
+    """All segments of a process. Safe to use from threads."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """Limit all segments together to ``limit_bytes``; None: to what the machine has available each time."""
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lock = threading.RLock()
+
+    def allocate(self, name: str, num_bytes: int) -> Segment:
+        """Allocate a segment. Raises ControlError if it exceeds the limit or the memory of the machine."""
+        with self._lock:
+            self._check(name, num_bytes)
+            self.used_bytes += num_bytes
+        try:
+            segment = Segment(name, num_bytes)
+        except OSError as error:
+            self._give_back(num_bytes)
+            raise ControlError(f"{name}: {num_bytes} bytes of memory: {error}") from error
+        weakref.finalize(segment, self._give_back, num_bytes)
+        return segment
+
+    def _check(self, name: str, num_bytes: int) -> None:
+        if self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes:
+            raise ControlError(
+                f"{name}: {num_bytes} bytes: {self.used_bytes} are in use, at most {self.limit_bytes} may be "
+                "(memory_limit_bytes of the snapshot server)"
+            )
+        available = available_bytes()
+        if num_bytes > available * _USABLE_SHARE:
+            raise ControlError(f"{name}: {num_bytes} bytes: the machine has {available} available")
+
+    def _give_back(self, num_bytes: int) -> None:
+        with self._lock:
+            self.used_bytes -= num_bytes
+
+
+def available_bytes() -> int:
+    """Estimate the memory that can be allocated without swapping.
+
+    Source: proc_meminfo(5), ``MemAvailable``.
+    """
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ControlError("/proc/meminfo has no MemAvailable: must be a Linux machine")

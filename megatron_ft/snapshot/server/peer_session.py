@@ -1,0 +1,281 @@
+"""Serves connections of other nodes' snapshot servers: receives slices, answers inventories, each in a thread."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+
+import xxhash
+
+from megatron_ft.errors import CheckpointError, ControlError
+from megatron_ft.framing import Message
+from megatron_ft.snapshot.server import fields
+from megatron_ft.snapshot.server.store import PAGE_BYTES, Copy, Store
+from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, HeldWindow
+from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token
+from megatron_ft.snapshot.window import Slice, Window
+
+MAX_UNAUTHENTICATED = 64
+"""Connections that may be open before they have presented the token: one more, and the oldest of them is closed."""
+GREETING_SECONDS = 10.0
+"""A connection that has not presented the token by then is closed, also one that sends slowly."""
+REPLACE_SECONDS = 10.0
+KEEPALIVE_SECONDS = 5.0
+_ARRIVING_BYTES = 1 << 20
+"""Received at a time: what is hashed next is still in the processor's cache."""
+
+
+class PeerSessions:
+    """The connections through which other nodes replicate: at most one for each."""
+
+    def __init__(self) -> None:
+        self._of_node: dict[int, PeerSession] = {}
+        self._lock = threading.Lock()
+        self._unauthenticated: dict[PeerSession, float] = {}
+        """Time of connection, the oldest first."""
+
+    def accept(self, sock: socket.socket, store: Store) -> None:
+        """Serve a new connection; the oldest unauthenticated one is closed where there are too many."""
+        session = PeerSession(sock, store, self)
+        with self._lock:
+            oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
+            if oldest is not None:
+                del self._unauthenticated[oldest]
+            self._unauthenticated[session] = time.monotonic()
+        if oldest is not None:
+            oldest.abort()
+        session.start()
+
+    def greeted(self, session: "PeerSession") -> None:
+        """Note that a connection has presented the token, or has ended."""
+        with self._lock:
+            self._unauthenticated.pop(session, None)
+
+    def expire(self) -> float | None:
+        """Close unauthenticated connections that are late; seconds until the next one is, None without any."""
+        now = time.monotonic()
+        with self._lock:
+            late = [session for session, since in self._unauthenticated.items() if now - since >= GREETING_SECONDS]
+            for session in late:
+                del self._unauthenticated[session]
+            since = next(iter(self._unauthenticated.values()), None)
+        for session in late:
+            session.abort()
+        return None if since is None else since + GREETING_SECONDS - now
+
+    def replace(self, node: int, session: "PeerSession") -> None:
+        """End the earlier connection of a node: two must not write to one buffer. Raises ControlError if it lasts."""
+        with self._lock:
+            earlier, self._of_node[node] = self._of_node.get(node), session
+        if earlier is not None:
+            earlier.abort()
+            earlier.join(REPLACE_SECONDS)
+            if earlier.is_alive():
+                raise ControlError(f"node={node}: its earlier connection is still in use")
+
+
+class PeerSession(threading.Thread):
+    """One accepted TCP connection."""
+
+    def __init__(self, sock: socket.socket, store: Store, sessions: PeerSessions) -> None:
+        super().__init__(name="peer", daemon=True)
+        self._wire = Wire(sock)
+        self._store = store
+        self._sessions = sessions
+        self._generation = -1
+
+    def abort(self) -> None:
+        """End the connection, from another thread."""
+        self._wire.abort()
+
+    def run(self) -> None:
+        """Answer until the other side closes."""
+        try:
+            if self._answer(self._greet):
+                while self._answer(self._serve_one):
+                    pass
+        except OSError:
+            return
+        finally:
+            self._wire.close()
+
+    def _answer(self, serve: Callable[[], None]) -> bool:
+        # Whether the connection can go on: after a refusal the two ends may disagree on what follows.
+        try:
+            serve()
+        except (ControlError, CheckpointError) as error:
+            refused = error if isinstance(error, Refused) else Refused(str(error))
+            self._wire.send(refused.to_json())
+            return False
+        return True
+
+    def _greet(self) -> None:
+        try:
+            hello = self._wire.receive(most_bytes=GREETING_BYTES)
+            if not is_token(hello.get("token"), self._store.token):
+                raise Refused("wrong or missing token")
+        finally:
+            self._sessions.greeted(self)
+        if hello.get("op") != "hello":
+            raise ControlError("the first message must be hello")
+        node = fields.integer(hello, "node", most=fields.MAX_RANK)
+        generation = fields.integer(hello, "generation")
+        with self._store.lock:
+            self._store.enter(fields.text(hello, "run_id", most=255), generation)
+        self._generation = generation
+        if hello.get("replicates") is True:
+            self._sessions.replace(node, self)
+        with self._store.lock:
+            held = [
+                {"rank": rank, "window": asdict(window.stored("copy", self._store.node))}
+                for rank, copy in self._store.copies.items()
+                for window in copy.windows
+            ]
+        self._wire.send({"op": "welcome", "held": held})
+
+    def _serve_one(self) -> None:
+        message = self._wire.receive(patient=True)
+        with self._store.lock:
+            self._store.check_generation(self._generation)
+        answers = {
+            "slice": self._slice,
+            "committed": self._committed,
+            "inventory": self._inventory,
+            "fetch": self._fetch,
+        }
+        operation = message.get("op")
+        if not isinstance(operation, str) or operation not in answers:
+            raise ControlError(f"op={operation!r:.100}: must be one of {', '.join(answers)}")
+        answers[operation](message)
+
+    def _slice(self, message: Message) -> None:
+        """Receive, verify and acknowledge an announced slice; a failure leaves the copy without it.
+
+        A slice that ``waits`` may need memory: its bytes follow ``go``. Those of others follow the announcement. The
+        hashes come last: bytes travel while they are computed.
+        """
+        index = fields.integer(message, "slice", most=fields.MAX_SLICES)
+        window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
+        if window_bytes % PAGE_BYTES:
+            raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
+        incoming, part = read_announcement(message, self._generation)
+        rank = incoming.rank
+        if index == 0:
+            incoming.check_next(index, part, window_bytes)
+        waits = message.get("waits") is True
+        copy = self._copy_of(rank, window_bytes, may_take=waits)
+        window = self._reserve(rank, copy, incoming, index, part)
+        try:
+            if waits:
+                self._wire.send({"op": "go"})
+            start = copy.offset(window) + part.offset
+            payload = copy.segment.view[start : start + part.num_bytes]
+            hashes = receive_hashed(part, payload, self._wire.receive_into)
+            if fields.items(self._wire.receive(), "hashes") != list(hashes):
+                raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
+            part.hashes = hashes
+            # Receiving took time: a newer generation may have fenced this connection meanwhile.
+            with self._store.lock:
+                self._store.check_generation(self._generation)
+                window.slices.append(part)
+        finally:
+            with self._store.lock:
+                copy.receiving.discard(window.buffer)
+        self._wire.send({"op": "ack"})
+
+    def _copy_of(self, rank: int, window_bytes: int, *, may_take: bool) -> Copy:
+        # Much memory takes longer to allocate than the sender waits without a message.
+        with self._store.lock:
+            copy = self._store.copies.get(rank)
+            if copy is not None and copy.windows.window_bytes == window_bytes:
+                return copy
+        if not may_take:
+            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes was requested")
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(self._store.take_copy, rank, window_bytes)
+            while not taken.done():
+                if not futures.wait([taken], KEEPALIVE_SECONDS).done:
+                    self._wire.send({"op": "wait"})
+            return taken.result()
+
+    def _reserve(self, rank: int, copy: Copy, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
+        with self._store.lock:
+            if self._store.copies.get(rank) is not copy:
+                raise ControlError(f"rank={rank}: its memory was freed meanwhile")
+            # An earlier connection that could not be ended may still write to the buffer.
+            if incoming.buffer in copy.receiving:
+                raise ControlError(f"buffer={incoming.buffer}: is being filled through another connection")
+            window = copy.windows.expect(incoming, index, part)
+            copy.receiving.add(window.buffer)
+        return window
+
+    def _committed(self, message: Message) -> None:
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        key = fields.window_key(message)
+        with self._store.lock:
+            if rank not in self._store.copies:
+                raise ControlError(f"rank={rank}: no copy of it is here")
+            self._store.copies[rank].windows.commit(key)
+        self._wire.send({"op": "ack"})
+
+    def _inventory(self, message: Message) -> None:
+        with self._store.lock:
+            windows = self._store.inventory(fields.integer(message, "rank", most=fields.MAX_RANK))
+        # Buffers are of this node: they mean nothing on the node that asks.
+        self._wire.send({"op": "inventory", "windows": [asdict(replace(window, buffer=None)) for window in windows]})
+
+    def _fetch(self, message: Message) -> None:
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        with self._store.lock:
+            segment, offset, window = self._store.find(rank, fields.window_key(message))
+            description, num_bytes = window.to_json(), window.num_bytes
+        self._wire.send({"op": "window", "window": description, "num_bytes": num_bytes})
+        # The other end allocates memory first, which may take long.
+        if self._wire.receive(patient=True).get("op") != "go":
+            raise ControlError("a window is sent on go")
+        self._wire.send_bytes(segment.view[offset : offset + num_bytes])
+
+
+def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
+    """The message before the bytes of a slice. Only the first slice's has topology and plan."""
+    about = window.describe()
+    if index > 0:
+        about |= {"topology": {}, "plan": {}}
+    record = window.slices[index]
+    place = {"buffer": buffer, "window_bytes": window_bytes, "slice": index}
+    return {"op": "slice", "window": about, **place, "record": replace(record, hashes=None).to_json()}
+
+
+def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
+    """Inverse of ``announce``: the window without slices, and the slice without hashes.
+
+    Raises:
+        ControlError, CheckpointError: a field is missing or cannot be.
+    """
+    window = Window.from_json(message.get("window"), whole=False)
+    if window.generation > newest_generation:
+        raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
+    buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
+    return HeldWindow(**vars(window), buffer=buffer), Slice.from_json(message.get("record"), hashed=False)
+
+
+def receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:
+    """Receive a slice into ``payload`` and hash each piece while its bytes are still in the cache."""
+    received, hashes = 0, []
+    for piece in part.pieces:
+        digest, position = xxhash.xxh3_128(), piece.offset
+        while position < piece.end:
+            if received <= position:
+                target = min(part.num_bytes, received + _ARRIVING_BYTES)
+                receive_into(payload[received:target])
+                received = target
+                continue
+            stop = min(piece.end, received)
+            digest.update(payload[position:stop])
+            position = stop
+        hashes.append(digest.hexdigest())
+    receive_into(payload[received:])
+    return tuple(hashes)

@@ -1,0 +1,206 @@
+"""The process of a node's snapshot server: serves ranks of its node and other nodes' servers until its parent ends.
+
+The main thread only accepts; every connection, the hashing, each peer and the storage have threads of their own.
+"""
+
+import ctypes
+import ipaddress
+import json
+import os
+import selectors
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
+from megatron_ft.framing import read_line
+from megatron_ft.snapshot.server.fields import MAX_BYTES, MAX_RANK, integer, text
+from megatron_ft.snapshot.server.memory import Memory
+from megatron_ft.snapshot.server.peer_session import PeerSessions
+from megatron_ft.snapshot.server.rank_session import RankSession
+from megatron_ft.snapshot.server.sender import Sender
+from megatron_ft.snapshot.server.store import Store
+from megatron_ft.snapshot.server.workers import Hasher, Persister
+
+MIN_TOKEN_LENGTH = 32
+MAX_LINE_BYTES = 64 * 1024
+_PR_SET_PDEATHSIG = 1
+_BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperSpec:
+    """Settings of a snapshot server, one line of JSON on its standard input."""
+
+    socket_path: str
+    """Socket for the ranks of the node; its directory must be of mode 0700."""
+    interface: str
+    """Address of this node for other nodes' servers."""
+    token: str
+    """Secret of the job; every connection must present it first."""
+    node: int
+    memory_limit_bytes: int | None = None
+    """Limit of arenas and copies together; None: what the machine has available when they are allocated."""
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "KeeperSpec":
+        """Read and check. Raises MegatronFtError for a value that is missing or cannot be."""
+        token, limit = text(content, "token"), content.get("memory_limit_bytes")
+        if len(token) < MIN_TOKEN_LENGTH:
+            raise ControlError(f"token: must have at least {MIN_TOKEN_LENGTH} characters")
+        if unknown := sorted(content.keys() - set(cls.__slots__)):
+            raise ControlError(f"{unknown[0]}: is no field of a snapshot server's settings")
+        return cls(
+            socket_path=text(content, "socket_path", most=107),
+            interface=check_interface(text(content, "interface")),
+            token=token,
+            node=integer(content, "node", most=MAX_RANK),
+            memory_limit_bytes=None if limit is None else integer(content, "memory_limit_bytes", most=MAX_BYTES),
+        )
+
+
+class Keeper:
+    """The main thread: listeners, and one sender for each peer."""
+
+    def __init__(self, spec: KeeperSpec) -> None:
+        """Listen. Raises ControlError if an address or the socket's directory cannot be used."""
+        self._spec = spec
+        self._store = Store(spec.node, spec.token, Memory(spec.memory_limit_bytes))
+        self._store.on_peers = self._set_peers
+        self._senders: dict[int, Sender] = {}
+        self._sessions = PeerSessions()
+        self._persister = Persister(self._store)
+        self._ranks = _listen_for_ranks(Path(spec.socket_path))
+        self._peers = _listen_for_peers(spec.interface)
+        host, port = self._peers.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def serve(self) -> None:
+        """Accept connections until standard input closes."""
+        for worker in (Hasher(self._store), self._persister):
+            worker.start()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._ranks, selectors.EVENT_READ)
+            selector.register(self._peers, selectors.EVENT_READ)
+            selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(self._sessions.expire()):
+                    if isinstance(key.fileobj, socket.socket):
+                        self._accept(key.fileobj)
+                    elif not os.read(sys.stdin.fileno(), 4096):
+                        return
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            self._store.report(f"a connection was lost before it was accepted: {error}")
+            return
+        if listener is self._ranks:
+            RankSession(connection, self._store, self._persister).start()
+        else:
+            self._sessions.accept(connection, self._store)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._ranks.close()
+        self._peers.close()
+        Path(self._spec.socket_path).unlink(missing_ok=True)
+
+    def _set_peers(self, peers: Mapping[int, str]) -> None:
+        # The lock of the store is held.
+        for node, sender in list(self._senders.items()):
+            if peers.get(node) != sender.address:
+                sender.stop()
+                del self._senders[node]
+        for node, address in peers.items():
+            if node not in self._senders:
+                self._senders[node] = Sender(node, address, self._store)
+                self._senders[node].start()
+
+
+def check_interface(interface: str) -> str:
+    """Remove brackets. Raises ConfigError for an address that means every interface."""
+    host = interface.strip("[]")
+    try:
+        unspecified = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        unspecified = host in ("", "*", "0")
+    if unspecified:
+        raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
+    return host
+
+
+def _listen_for_ranks(path: Path) -> socket.socket:
+    try:
+        about = path.parent.stat()
+        if not stat.S_ISDIR(about.st_mode) or stat.S_IMODE(about.st_mode) != 0o700 or about.st_uid != os.getuid():
+            raise ControlError(f"socket_path={path}: its directory must be this user's and of mode 0700")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ControlError(f"socket_path={path}: cannot listen there: {error}") from error
+    return listener
+
+
+def _listen_for_peers(interface: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0]
+        check_interface(str(address[0]))
+        listener = socket.socket(family, kind, protocol)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ControlError(f"launch.interface={interface}: cannot listen there: {error}") from error
+    return listener
+
+
+def _read_spec() -> KeeperSpec:
+    line = read_line(sys.stdin.fileno(), most=MAX_LINE_BYTES)
+    if not line.endswith(b"\n"):
+        raise ControlError("standard input must have a line with the snapshot server's settings")
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise ControlError(f"the snapshot server's settings are no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ControlError("the snapshot server's settings must be a JSON object")
+    return KeeperSpec.from_json(content)
+
+
+def _die_with_parent() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise ControlError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
+
+
+def _end_with_traceback(arguments: threading.ExceptHookArgs) -> None:
+    # An unexpected error in one thread ends the process: a node without a snapshot server is noticed, a server that
+    # does only a part of its work is not.
+    sys.excepthook(arguments.exc_type, arguments.exc_value or arguments.exc_type(), arguments.exc_traceback)
+    os._exit(1)
+
+
+def main() -> int:
+    """Run the process; its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.excepthook = _end_with_traceback
+    try:
+        _die_with_parent()
+        keeper = Keeper(_read_spec())
+    except MegatronFtError as error:
+        print(f"snapshot server: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    print(json.dumps({"address": keeper.address}), flush=True)
+    try:
+        keeper.serve()
+    finally:
+        keeper.close()
+    return 0

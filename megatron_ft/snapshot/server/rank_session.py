@@ -1,0 +1,292 @@
+"""Serves one process of this node that speaks for a rank: one request, one answer, in a thread of its own."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from megatron_ft.errors import CheckpointError, ControlError
+from megatron_ft.framing import FrameReader, Message, send
+from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
+from megatron_ft.planning.snapshot.pieces import align
+from megatron_ft.snapshot.server import fields
+from megatron_ft.snapshot.server.client import FLUSH_SECONDS
+from megatron_ft.snapshot.server.memory import Memory, Segment
+from megatron_ft.snapshot.server.store import PAGE_BYTES, OwnRank, Settings, Store
+from megatron_ft.snapshot.server.windows import HeldWindow
+from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
+from megatron_ft.snapshot.server.workers import Persister
+from megatron_ft.snapshot.window import Origin, Slice
+
+_MAX_INQUIRIES = 16
+"""Peers that are asked for their inventories at the same time."""
+_OK = {"op": "ok"}
+
+
+class RankSession(threading.Thread):
+    """One connection of the node's socket."""
+
+    def __init__(self, sock: socket.socket, store: Store, persister: Persister) -> None:
+        super().__init__(name="rank", daemon=True)
+        self._sock = sock
+        self._reader = FrameReader(sock)
+        self._store = store
+        self._persister = persister
+        self._own: OwnRank | None = None
+        self._settings: Settings | None = None
+        self._rank_listens = True
+
+    def run(self) -> None:
+        """Answer until the rank's process has ended or is replaced."""
+        try:
+            closed = False
+            while not closed:
+                messages, closed = self._reader.pump()
+                if self._reader.descriptors:
+                    raise ControlError("a rank sent a file descriptor: none is taken")
+                for message in messages:
+                    self._serve(message)
+        except (ControlError, OSError) as error:
+            self._store.report(f"a rank's connection ends: {error}")
+        finally:
+            with self._store.lock:
+                if self._own is not None and self._own.abort == self.abort:
+                    self._own.abort = None
+                self._reader.close()
+
+    def abort(self) -> None:
+        """End the connection, from another thread."""
+        abort(self._sock)
+
+    def _serve(self, message: Message) -> None:
+        descriptors: list[int] = []
+        try:
+            answer = self._answer(message, descriptors)
+        except Refused as error:
+            answer = error.to_json()
+        except (ControlError, CheckpointError) as error:
+            answer = Refused(str(error)).to_json()
+        try:
+            self._send(answer, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if self._own is None:
+            raise ControlError(f"greeting refused: {answer.get('reason')}")
+
+    def _send(self, answer: Message, descriptors: list[int]) -> None:
+        # A rank may die right after its last requests: they are served all the same, and not answered.
+        if not self._rank_listens:
+            return
+        try:
+            send(self._sock, answer, descriptors)
+        except OSError as error:
+            self._store.report(f"a rank takes no answers any more: {error}")
+            self._rank_listens = False
+
+    def _answer(self, message: Message, descriptors: list[int]) -> Message:
+        operation = message.get("op")
+        if self._own is None or self._settings is None:
+            return self._hello(message)
+        with self._store.lock:
+            self._store.check_generation(self._settings.origin.generation)
+            # Another process has greeted for this rank since: requests that were on their way must not count.
+            if self._own.settings is not self._settings:
+                raise Refused("another process speaks for this rank now", "stale")
+        answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
+            "allocate": self._allocate,
+            "begin": self._begin,
+            "captured": self._captured,
+            "committed": self._committed,
+            "abandon": self._abandon,
+            "persist": self._persist,
+            "flush": self._flush,
+            "problems": self._problems,
+            "inventory": self._inventory,
+            "fetch": self._fetch,
+        }
+        if not isinstance(operation, str) or operation not in answers:
+            raise ControlError(f"op={operation!r:.100}: must be one of {', '.join(map(str, answers))}")
+        return answers[operation](self._own, message, descriptors)
+
+    def _hello(self, message: Message) -> Message:
+        if not is_token(message.get("token"), self._store.token):
+            raise Refused("wrong or missing token")
+        if message.get("op") != "hello":
+            raise ControlError("the first message must be hello")
+        settings = read_settings(message)
+        if fields.integer(message, "node", most=fields.MAX_RANK) != self._store.node:
+            raise ControlError(f"node={message['node']}: must be {self._store.node}, the node of this server")
+        with self._store.lock:
+            self._own, self._settings = self._store.register(settings, self.abort), settings
+        return {"op": "welcome"}
+
+    def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
+        window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
+        segment, taken_bytes = self._store.take_arena(own, window_bytes, new=message.get("new") is True)
+        descriptors.append(os.dup(segment.descriptor))
+        sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
+        return {"op": "memory", **sizes}
+
+    def _begin(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        window = HeldWindow(
+            **vars(own.settings.origin),
+            start_iteration=fields.integer(message, "start_iteration"),
+            num_slices=fields.integer(message, "num_slices", least=1, most=fields.MAX_SLICES),
+            plan=fields.mapping(message, "plan"),
+            buffer=fields.integer(message, "buffer", most=NUM_BUFFERS - 1),
+        )
+        with self._store.changing(own) as windows:
+            windows.begin(window)
+        return _OK
+
+    def _captured(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
+        index = fields.integer(message, "slice", most=fields.MAX_SLICES)
+        part = Slice.from_json(message.get("record"), hashed=False)
+        with self._store.changing(own) as windows:
+            windows.capture(buffer, index, part)
+        return _OK
+
+    def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        generation, start = own.settings.origin.generation, fields.integer(message, "start_iteration")
+        captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
+        with self._store.changing(own) as windows:
+            window = windows.commit(start, generation, captured_in)
+            if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
+                self._persister.request(own, window)
+            # Only now: until the whole job has a window of this generation, a restart may need those before it.
+            self._store.free_older(window.generation)
+        return _OK
+
+    def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        with self._store.changing(own) as windows:
+            windows.abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
+        return _OK
+
+    def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        with self._store.changing(own) as windows:
+            if own.settings.persist_url is None:
+                raise ControlError("persist_url=null: must be a path or URL to write windows to")
+            self._persister.request(own, windows.find(fields.integer(message, "start_iteration")))
+        return _OK
+
+    def _flush(self, own: OwnRank, _: Message, __: list[int]) -> Message:
+        with self._store.lock:
+            done = self._store.lock.wait_for(lambda: not self._persister.is_due(own), FLUSH_SECONDS)
+        return {"op": "flushed", "done": done}
+
+    def _problems(self, own: OwnRank, _: Message, __: list[int]) -> Message:
+        with self._store.lock:
+            found = list(own.problems)
+            own.problems.clear()
+        return {"op": "problems", "problems": found}
+
+    def _inventory(self, own: OwnRank, message: Message, _: list[int]) -> Message:
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        with self._store.lock:
+            windows = [asdict(window) for window in self._store.inventory(rank)]
+        others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
+        if message.get("ask_peers") is True and others:
+            with ThreadPoolExecutor(min(_MAX_INQUIRIES, len(others))) as pool:
+                greeting = self._greeting(own)
+                answers = pool.map(lambda peer: self._ask_inventory(*peer, greeting, rank), sorted(others.items()))
+                windows += [window for found in answers for window in found]
+        return {"op": "inventory", "windows": windows}
+
+    def _ask_inventory(self, node: int, address: str, greeting: Message, rank: int) -> list[dict[str, Any]]:
+        try:
+            wire, _ = connect(address, greeting)
+            try:
+                found = fields.items(wire.call({"op": "inventory", "rank": rank}), "windows")
+                return [asdict(fields.stored_window(entry)) for entry in found]
+            finally:
+                wire.close()
+        except (ControlError, OSError) as error:
+            # A peer that is lost has no windows any more: the restart uses those of the others.
+            self._store.report(f"windows of rank {rank} on node {node}: {error}")
+            return []
+
+    def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
+        rank, key = fields.integer(message, "rank", most=fields.MAX_RANK), fields.window_key(message)
+        node = fields.integer(message, "node", most=fields.MAX_RANK)
+        if node == self._store.node:
+            with self._store.lock:
+                segment, offset, window = self._store.find(rank, key)
+            description, num_bytes = window.to_json(), window.num_bytes
+        elif node not in own.settings.peers:
+            raise ControlError(f"node={node}: must be one of {sorted(own.settings.peers)}")
+        else:
+            request = {"op": "fetch", "rank": rank, **asdict(key)}
+            try:
+                address = own.settings.peers[node]
+                segment, description = fetch_window(address, self._greeting(own), request, self._store.memory)
+            except OSError as error:
+                raise ControlError(f"node={node}: {key} of rank {rank} did not arrive: {error}") from error
+            offset, num_bytes = 0, segment.num_bytes
+        descriptors.append(segment.read_only_descriptor())
+        return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}
+
+    def _greeting(self, own: OwnRank) -> Message:
+        origin = own.settings.origin
+        about = {"run_id": origin.run_id, "generation": origin.generation, "replicates": False}
+        return {"token": self._store.token, "node": self._store.node, **about}
+
+
+def fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
+    """Fetch a window that another server holds into memory of its own; the rank that asked verifies it.
+
+    Raises:
+        ControlError, OSError: it is not there, or does not arrive.
+    """
+    wire, _ = connect(address, greeting)
+    try:
+        answer = wire.call(request)
+        num_bytes = fields.integer(answer, "num_bytes", most=fields.MAX_BYTES)
+        segment = memory.allocate("fetched", max(1, num_bytes))
+        wire.send({"op": "go"})
+        wire.receive_into(segment.view[:num_bytes])
+        return segment, fields.mapping(answer, "window")
+    finally:
+        wire.close()
+
+
+def read_settings(message: Message) -> Settings:
+    """A rank's greeting, checked.
+
+    Raises:
+        ControlError, CheckpointError: a field is missing or cannot be.
+    """
+    world_size = fields.integer(message, "world_size", least=1, most=fields.MAX_RANK)
+    origin = Origin(
+        run_id=fields.text(message, "run_id", most=255),
+        generation=fields.integer(message, "generation"),
+        rank=fields.integer(message, "rank", most=world_size - 1),
+        world_size=world_size,
+        topology=fields.mapping(message, "topology"),
+    )
+    origin.validate()
+    peers = {_node(name): str(address) for name, address in fields.mapping(message, "peers").items()}
+    for address in peers.values():
+        fields.host_and_port(address)
+    peer_nodes = tuple(dict.fromkeys(_node(node) for node in fields.items(message, "peer_nodes")))
+    own_node = fields.integer(message, "node", most=fields.MAX_RANK)
+    if unknown := [node for node in peer_nodes if node not in peers or node == own_node]:
+        raise ControlError(f"peer_nodes={list(peer_nodes)}: node {unknown[0]} must be another one of {sorted(peers)}")
+    url = message.get("persist_url")
+    return Settings(
+        origin=origin,
+        peers=peers,
+        peer_nodes=peer_nodes,
+        persist_every=fields.integer(message, "persist_every"),
+        persist_url=None if url is None else fields.text(message, "persist_url"),
+        num_persisted=fields.integer(message, "num_persisted"),
+    )
+
+
+def _node(name: object) -> int:
+    number = int(name) if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 10 else name
+    return fields.integer({"node": number}, "node", most=fields.MAX_RANK)

@@ -1,0 +1,215 @@
+"""Stores windows in a local folder or in an object store reached by URL. Both commit a file in one step.
+
+Local: a temporary name, fsync, one rename, fsync of the directory. Object stores (:data:`ATOMIC_PUTS`): one put of a
+whole object, which they show to readers only when it is complete. Other file systems: a temporary name, then one move.
+"""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import CheckpointError
+from megatron_ft.snapshot.storage.files import fsync_directory, naming, write_atomically
+
+ATOMIC_PUTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+"""Protocols whose objects appear whole or not at all."""
+
+TRASH_PREFIX = ".deleted_"
+"""Prefix of directories whose deletion has begun."""
+
+Chunks = Iterable[bytes | memoryview]
+
+
+class LocalBackend:
+    """A folder of the local file system, or of one that is mounted. Directories are one name, or empty for itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def describe(self, directory: str, name: str = "") -> str:
+        """Full path or URL, for messages."""
+        return str(self.folder / directory / name)
+
+    def write(self, directory: str, name: str, chunks: Chunks) -> None:
+        """Write a file; readers see all of it or its former content. Raises OSError, and what the chunks raise."""
+        write_atomically(self._make(directory), name, chunks)
+
+    def exists(self, directory: str, name: str) -> bool:
+        """Whether something has the name, a dangling link included."""
+        return os.path.lexists(self.folder / directory / name)
+
+    def open(self, directory: str, name: str) -> "LocalSource":
+        """Open a regular file; links are not followed. Raises OSError or CheckpointError."""
+        return LocalSource(self.folder / directory / name)
+
+    def list_directories(self) -> list[str]:
+        """Names of the directories in the folder without links; none if it is missing."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False))
+
+    def move(self, directory: str, target: str) -> None:
+        """Rename a directory. Raises OSError."""
+        os.rename(self.folder / directory, self.folder / target)
+        fsync_directory(self.folder)
+
+    def delete(self, directory: str) -> None:
+        """Remove a directory; a crash leaves nothing that counts as a window. Raises OSError."""
+        # Renamed first, so that a crash leaves no half of it under its name; leftovers of such crashes go too.
+        self._empty_trash()
+        self.move(directory, TRASH_PREFIX + directory)
+        self._empty_trash()
+
+    def _empty_trash(self) -> None:
+        for name in self.list_directories():
+            if name.startswith(TRASH_PREFIX):
+                shutil.rmtree(self.folder / name)
+
+    def _make(self, directory: str) -> Path:
+        path = self.folder / directory
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise CheckpointError(f"{path}: not a directory")
+        for parent in (self.folder.parent, self.folder):
+            fsync_directory(parent)
+        return path
+
+
+class LocalSource:
+    """A regular file, read by position: an error of the device is an OSError, not a signal as with a mapping."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        flags = os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
+        self._descriptor = os.open(path, flags)
+        status = os.fstat(self._descriptor)
+        self.num_bytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{path}: not a regular file")
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target``. Raises OSError when the file ends before."""
+        done = 0
+        with naming(self._path):
+            while done < len(target):
+                count = os.preadv(self._descriptor, [target[done:]], offset + done)
+                if count == 0:
+                    raise OSError(f"{self._path}: ends at {offset + done}")
+                done += count
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+class RemoteBackend:
+    """A prefix of an object store, or a folder of a file system of fsspec; methods as ``LocalBackend``."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec  # type: ignore[import-untyped]
+
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url.rstrip("/"))
+        except (ValueError, ImportError) as error:
+            raise CheckpointError(f"{url}: {error}") from error
+        self._url = url.rstrip("/")
+        self._atomic_puts = url.partition("://")[0] in ATOMIC_PUTS
+
+    def describe(self, directory: str, name: str = "") -> str:
+        return "/".join(part for part in (self._url, directory, name) if part)
+
+    def write(self, directory: str, name: str, chunks: Chunks) -> None:
+        # One put of the whole object, or a temporary name and one move.
+        target = self._path(directory, name)
+        temporary = target if self._atomic_puts else self._path(directory, f".{name}.tmp")
+        self._files.makedirs(self._path(directory), exist_ok=True)
+        self._put(temporary, chunks)
+        if temporary != target:
+            self._files.mv(temporary, target)
+
+    def _put(self, path: str, chunks: Chunks) -> None:
+        file = self._files.open(path, "wb")
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+        except BaseException:
+            self._abandon(file, path)
+            raise
+        file.close()
+
+    def _abandon(self, file: Any, path: str) -> None:
+        # Closing an upload would put the half that is written: it is marked closed instead.
+        from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
+
+        if isinstance(file, AbstractBufferedFile):
+            file.discard()
+            file.closed = True
+        else:
+            file.close()
+            self._files.rm(path)
+
+    def exists(self, directory: str, name: str) -> bool:
+        self._files.invalidate_cache()
+        return bool(self._files.exists(self._path(directory, name)))
+
+    def open(self, directory: str, name: str) -> "RemoteSource":
+        return RemoteSource(self._files.open(self._path(directory, name), "rb"), self.describe(directory, name))
+
+    def list_directories(self) -> list[str]:
+        self._files.invalidate_cache()
+        try:
+            entries = self._files.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+
+    def move(self, directory: str, target: str) -> None:
+        # Object by object where the store has no rename: a window without all its files does not count.
+        self._files.mv(self._path(directory), self._path(target), recursive=True)
+
+    def delete(self, directory: str) -> None:
+        self._files.rm(self._path(directory), recursive=True)
+
+    def _path(self, *parts: str) -> str:
+        return "/".join([self._root, *(part for part in parts if part)])
+
+
+class RemoteSource:
+    """An object, read by position."""
+
+    def __init__(self, file: Any, where: str) -> None:
+        self._file = file
+        self._where = where
+        self.num_bytes = int(file.size)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._file.seek(offset)
+        done = 0
+        while done < len(target):
+            chunk = self._file.read(len(target) - done)
+            if not chunk:
+                raise OSError(f"{self._where}: ends at {offset + done}")
+            target[done : done + len(chunk)] = chunk
+            done += len(chunk)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+Backend = LocalBackend | RemoteBackend
+Source = LocalSource | RemoteSource
+
+
+def open_backend(folder: Path | str) -> Backend:
+    """Open a path or a URL. Raises CheckpointError when the URL's protocol is not installed."""
+    text = str(folder)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    return RemoteBackend(text) if "://" in text else LocalBackend(Path(text))

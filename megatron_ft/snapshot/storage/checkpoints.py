@@ -1,0 +1,210 @@
+"""The folder of a run's checkpoints: names, completeness, ``latest``, damage and deletion.
+
+::
+
+    checkpoints/iter_0000030/        complete once it holds a manifest
+    checkpoints/iter_0000030.1/      saved again after the first one (a run that went back and forth)
+    checkpoints/damaged_iter_0000020 set aside by a resume that found it damaged
+    checkpoints/foreign_iter_0000050 set aside by a resume: of another run, or its name is of another iteration
+    checkpoints/latest               JSON; the newest complete checkpoint, for people and tools
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_ft.errors import CheckpointError
+from megatron_ft.snapshot.storage.backends import TRASH_PREFIX, LocalBackend
+from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.strict_json import parse_json
+
+LATEST_NAME = "latest"
+_DIRECTORY = re.compile(r"iter_(\d{7,})(?:\.(\d{1,6}))?")
+_SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StoredCheckpoint:
+    """One directory of the folder; ordered by age, oldest first."""
+
+    iteration: int
+    attempt: int
+    """0 for the first save of this iteration."""
+    path: Path
+    complete: bool
+    """Whether it has a manifest. Its files may still be damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamageReport:
+    """A checkpoint or a window that is not used, and why."""
+
+    path: Path | str
+    """Path, or URL of a window."""
+    reason: str
+
+
+def directory_name(iteration: int, attempt: int = 0) -> str:
+    """Name of the directory of ``iteration``."""
+    return f"iter_{iteration:07d}" + (f".{attempt}" if attempt else "")
+
+
+def iteration_of(path: Path) -> int:
+    """The iteration in a checkpoint directory's name.
+
+    Raises:
+        CheckpointError: not such a name.
+    """
+    match = _DIRECTORY.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path}: is not named like a checkpoint, {directory_name(30)}")
+    return int(match[1])
+
+
+def is_named(path: Path) -> bool:
+    """Whether the directory's name is that of a checkpoint."""
+    return _DIRECTORY.fullmatch(path.name) is not None
+
+
+def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
+    """List the checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for entry in os.scandir(folder):
+        match = _DIRECTORY.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            path = Path(entry.path)
+            complete = (path / MANIFEST_NAME).is_file()
+            found.append(StoredCheckpoint(int(match[1]), int(match[2] or 0), path, complete))
+    return sorted(found)
+
+
+def list_set_aside(folder: Path) -> list[Path]:
+    """Damaged checkpoints in ``folder`` that starts have set aside, by name; none if it is missing."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path for path in folder.iterdir() if path.name.startswith(_SET_ASIDE_PREFIX["damaged"]) and path.is_dir()
+    )
+
+
+def start_directory(folder: Path, iteration: int) -> Path:
+    """Create the directory a save of ``iteration`` writes into.
+
+    Leftovers of a crashed save of the same iteration are removed; a complete checkpoint of it is
+    never touched: the new one gets the next attempt number.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    same = [stored for stored in list_checkpoints(folder) if stored.iteration == iteration]
+    for stored in same:
+        if not stored.complete:
+            delete(stored.path)
+    taken = [stored.attempt for stored in same if stored.complete]
+    path = folder / directory_name(iteration, max(taken) + 1 if taken else 0)
+    path.mkdir()
+    for parent in (folder.parent, folder):
+        fsync_directory(parent)
+    return path
+
+
+def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path | None, list[DamageReport]]:
+    """The newest checkpoint that passes ``check``, and a report on each newer one that did not.
+
+    Directories without a manifest are leftovers of a save that never finished, and renamed ones hold an iteration that
+    is not in their names: both are reported too.
+    """
+    reports = []
+    for stored in reversed(list_checkpoints(folder)):
+        if not stored.complete:
+            reports.append(DamageReport(path=stored.path, reason="incomplete: no manifest"))
+            continue
+        try:
+            reason = other_iteration(stored.path, check(stored.path))
+        except CheckpointError as error:
+            reason = str(error)
+        if reason is None:
+            return stored.path, reports
+        reports.append(DamageReport(path=stored.path, reason=reason))
+    return None, reports
+
+
+def other_iteration(path: Path, manifest: Manifest) -> str | None:
+    """The problem where the directory's name and its manifest disagree on the iteration; None where they agree."""
+    named = iteration_of(path)
+    if named == manifest.iteration:
+        return None
+    return f"{path}: holds iteration {manifest.iteration}, its name says {named}: it was renamed, or its files swapped"
+
+
+def move_latest(folder: Path, path: Path, iteration: int) -> None:
+    """Point ``latest`` at ``path``, in one atomic step. Call it when ``path`` is complete."""
+    assert (path / MANIFEST_NAME).is_file(), f"latest may not move to {path}: it has no manifest"
+    content = json.dumps({"checkpoint": path.name, "iteration": iteration}) + "\n"
+    write_atomically(folder, LATEST_NAME, content.encode())
+
+
+def read_latest(folder: Path) -> Path | None:
+    """Read where ``latest`` points; None without it. Raises CheckpointError when it is damaged."""
+    path = folder / LATEST_NAME
+    try:
+        name = parse_json(path.read_bytes())["checkpoint"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+    if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
+        raise CheckpointError(f"{path}: {name!r} is not a checkpoint's name")
+    return folder / name
+
+
+def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Path:
+    """Rename a checkpoint so that it no longer counts as one; its bytes are kept.
+
+    ``latest`` moves to the newest complete checkpoint that is left, and goes when there is none.
+    """
+    for attempt in range(1_000_000):
+        target = path.with_name(f"{_SET_ASIDE_PREFIX[kind]}{path.name}" + (f"_{attempt}" if attempt else ""))
+        if not target.exists():
+            os.rename(path, target)
+            fsync_directory(path.parent)
+            _move_latest_back(path.parent)
+            return target
+    raise CheckpointError(f"{path}: no free name to set it aside")
+
+
+def _move_latest_back(folder: Path) -> None:
+    complete = [stored for stored in list_checkpoints(folder) if stored.complete]
+    if complete:
+        move_latest(folder, complete[-1].path, complete[-1].iteration)
+    else:
+        (folder / LATEST_NAME).unlink(missing_ok=True)
+        fsync_directory(folder)
+
+
+def delete(path: Path) -> None:
+    """Remove a checkpoint; a crash leaves no half of it under its name."""
+    LocalBackend(path.parent).delete(path.name)
+
+
+def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
+    """Delete leftovers: half-deleted directories, and incomplete ones older than ``before_iteration``.
+
+    Call it after a checkpoint of ``before_iteration`` is complete and no save is in flight.
+    """
+    removed = []
+    for entry in list(os.scandir(folder)) if folder.is_dir() else []:
+        if entry.name.startswith(TRASH_PREFIX) and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+            removed.append(Path(entry.path))
+    for stored in list_checkpoints(folder):
+        if not stored.complete and stored.iteration <= before_iteration:
+            delete(stored.path)
+            removed.append(stored.path)
+    return removed

@@ -1,0 +1,233 @@
+"""The manifest of a checkpoint: what belongs to it, checksummed, written last.
+
+A directory with a readable manifest is a complete checkpoint. It is JSON, carries its own checksum,
+and is verified (sizes, then checksums of all files) before anything else opens a file: the data
+files hold pickle, which must never be read from bytes without a verified checksum.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron_ft.config.identity import Settings
+from megatron_ft.errors import CheckpointError
+from megatron_ft.snapshot.storage.files import FileEntry, hash_file, write_atomically
+from megatron_ft.strict_json import decode
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 2
+MAX_MANIFEST_BYTES = 64 << 20
+"""A larger manifest is refused before it is read."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint: its run, its iteration, and its files byte for byte."""
+
+    run_id: str
+    """Random name of the run that wrote it; in format 1, which has none, the name of its folder."""
+    run_name: str
+    """Name of the run's folder."""
+    generation: int
+    """Membership the writers had agreed on."""
+    topology: dict[str, int]
+    """Parallel sizes of the writers, ``world_size`` among them."""
+    iteration: int
+    """Iterations whose updates it holds."""
+    consumed_samples: int
+    """Samples read up to there."""
+    settings: Settings
+    """The run's data, model, optimizer and schedule: concern to key to value; empty in format 1."""
+    software: dict[str, str]
+    """Versions of the packages that wrote it."""
+    files: tuple[FileEntry, ...]
+    """All files except the manifest itself."""
+    format_version: int = field(default=FORMAT_VERSION)
+    """Version of this layout."""
+
+    def validate(self) -> None:
+        """Raises CheckpointError when a name, size or checksum cannot be one of this project."""
+        seen: set[str] = set()
+        for entry in self.files:
+            check_name(entry.name)
+            if entry.name in seen or entry.name == MANIFEST_NAME:
+                raise CheckpointError(f"manifest lists {entry.name!r} twice")
+            seen.add(entry.name)
+            if entry.num_bytes < 0 or not _HASH.fullmatch(entry.xxh3_128):
+                raise CheckpointError(f"manifest entry of {entry.name!r} has a bad size or checksum")
+        if self.iteration < 0 or self.consumed_samples < 0 or self.generation < 0:
+            raise CheckpointError("manifest has a negative iteration, sample count or generation")
+
+    def summary(self) -> str:
+        """One line for a log."""
+        total = sum(entry.num_bytes for entry in self.files)
+        return (
+            f"iteration {self.iteration}, {len(self.files)} files, {total} bytes, "
+            f"run {self.run_name}, written by {self.topology.get('world_size', '?')} ranks"
+        )
+
+    def to_bytes(self) -> bytes:
+        """JSON whose last field is the checksum of everything before it."""
+        body = asdict(self)
+        body["manifest_xxh3_128"] = _body_checksum(body)
+        return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "Manifest":
+        """Inverse of ``to_bytes``. Raises CheckpointError for anything else."""
+        body = parse_object(content)
+        claimed = body.pop("manifest_xxh3_128", None)
+        version = body.get("format_version")
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+            raise CheckpointError(f"manifest format_version={version!r}: this version reads 1 to {FORMAT_VERSION}")
+        if claimed != _body_checksum(body):
+            raise CheckpointError("manifest does not match its own checksum")
+        manifest = _parse(body)
+        manifest.validate()
+        return manifest
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises CheckpointError unless it is UTF-8, with distinct keys and finite numbers."""
+    try:
+        body = json.loads(content.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"manifest is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise CheckpointError("manifest is not a JSON object")
+    return body
+
+
+def check_name(name: str) -> None:
+    """Raises CheckpointError unless ``name`` is a plain path below the checkpoint directory."""
+    if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
+        raise CheckpointError(f"file name {name!r} is not a plain path inside the checkpoint")
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Commit the checkpoint in ``directory``: after this call it is complete and durable."""
+    manifest.validate()
+    write_atomically(directory, MANIFEST_NAME, manifest.to_bytes())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read a checkpoint's manifest. Raises CheckpointError naming ``directory`` when there is none that can be read."""
+    path = directory / MANIFEST_NAME
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
+        if status.st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{path}: {status.st_size} bytes, more than a manifest can have")
+        return Manifest.from_bytes(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: no {MANIFEST_NAME}; incomplete, or not written by this project") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except CheckpointError as error:
+        message = str(error)
+        raise CheckpointError(message if message.startswith(str(path)) else f"{path}: {message}") from None
+
+
+def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> Manifest:
+    """Check every file of the checkpoint against its manifest and return the manifest.
+
+    Names and sizes of all files are checked by every caller; checksums of every ``num_parts``-th
+    file, starting at ``part``, so that ranks can share the reading.
+
+    Raises CheckpointError naming the first file that is missing, unexpected, of another size,
+    not a regular file, or of other content.
+    """
+    manifest = read_manifest(directory)
+    _check_listing(directory, manifest.files)
+    by_size = sorted(manifest.files, key=lambda entry: (-entry.num_bytes, entry.name))
+    for entry in by_size[part::num_parts]:
+        _check_content(directory, entry)
+    return manifest
+
+
+def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:
+    present = dict(_walk(directory))
+    present.pop(MANIFEST_NAME, None)
+    for entry in files:
+        if entry.name not in present:
+            raise CheckpointError(f"{directory / entry.name}: missing")
+        if present[entry.name] != entry.num_bytes:
+            raise CheckpointError(
+                f"{directory / entry.name}: {present[entry.name]} bytes, its manifest says {entry.num_bytes}"
+            )
+    unexpected = sorted(present.keys() - {entry.name for entry in files})
+    if unexpected:
+        raise CheckpointError(f"{directory / unexpected[0]}: not listed in the manifest")
+
+
+def _check_content(directory: Path, entry: FileEntry) -> None:
+    path = directory / entry.name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        with os.fdopen(descriptor, "rb") as file:
+            found = hash_file(file)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if found != entry.xxh3_128:
+        raise CheckpointError(f"{path}: damaged: checksum {found}, its manifest says {entry.xxh3_128}")
+
+
+def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Names and sizes of all regular files; anything else is refused."""
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    for entry in entries:
+        name = prefix + entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path), name + "/")
+        elif entry.is_file(follow_symlinks=False):
+            yield name, entry.stat(follow_symlinks=False).st_size
+        else:
+            raise CheckpointError(f"{entry.path}: neither a regular file nor a directory")
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    try:
+        if body["format_version"] == 1:
+            decode(str, body["config_digest"], "config_digest")
+            body = {**body, "run_name": body["run_id"], "settings": {}}
+        settings = body["settings"]
+        if type(settings) is not dict or not all(type(values) is dict for values in settings.values()):
+            raise TypeError("settings must be an object of objects")
+        files = tuple(FileEntry(**_decoded(FileEntry, entry)) for entry in body["files"])
+        return Manifest(**_decoded(Manifest, body, "settings", "files"), settings=settings, files=files)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"manifest lacks a field or has one of another type: {error}") from None
+
+
+def _decoded(kind: type[FileEntry] | type[Manifest], content: dict[str, Any], *without: str) -> dict[str, Any]:
+    names = {entry.name: entry.type for entry in fields(kind) if entry.name not in without}
+    return {name: decode(hint, content[name], name) for name, hint in names.items()}
+
+
+def _body_checksum(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(keys) != len(set(keys)):
+        raise ValueError("a key appears twice")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")

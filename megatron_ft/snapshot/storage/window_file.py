@@ -1,0 +1,261 @@
+"""The file of one rank's part of a window: written whole or not at all, no byte of it used unchecked.
+
+::
+
+    8 bytes    magic
+    4          format version           (numbers are little endian)
+    8          bytes of the manifest
+    16         xxh3_128 of the manifest
+    ...        manifest, strict JSON
+    ...        zeros up to a multiple of 4096
+    ...        payload: slices, zeros wherever no piece lies
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from megatron_ft.errors import CheckpointError
+from megatron_ft.planning.snapshot.pieces import align
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.snapshot.storage.backends import Backend, Source, open_backend
+from megatron_ft.snapshot.storage.manifest import MAX_MANIFEST_BYTES, parse_object
+from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, check_version
+
+MAGIC = b"\x89MFTWIN\n"
+_HEADER = struct.Struct("<8sIQ16s")
+_CHUNK_BYTES = 4 << 20
+_ZEROS = bytes(1 << 16)
+
+
+def window_name(key: WindowKey) -> str:
+    """Directory of a window. A generation that captures it again never touches what an earlier one wrote."""
+    return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
+
+
+def rank_name(rank: int) -> str:
+    """Name of a rank's file."""
+    return f"rank-{rank:05d}.window"
+
+
+def write_window(folder: Path | str, window: Window, payload: Sequence[memoryview]) -> int:
+    """Write a rank's part of a window below ``folder``, a path or a URL; durable when this returns.
+
+    Padding is written as zeros, whatever the buffers hold there. A sound file that is there already is left as it
+    is; a damaged one is replaced.
+
+    Args:
+        payload: the bytes of each slice, ``window.slices[i].num_bytes`` of them.
+
+    Returns:
+        bytes of the file.
+
+    Raises:
+        CheckpointError: the storage fails, the bytes are not those of the window, or a sound file of other content
+            has the name. What was there is left as it was.
+    """
+    head = _head(window)
+    sizes = [view.nbytes for view in payload]
+    assert sizes == [part.num_bytes for part in window.slices], f"payload of {sizes} bytes does not fit the slices"
+    backend = open_backend(folder)
+    directory, name = window_name(window.key), rank_name(window.rank)
+    where = backend.describe(directory, name)
+    try:
+        # A restart may write a window again: a file that is sound and equal is not touched, for others may read it.
+        if not _is_there(backend, directory, name, window):
+            backend.write(directory, name, _chunks(head, window, payload, where))
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be written: {error}") from error
+    return len(head) + window.num_bytes
+
+
+def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None) -> "WindowFile":
+    """Open a rank's file, a path or a URL: description and sizes are checked, nothing of the payload is read yet.
+
+    Args:
+        expect: fields of the window and the values they must have, e.g. ``{"run_id": "a", "rank": 3}``.
+
+    Raises:
+        CheckpointError: not a sound file, or not the one expected; the message begins with the path.
+    """
+    parent, _, name = str(path).rpartition("/")
+    backend = open_backend(parent or ".")
+    return WindowFile(backend.describe("", name), lambda: backend.open("", name), expect or {})
+
+
+class WindowFile:
+    """A rank's open file. Bytes are read on request, and checked before they are returned."""
+
+    def __init__(self, where: str, open_source: Callable[[], Source], expect: Mapping[str, object]) -> None:
+        self.path = where
+        self._source: Source | None = None
+        try:
+            self._source = open_source()
+            self.window, self._payload_start = _read_head(self._source)
+            _check_expected(self.window, expect)
+        except (OSError, CheckpointError) as error:
+            self.close()
+            message = str(error)
+            raise CheckpointError(message if message.startswith(where) else f"{where}: {message}") from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return self._payload_start + self.window.num_bytes
+
+    def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
+        """Read and check slice ``index``, into ``into`` (of its size) or into new memory.
+
+        Raises:
+            CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may hold
+                unchecked bytes then.
+        """
+        part = self.window.slices[index]
+        buffer = memoryview(bytearray(part.num_bytes)) if into is None else into.cast("B")
+        assert buffer.nbytes == part.num_bytes, f"buffer of {buffer.nbytes} bytes, slice of {part.num_bytes}"
+        self._check(part, buffer)
+        return buffer
+
+    def verify(self) -> Window:
+        """Check every byte of the payload and return the window. Raises CheckpointError as ``read_slice`` does."""
+        position = 0
+        for part in self.window.slices:
+            for view in self._read(position, part.offset):
+                _check_zeros(view, f"{self.path}: before iteration {part.iteration}")
+            self._check(part, None)
+            position = part.end
+        return self.window
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._source is not None:
+            self._source.close()
+        self._source = None
+
+    def __enter__(self) -> "WindowFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, part: Slice, target: memoryview | None) -> None:
+        """Read and check a slice, into ``target`` or into memory that is used again."""
+        for start, stop, piece in part.extents():
+            digest = xxhash.xxh3_128()
+            for view in self._read(part.offset + start, part.offset + stop, target and target[start:stop]):
+                if piece is None:
+                    _check_zeros(view, f"{self.path}: slice of iteration {part.iteration}")
+                else:
+                    digest.update(view)
+            if piece is not None:
+                part.check_hash(piece, digest.hexdigest(), self.path)
+
+    def _read(self, start: int, stop: int, target: memoryview | None = None) -> Iterator[memoryview]:
+        """Bytes of the payload in chunks, which lie in ``target`` or are overwritten by the next one."""
+        assert self._source is not None, f"{self.path}: closed"
+        if target is None:
+            scratch = memoryview(bytearray(min(_CHUNK_BYTES, stop - start)))
+        for position in range(start, stop, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, stop - position)
+            view = scratch[:size] if target is None else target[position - start : position - start + size]
+            try:
+                self._source.read_into(self._payload_start + position, view)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {error}") from error
+            yield view
+
+
+def _head(window: Window) -> bytes:
+    content = window.to_bytes()
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"manifest of {len(content)} bytes: must have at most {MAX_MANIFEST_BYTES}")
+    digest = xxhash.xxh3_128_digest(content)
+    head = _HEADER.pack(MAGIC, WINDOW_FORMAT_VERSION, len(content), digest) + content
+    return head + bytes(align(len(head)) - len(head))
+
+
+def _chunks(head: bytes, window: Window, payload: Sequence[memoryview], where: str) -> Iterator[bytes | memoryview]:
+    """All bytes of the file in order; each slice is checked before its first byte is returned."""
+    yield head
+    position = 0
+    for part, view in zip(window.slices, payload, strict=True):
+        view = view.cast("B")
+        part.check_payload(view, where)
+        yield from _zeros(part.offset - position)
+        for start, stop, piece in part.extents():
+            if piece is None:
+                yield from _zeros(stop - start)
+            else:
+                yield view[start:stop]
+        position = part.end
+
+
+def _zeros(num_bytes: int) -> Iterator[bytes]:
+    for start in range(0, num_bytes, len(_ZEROS)):
+        yield _ZEROS[: num_bytes - start]
+
+
+def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
+    """Whether the same file is there already. Raises CheckpointError for a sound one of other content."""
+    if not backend.exists(directory, name):
+        return False
+    where = backend.describe(directory, name)
+    try:
+        with WindowFile(where, lambda: backend.open(directory, name), {}) as opened:
+            found = opened.verify()
+    except CheckpointError:
+        return False
+    if found.to_bytes() != window.to_bytes():
+        raise CheckpointError(f"{where}: holds another {found.summary()}; set that window aside first")
+    return True
+
+
+def _read_head(source: Source) -> tuple[Window, int]:
+    """(window, first byte of the payload), once the file's size agrees with them."""
+    size = source.num_bytes
+    if size < _HEADER.size:
+        raise CheckpointError(f"{size} bytes: too short for a window")
+    magic, version, length, digest = _HEADER.unpack(_read_bytes(source, 0, _HEADER.size))
+    if magic != MAGIC:
+        raise CheckpointError(f"magic {magic!r}: not a window of this project")
+    check_version(version)
+    # Checked before memory is allocated: the length is not covered by a checksum yet.
+    if length > min(size - _HEADER.size, MAX_MANIFEST_BYTES):
+        raise CheckpointError(f"manifest of {length} bytes in a file of {size}")
+    content = _read_bytes(source, _HEADER.size, length)
+    if xxhash.xxh3_128_digest(content) != digest:
+        raise CheckpointError("manifest does not match its checksum")
+    window = Window.from_json(parse_object(content))
+    if window.format_version != version:
+        raise CheckpointError(f"format_version={window.format_version} in the manifest, {version} before it")
+    return window, _payload_start(source, _HEADER.size + length, window.num_bytes)
+
+
+def _payload_start(source: Source, end: int, payload_bytes: int) -> int:
+    start = align(end)
+    if source.num_bytes != start + payload_bytes:
+        raise CheckpointError(f"{source.num_bytes} bytes, its manifest says {start + payload_bytes}")
+    _check_zeros(memoryview(_read_bytes(source, end, start - end)), "before the payload")
+    return start
+
+
+def _read_bytes(source: Source, offset: int, num_bytes: int) -> bytes:
+    content = bytearray(num_bytes)
+    source.read_into(offset, memoryview(content))
+    return bytes(content)
+
+
+def _check_expected(window: Window, expect: Mapping[str, object]) -> None:
+    for name, value in expect.items():
+        if (found := getattr(window, name)) != value:
+            raise CheckpointError(f"{name}={found!r}: must be {value!r}")
+
+
+def _check_zeros(view: memoryview, where: str) -> None:
+    if bytes(view).count(0) != len(view):
+        raise CheckpointError(f"{where}: damaged: padding is not zero")

@@ -1,0 +1,375 @@
+"""``Window``: one rank's part of a window of state, described once for memory, for the wire and for disk.
+
+A window is ``num_slices`` consecutive states that together hold every operator's full state once (MoEvement, section
+3.2). A slice is what was captured of one state, a piece one component of one parameter's element range. Capture begins
+a window and adds slices, the snapshot server adds the hashes of their pieces, storage writes it as a file's manifest:
+all of them validate with ``validate`` and travel as ``to_json``.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import xxhash
+
+from megatron_ft.errors import CheckpointError
+from megatron_ft.planning.snapshot.pieces import SLICE_ALIGNMENT_BYTES, Piece, align
+from megatron_ft.planning.snapshot.plan import WindowKey
+
+WINDOW_FORMAT_VERSION = 2
+"""1: ``run_id`` is the name of the run's folder. 2: it is the run's random name, and slice 0 names its settings."""
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
+}
+"""Bytes of one value of each dtype, by torch's names."""
+
+_MAX_INTEGER = 2**63 - 1
+_NAMES = {
+    "parameter": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,511}"),
+    "component": re.compile(r"[a-z][a-z0-9_]{0,63}"),
+}
+_RUN_ID = re.compile(r"[^\x00-\x1f\x7f/]{1,255}")
+_HASH = re.compile(r"[0-9a-f]{32}")
+_SLICE_FIELDS = {"iteration": int, "offset": int, "num_bytes": int, "header": dict, "pieces": list}
+
+AnyWindow = TypeVar("AnyWindow", bound="Window")
+
+
+def check_piece(piece: Piece) -> None:
+    """Raises CheckpointError when a name, range or size cannot be one of this project."""
+    problem = _piece_problem(piece)
+    if problem is not None:
+        raise CheckpointError(f"piece {piece.parameter!r:.80} {piece.component!r:.80}: {problem}")
+
+
+def _piece_problem(piece: Piece) -> str | None:
+    for name, pattern in _NAMES.items():
+        value = getattr(piece, name)
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            return f"{name}={value!r:.80}: must match {pattern.pattern}"
+    for name in ("tensor_part", "start", "stop", "offset", "num_bytes"):
+        value = getattr(piece, name)
+        if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
+            return f"{name}={value!r:.80}: must be an integer from 0 to 2**63 - 1"
+    item = ITEM_BYTES.get(piece.dtype) if isinstance(piece.dtype, str) else None
+    if item is None:
+        return f"dtype={piece.dtype!r:.80}: must be one of {', '.join(ITEM_BYTES)}"
+    if piece.stop < piece.start:
+        return f"stop={piece.stop}: must be at least start={piece.start}"
+    if piece.num_bytes not in (item, (piece.stop - piece.start) * item):
+        elements = f"elements {piece.start} to {piece.stop}"
+        return f"num_bytes={piece.num_bytes}: must be {item} or {item} for each of the {elements}"
+    return None
+
+
+@dataclass(slots=True, kw_only=True)
+class Slice:
+    """The captured part of one state."""
+
+    iteration: int
+    """Iterations whose updates the state holds."""
+    offset: int
+    """First byte, from the start of the window."""
+    num_bytes: int
+    """Bytes, those between and after the pieces included."""
+    header: Mapping[str, Any]
+    """State that replay needs beside tensors: the vote, histories, counters. Strict JSON."""
+    pieces: tuple[Piece, ...]
+    """In order of offset."""
+    hashes: tuple[str, ...] | None = None
+    """xxh3_128 of each piece, hexadecimal; None until they are known."""
+
+    @property
+    def end(self) -> int:
+        """Byte after the last, from the start of the window."""
+        return self.offset + self.num_bytes
+
+    def extents(self) -> Iterator[tuple[int, int, int | None]]:
+        """(first byte, byte after the last, index of the piece or None for padding) of all bytes, in order."""
+        position = 0
+        for index, piece in enumerate(self.pieces):
+            if piece.offset > position:
+                yield position, piece.offset, None
+            yield piece.offset, piece.end, index
+            position = piece.end
+        if self.num_bytes > position:
+            yield position, self.num_bytes, None
+
+    def hash_pieces(self, payload: memoryview) -> tuple[str, ...]:
+        """The hash of each piece of ``payload``, the bytes of the slice."""
+        return tuple(xxhash.xxh3_128_hexdigest(payload[piece.offset : piece.end]) for piece in self.pieces)
+
+    def check_payload(self, payload: memoryview, where: str) -> None:
+        """Compare every piece in memory with its hash. Raises CheckpointError naming ``where`` and the piece."""
+        payload = payload.cast("B")
+        if payload.nbytes != self.num_bytes:
+            raise CheckpointError(f"{where}: slice of {payload.nbytes} bytes, its manifest says {self.num_bytes}")
+        for index, found in enumerate(self.hash_pieces(payload)):
+            self.check_hash(index, found, where)
+
+    def check_hash(self, index: int, found: str, where: str) -> None:
+        """Compare the hash of piece ``index``. Raises CheckpointError naming ``where`` and the piece."""
+        assert self.hashes is not None, f"{where}: the hashes are not known yet"
+        piece, expected = self.pieces[index], self.hashes[index]
+        if found != expected:
+            elements = f"elements {piece.start} to {piece.stop}, iteration {self.iteration}"
+            raise CheckpointError(
+                f"{where}: damaged: {piece.component!r} of {piece.parameter!r}, {elements}: "
+                f"checksum {found}, its manifest says {expected}"
+            )
+
+    def validate(self) -> None:
+        """Raises CheckpointError for pieces outside the slice, overlapping, out of order, or captured twice."""
+        where = f"slice of iteration {self.iteration!r:.80}"
+        for name in ("iteration", "offset", "num_bytes"):
+            _check_integer(f"{where}: {name}", getattr(self, name))
+        position = 0
+        for piece in self.pieces:
+            check_piece(piece)
+            what = f"{where}: piece {piece.parameter!r} {piece.component!r} at offset {piece.offset}"
+            if piece.offset < position:
+                raise CheckpointError(f"{what}: overlaps the piece that ends at {position}, or is out of order")
+            if piece.end > self.num_bytes:
+                raise CheckpointError(f"{what}: ends at {piece.end}, outside the slice of {self.num_bytes} bytes")
+            position = piece.end
+        found = sorted((p.parameter, p.tensor_part, p.component, p.start, p.stop) for p in self.pieces)
+        for one, other in pairwise(found):
+            if one[:3] == other[:3] and (other[3] < one[4] or one[3:] == other[3:]):
+                raise CheckpointError(f"{where}: element {other[3]} of {one[0]!r} {one[2]!r} is there twice")
+        for digest in self.hashes or ():
+            _check_pattern(f"{where}: xxh3_128", digest, _HASH)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; each piece is a row, which ends with the piece's hash once the hashes are known."""
+        rows: Any = self.pieces
+        if self.hashes is not None:
+            rows = [[*piece, digest] for piece, digest in zip(self.pieces, self.hashes, strict=True)]
+        about = {"iteration": self.iteration, "offset": self.offset, "num_bytes": self.num_bytes}
+        return {**about, "header": self.header, "pieces": rows}
+
+    @classmethod
+    def from_json(cls, content: object, *, hashed: bool) -> "Slice":
+        """Inverse of ``to_json``, with or without hashes. Raises CheckpointError for anything else."""
+        values = _check_object("slice", content, _SLICE_FIELDS)
+        rows, length = values.pop("pieces"), len(Piece._fields) + hashed
+        for row in rows:
+            if not isinstance(row, list) or len(row) != length:
+                names = ", ".join([*Piece._fields, *["xxh3_128"] * hashed])
+                raise CheckpointError(f"piece {row!r:.80}: must be a list of {names}")
+        pieces = tuple(Piece(*row[: len(Piece._fields)]) for row in rows)
+        found = cls(**values, pieces=pieces, hashes=tuple(row[-1] for row in rows) if hashed else None)
+        found.validate()
+        return found
+
+
+@dataclass(kw_only=True)
+class Origin:
+    """The rank that captured a window, its run, membership and layout."""
+
+    run_id: str
+    """Random name of the run; in format 1 the name of its folder."""
+    generation: int
+    """Membership the ranks had agreed on."""
+    topology: Mapping[str, int]
+    """Parallel sizes of the job."""
+    rank: int
+    world_size: int
+    """Ranks of the job; the window is complete with the parts of all of them."""
+
+    def validate(self) -> None:
+        """Raises CheckpointError when any field cannot be one of this project."""
+        _check_pattern("run_id", self.run_id, _RUN_ID)
+        for name in ("generation", "rank", "world_size"):
+            _check_integer(name, getattr(self, name))
+        if not self.rank < self.world_size:
+            raise CheckpointError(f"rank={self.rank}: must be less than world_size={self.world_size}")
+        for name, size in self.topology.items():
+            _check_integer(f"topology.{name}", size)
+
+
+@dataclass(kw_only=True)
+class Window(Origin):
+    """One rank's part of a window: which states it spans and what lies where."""
+
+    start_iteration: int
+    """Iteration of the first slice."""
+    num_slices: int
+    """Consecutive states it spans."""
+    plan: Mapping[str, Any]
+    """The window's plan, as JSON."""
+    slices: list[Slice] = field(default_factory=list)
+    """Slice i is of the state after iteration ``start_iteration + i``. Fewer than ``num_slices`` during capture."""
+    format_version: int = WINDOW_FORMAT_VERSION
+
+    @property
+    def key(self) -> WindowKey:
+        """Identity that the parts of all ranks share."""
+        return WindowKey(start_iteration=self.start_iteration, generation=self.generation)
+
+    @property
+    def last_iteration(self) -> int:
+        """Iteration of the last slice."""
+        return self.start_iteration + self.num_slices - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes from the start of the first slice to the end of the last one that is there."""
+        return self.slices[-1].end if self.slices else 0
+
+    @property
+    def captured(self) -> bool:
+        """Whether every slice is there."""
+        return len(self.slices) == self.num_slices
+
+    @property
+    def num_hashed(self) -> int:
+        """Slices that are there with their hashes."""
+        return sum(part.hashes is not None for part in self.slices)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every slice is there with its hashes."""
+        return self.num_hashed == self.num_slices
+
+    def validate(self) -> None:
+        """Raises CheckpointError when any field, or a slice that is there, cannot be one of this project."""
+        check_version(self.format_version)
+        super().validate()
+        for name in ("start_iteration", "num_slices"):
+            _check_integer(name, getattr(self, name))
+        if not max(1, len(self.slices)) <= self.num_slices:
+            raise CheckpointError(f"num_slices={self.num_slices}: must be at least 1; there are {len(self.slices)}")
+        position = 0
+        for index, part in enumerate(self.slices):
+            part.validate()
+            self._check_position(index, part, position)
+            position = part.end
+
+    def check_next(self, index: int, part: Slice, window_bytes: int) -> None:
+        """Check that ``part`` may follow the slices that are there, as slice ``index``.
+
+        Args:
+            window_bytes: size of the buffer that the window is captured into.
+
+        Raises:
+            CheckpointError: out of order, or not where a slice may lie.
+        """
+        if index != len(self.slices) or self.captured:
+            raise CheckpointError(f"slice {index}: must be slice {len(self.slices)} of {self.num_slices}")
+        self._check_position(index, part, self.num_bytes)
+        if part.end > window_bytes:
+            raise CheckpointError(f"slice {index}: ends at byte {part.end}: must end before byte {window_bytes}")
+
+    def _check_position(self, index: int, part: Slice, position: int) -> None:
+        if part.iteration != self.start_iteration + index:
+            raise CheckpointError(f"slice {index} is of iteration {part.iteration}: must be consecutive")
+        if part.offset != align(position):
+            next_multiple = f"the next multiple of {SLICE_ALIGNMENT_BYTES}"
+            raise CheckpointError(f"slice {index}: offset={part.offset}: must be {align(position)}, {next_multiple}")
+
+    def summary(self) -> str:
+        """The window in one line."""
+        return (
+            f"window of iterations {self.start_iteration} to {self.last_iteration}, "
+            f"rank {self.rank} of {self.world_size}, {sum(len(part.pieces) for part in self.slices)} pieces, "
+            f"{self.num_bytes} bytes, run {self.run_id}, generation {self.generation}"
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values without slices."""
+        return {**{entry.name: getattr(self, entry.name) for entry in fields(Window)}, "slices": []}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, of the slices that are there."""
+        return {**self.describe(), "slices": [part.to_json() for part in self.slices]}
+
+    @classmethod
+    def from_json(cls: type[AnyWindow], content: object, *, whole: bool = True) -> AnyWindow:
+        """Inverse of ``to_json``. Raises CheckpointError for anything else, a newer format included.
+
+        Args:
+            whole: whether all slices must be there, with their hashes; otherwise none is.
+        """
+        if isinstance(content, Mapping):
+            check_version(content.get("format_version"))
+        values = _check_object("window", content, _WINDOW_FIELDS)
+        slices = [Slice.from_json(part, hashed=True) for part in values["slices"]]
+        window = cls(**{**values, "slices": slices})
+        window.validate()
+        if len(slices) != (window.num_slices if whole else 0):
+            raise CheckpointError(f"num_slices={window.num_slices}: there are {len(slices)}")
+        _dump({"plan": window.plan, "headers": [part.header for part in slices]})
+        return window
+
+    def to_bytes(self) -> bytes:
+        """A complete window as its file holds it: canonical JSON, equal for equal windows.
+
+        Raises:
+            CheckpointError: it would not be read.
+        """
+        self.validate()
+        assert self.complete, f"{self.summary()}: slices or hashes are missing"
+        return _dump(self.to_json())
+
+
+_WINDOW_FIELDS: dict[str, type] = {
+    **dict.fromkeys(("generation", "rank", "world_size", "start_iteration", "num_slices", "format_version"), int),
+    "run_id": str,
+    "topology": dict,
+    "plan": dict,
+    "slices": list,
+}
+
+
+def check_version(version: object) -> None:
+    """Raises CheckpointError for a version this code does not read."""
+    if type(version) is not int or not 1 <= version <= WINDOW_FORMAT_VERSION:
+        raise CheckpointError(
+            f"window format_version={version!r:.80}: this version reads 1 to {WINDOW_FORMAT_VERSION}; "
+            "a newer one needs a newer version of this project"
+        )
+
+
+def _check_object(where: str, content: object, types: Mapping[str, type]) -> dict[str, Any]:
+    """Copy an object with exactly the fields ``types``. Raises CheckpointError for anything else."""
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where}: must be an object")
+    if content.keys() != types.keys():
+        odd = sorted(str(name)[:80] for name in content.keys() ^ types.keys())
+        raise CheckpointError(f"{where}: fields missing or unknown: {', '.join(odd[:5])}")
+    for name, kind in types.items():
+        if type(content[name]) is not kind:
+            raise CheckpointError(f"{where}: {name}={content[name]!r:.80}: must be {kind.__name__}")
+    return dict(content)
+
+
+def _check_integer(where: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
+        raise CheckpointError(f"{where}={value!r:.80}: must be an integer from 0 to 2**63 - 1")
+
+
+def _check_pattern(where: str, value: object, pattern: re.Pattern[str]) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise CheckpointError(f"{where}={value!r:.80}: must match {pattern.pattern}")
+
+
+def _dump(content: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"plan or header is not strict JSON: {error}") from None

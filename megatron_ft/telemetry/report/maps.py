@@ -1,0 +1,349 @@
+"""Maps of a page, one for each layer: the load of experts over iterations, and which rank holds which expert."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_ft.events import ExpertLoad, PlacementInForce, Record
+from megatron_ft.formatting import seconds, size
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.telemetry.expert_load import bin_loads, herfindahl, max_over_even_share, relative_load
+from megatron_ft.telemetry.report.drawing import Element, drawing, element, short, swatch, table, text
+
+WIDTH = 1000
+NUM_BESIDE = 2
+LEFT, GUTTER = 40, 16
+TOP, BOTTOM = 26, 26
+MAX_HEIGHT, MAX_CELL = 176, 15
+"""Pixels of a map, and of one of its rows."""
+_LEAST_WITH_GAP = 4.0
+NUM_OPEN = 8
+"""Maps that a page shows at once; the others are folded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One map."""
+
+    title: str
+    num_rows: int
+    num_columns: int
+    runs: tuple[tuple[str, int, int, int], ...]
+    """Class, row, first column and number of columns of cells of the same class."""
+    rows: tuple[str, str]
+    """Words at the first and the last row."""
+    columns: tuple[str, str]
+    """Words under the first and the last column."""
+    has_gaps: bool = False
+    """Whether a cell stands apart from its neighbours, as far as cells are large enough."""
+
+
+def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
+    """Neighbours of the same class as one; cells without a class stay empty."""
+    for row, classes in enumerate(rows):
+        begin = 0
+        for column in range(1, len(classes) + 1):
+            if column == len(classes) or classes[column] != classes[begin]:
+                if (class_ := classes[begin]) is not None:
+                    yield class_, row, begin, column - begin
+                begin = column
+
+
+def panels(name: str, maps: Sequence[Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
+    """Drawings of all maps; those after the first few are folded under the words ``more``.
+
+    Args:
+        name: unique on the page.
+    """
+    yield _sheet(name, maps[:NUM_OPEN], title, description)
+    rest = [maps[begin : begin + NUM_OPEN] for begin in range(NUM_OPEN, len(maps), NUM_OPEN)]
+    if rest:
+        sheets = [_sheet(f"{name}-{number}", some, title, description) for number, some in enumerate(rest, 2)]
+        yield element("details", element("summary", more), *sheets)
+
+
+def _sheet(name: str, maps: Sequence[Panel], title: str, description: str) -> Element:
+    shapes: list[Element] = []
+    y = 0.0
+    for begin in range(0, len(maps), NUM_BESIDE):
+        beside = maps[begin : begin + NUM_BESIDE]
+        for place, panel in enumerate(beside):
+            shapes += _panel(panel, place * WIDTH / NUM_BESIDE + LEFT, y + TOP)
+        y += TOP + max(_height(panel) for panel in beside) + BOTTOM
+    named = f"{title}: {maps[0].title} to {maps[-1].title}" if len(maps) > 1 else f"{title}: {maps[0].title}"
+    return drawing(name, *shapes, width=WIDTH, height=int(y), title=named, description=description)
+
+
+def _height(panel: Panel) -> float:
+    return min(MAX_HEIGHT, MAX_CELL * panel.num_rows)
+
+
+def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
+    width, height = WIDTH / NUM_BESIDE - LEFT - GUTTER, _height(panel)
+    across, down = width / panel.num_columns, height / panel.num_rows
+    gap = 1.0 if panel.has_gaps and min(across, down) >= _LEAST_WITH_GAP else 0.0
+    yield text(panel.title, left, top - 8, "strong")
+    yield element("rect", x=left, y=top, width=width, height=height, class_="lane")
+    paths: dict[str, list[str]] = {}
+    for class_, row, column, count in panel.runs:
+        box = short(count * across - gap)
+        start = f"M{short(left + column * across)} {short(top + row * down)}"
+        paths.setdefault(class_, []).append(f"{start}h{box}v{short(down - gap)}h-{box}z")
+    for class_, parts in sorted(paths.items()):
+        yield element("path", d="".join(parts), class_=class_)
+    first, last = panel.rows
+    yield text(first, left - 6, top + min(11.0, down / 2 + 4), "tick", "end")
+    if panel.num_rows > 1:
+        yield text(last, left - 6, top + height - max(0.0, down / 2 - 4), "tick", "end")
+    first, last = panel.columns
+    yield text(first, left, top + height + 15, "tick")
+    if panel.num_columns > 1:
+        yield text(last, left + width, top + height + 15, "tick", "end")
+
+
+MAX_COLUMNS = 60
+"""Stretches of iterations that a map shows; neighbours are added up."""
+MAX_ROWS = 64
+"""Experts, or groups of neighbours, that a map shows; the busiest stands for its group."""
+MAX_CELLS = 60_000
+"""Limit of the cells of all layers together; maps have fewer columns where there would be more."""
+_MIN_COLUMNS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoads:
+    """One mixture layer."""
+
+    number: int
+    """Megatron's, from 1."""
+    columns: tuple[tuple[float, ...], ...]
+    """For each stretch of iterations and each row, tokens over the even share: 1 is even."""
+    busiest: int
+    """The expert with the most tokens over the newest stretch."""
+    max_over_even: float
+    """Its tokens over the even share."""
+    min_over_even: float
+    """The same of the expert with the fewest."""
+    herfindahl: float
+    """Sum of squared shares over the newest stretch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoads:
+    """All mixture layers, by the shape of the newest record; records of another shape are left out."""
+
+    num_experts: int
+    experts_per_row: int
+    stretches: tuple[tuple[int, int], ...]
+    """First and last iteration of each column."""
+    layers: tuple[LayerLoads, ...]
+
+
+def expert_loads(records: Iterable[Record]) -> ExpertLoads | None:
+    """The loads of a run; None without records. The newest record of an iteration counts."""
+    loads = [record for record in records if isinstance(record, ExpertLoad) and record.layers and record.layers[0]]
+    if not loads:
+        return None
+    newest = loads[-1]
+    of_its_shape = {record.iteration: record for record in loads if _shape(record) == _shape(newest)}
+    if len({len(row) for row in newest.layers}) != 1:
+        return None
+    num_layers, num_experts = len(newest.layers), len(newest.layers[0])
+    per_row = -(-num_experts // MAX_ROWS)
+    most = MAX_CELLS // (num_layers * -(-num_experts // per_row))
+    stretches = list(_stretches(sorted(of_its_shape), min(MAX_COLUMNS, max(_MIN_COLUMNS, most))))
+    totals = [_total([of_its_shape[iteration] for iteration in stretch]) for stretch in stretches]
+    numbers = _shape(newest)[1] or tuple(range(1, num_layers + 1))
+    return ExpertLoads(
+        num_experts=num_experts,
+        experts_per_row=per_row,
+        stretches=tuple((stretch[0], stretch[-1]) for stretch in stretches),
+        layers=tuple(_layer(number, [total[place] for total in totals]) for place, number in enumerate(numbers)),
+    )
+
+
+def _shape(record: ExpertLoad) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    lengths = tuple(len(row) for row in record.layers)
+    numbers = record.layer_numbers or tuple(range(1, len(lengths) + 1))
+    return lengths, numbers if len(numbers) == len(lengths) else ()
+
+
+def _stretches(iterations: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    parts = min(most, len(iterations))
+    for part in range(parts):
+        yield iterations[part * len(iterations) // parts : (part + 1) * len(iterations) // parts]
+
+
+def _total(records: Sequence[ExpertLoad]) -> list[list[int]]:
+    return [
+        [max(0, sum(counts)) for counts in zip(*rows, strict=True)]
+        for rows in zip(*(record.layers for record in records), strict=True)
+    ]
+
+
+def _layer(number: int, totals: Sequence[Sequence[int]]) -> LayerLoads:
+    newest = totals[-1]
+    shares = relative_load(newest)
+    return LayerLoads(
+        number=number,
+        columns=tuple(tuple(bin_loads(relative_load(tokens), MAX_ROWS)) for tokens in totals),
+        busiest=max(range(len(newest)), key=newest.__getitem__),
+        max_over_even=max_over_even_share(newest),
+        min_over_even=min(shares),
+        herfindahl=herfindahl(newest),
+    )
+
+
+_LEVELS = (
+    (0.25, "load-0", "below 1/4 of the even share"),
+    (0.5, "load-1", "1/4 to 1/2"),
+    (0.8, "load-2", "1/2 to 0.8"),
+    (1.25, "load-3", "0.8 to 1.25: about even"),
+    (2.0, "load-4", "1.25 to 2"),
+    (4.0, "load-5", "2 to 4 times"),
+    (float("inf"), "load-6", "4 times and more"),
+)
+"""Upper end, class, and words of each colour."""
+
+
+def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
+    """The spread of tokens over the experts of each layer, from the first iterations to the newest."""
+    if loads is None:
+        return
+    yield element("h2", "Expert load", id="expert-load")
+    maps = [_load_panel(loads, layer) for layer in loads.layers]
+    first, last = loads.stretches[0][0], loads.stretches[-1][1]
+    per_row = "" if loads.experts_per_row == 1 else f" (the busiest of {loads.experts_per_row} neighbours in a row)"
+    down = f"experts 0 to {loads.num_experts - 1} from top to bottom{per_row}"
+    words = f"A map for each layer: {down}, iterations {first:,} to {last:,} from left to right."
+    yield element("p", f"{words} Colours are tokens over the even share.")
+    yield element("ul", *(element("li", swatch(class_), words) for _, class_, words in _LEVELS), class_="legend")
+    yield from panels(
+        "expert-load",
+        maps,
+        title="Load of experts",
+        description=f"{words} The table below lists how uneven the newest are.",
+        more="The other layers",
+    )
+    rows = [
+        (
+            str(layer.number),
+            str(layer.busiest),
+            f"{layer.max_over_even:.2f}",
+            f"{layer.min_over_even:.2f}",
+            f"{layer.herfindahl:.3f}",
+        )
+        for layer in loads.layers
+    ]
+    header = ("layer", "busiest expert", "its load", "lowest load", "HHI")
+    first, last = loads.stretches[-1]
+    span = f"iterations {first:,} to {last:,}" if last > first else f"iteration {first:,}"
+    found = table(f"Tokens over the even share, {span}", header, rows, numbers={0, 1, 2, 3, 4})
+    yield element("details", element("summary", "How uneven it is now"), found)
+    even = f"{1 / loads.num_experts:.3f}"
+    words = f"HHI: sum of squared shares; {even} is even, 1 is all tokens on one expert."
+    yield element("p", words, class_="soft")
+
+
+def level(load: float) -> str:
+    """The class of the colour of tokens over the even share."""
+    return next(class_ for end, class_, _ in _LEVELS if load < end or end == float("inf"))
+
+
+def _load_panel(loads: ExpertLoads, layer: LayerLoads) -> Panel:
+    num_rows = len(layer.columns[0])
+    rows = ([level(column[row]) for column in layer.columns] for row in range(num_rows))
+    return Panel(
+        title=f"layer {layer.number}",
+        num_rows=num_rows,
+        num_columns=len(layer.columns),
+        runs=tuple(runs_of(rows)),
+        rows=("0", str(loads.num_experts - 1)),
+        columns=(f"iteration {loads.stretches[0][0]:,}", f"{loads.stretches[-1][1]:,}"),
+    )
+
+
+MAX_PLACEMENT_CELLS = 200_000
+"""Experts times ranks of all layers; larger placements are not drawn."""
+MAX_CHANGES = 40
+_PLACEMENT_WORDS = "A map for each layer: experts from top to bottom, ranks from left to right."
+_PLACEMENT_LEGEND = (("held-1", "a replica"), ("held-2", "two slots or more: one set of weights, more tokens"))
+
+
+def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[PlacementPlan]) -> Iterator[Element]:
+    """The rank of each expert replica now, and each placement that came into force."""
+    if not placements:
+        return
+    newest = placements[-1]
+    yield element("h2", "Placement", id="placement")
+    yield element("p", f"In force from iteration {newest.iteration:,} on ({newest.reason}).")
+    yield element("ul", *(element("li", line, class_="words") for line in newest.stages[:64]))
+    maps = [_placement_panel(plan, layer) for plan in plans for layer in range(len(plan.layer_numbers))]
+    num_cells = sum(plan.num_experts * len(plan.ranks) * len(plan.slots) for plan in plans)
+    if not maps:
+        yield element("p", "Its slots are not drawn: the run's folder does not hold the plan.", class_="soft")
+    elif num_cells > MAX_PLACEMENT_CELLS:
+        yield element("p", "Its slots are not drawn: there are too many.", class_="soft")
+    else:
+        yield element("p", _PLACEMENT_WORDS)
+        yield element(
+            "ul", *(element("li", swatch(class_), words) for class_, words in _PLACEMENT_LEGEND), class_="legend"
+        )
+        yield from panels(
+            "placement-map",
+            maps,
+            title="Placement",
+            description=f"{_PLACEMENT_WORDS} A filled cell: the rank holds the expert. The lines above sum it up.",
+            more="The other layers",
+        )
+        yield element("details", element("summary", "Ranks and failure domains"), _ranks(plans))
+    yield element("details", element("summary", "How it came to be"), _changes(placements))
+
+
+def _placement_panel(plan: PlacementPlan, layer: int) -> Panel:
+    held = [Counter(experts) for experts in plan.slots[layer]]
+    cells = (
+        ("held-1" if of_rank[expert] == 1 else "held-2", expert, column, 1)
+        for column, of_rank in enumerate(held)
+        for expert in sorted(of_rank)
+    )
+    return Panel(
+        title=f"layer {plan.layer_numbers[layer]}",
+        num_rows=plan.num_experts,
+        num_columns=max(1, len(plan.ranks)),
+        runs=tuple(cells),
+        rows=("0", str(plan.num_experts - 1)),
+        columns=(f"rank {plan.ranks[0]}", f"{plan.ranks[-1]}") if plan.ranks else ("no ranks", ""),
+        has_gaps=True,
+    )
+
+
+def _ranks(plans: Sequence[PlacementPlan]) -> Element:
+    rows = []
+    for stage, plan in enumerate(plans):
+        for position, (rank, domain) in enumerate(zip(plan.ranks, plan.domains, strict=True)):
+            held = [len(by_rank[position]) for by_rank in plan.slots]
+            few, most = min(held, default=0), max(held, default=0)
+            rows.append((str(rank), str(stage), domain, str(most) if few == most else f"{few} to {most}"))
+    header = ("rank", "stage", "failure domain", "filled slots a layer")
+    return table("Where the columns are", header, rows, numbers={0, 1, 3}, words=2)
+
+
+def _changes(placements: Sequence[PlacementInForce]) -> Element:
+    shown = placements[-MAX_CHANGES:]
+    more = len(placements) - len(shown)
+    caption = "Each placement that took over" + (f"; {more:,} earlier ones are left out" if more else "")
+    header = ("from iteration", "why", "moved", "took", "busiest rank over mean, before", "after", "predicted gain")
+    return table(caption, header, [_change(record) for record in shown], numbers={0, 2, 3, 4, 5, 6}, words=1)
+
+
+def _change(record: PlacementInForce) -> tuple[str, ...]:
+    return (
+        f"{record.iteration:,}",
+        record.reason,
+        "-" if record.moved_bytes is None else size(record.moved_bytes),
+        "-" if record.seconds is None else seconds(record.seconds),
+        "-" if record.imbalance_before is None else f"{record.imbalance_before:.2f}",
+        "-" if record.imbalance_after is None else f"{record.imbalance_after:.2f}",
+        "-" if record.gain is None else f"{100 * record.gain:.1f} %",
+    )

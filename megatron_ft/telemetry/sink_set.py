@@ -1,0 +1,160 @@
+"""All sinks of a run behind one ``write``; a sink that fails does not affect the others."""
+
+import inspect
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.policy import find_target
+from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.errors import ConfigError
+from megatron_ft.events import Metrics, Record, RecordRefused, RunFinished, RunStopped, SinkFailed, SinkRecovered
+from megatron_ft.telemetry.metrics import check_metrics
+from megatron_ft.telemetry.read import METRICS_FILE, first_metrics
+from megatron_ft.telemetry.sinks.base import Clock, Outcome, Sink, SinkContext
+
+_LOGS = ("metrics", "events")
+
+
+class SinkSet:
+    """Checks records, stamps their time and hands them to every sink. Any thread may call it.
+
+    An invalid record is kept as a ``record_refused`` event. When a sink fails, the others get one
+    ``sink_failed`` event, and one ``sink_recovered`` when it works again.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:
+        """``sinks``: in the order they are written to and closed; a failure to close goes to those after it."""
+        self._sinks = tuple(sinks)
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._failed: dict[str, str] = {}
+        self._num_lost: dict[str, int] = {}
+        self._iteration: int | None = None
+        self._ended = False
+        self._deliver_reports()
+
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """Sinks that take no records now, and why."""
+        return dict(self._failed)
+
+    def write(self, record: Mapping[str, Any] | Record) -> None:
+        """Report ``record``, in its JSON form or as the dataclass. Raises nothing."""
+        with self._lock:
+            self._deliver(self._checked(record))
+            self._deliver_reports()
+
+    def close(self, exit_code: int, reason: str) -> None:
+        """Report the run's end, unless that was done, and close every sink. Raises nothing."""
+        with self._lock:
+            if not self._ended:
+                ending = RunFinished if exit_code == 0 else RunStopped
+                self.write(ending(exit_code=exit_code, reason=reason, iteration=self._iteration))
+            outcome = Outcome(exit_code=exit_code, reason=reason, time_unix_seconds=self._clock())
+            for position, sink in enumerate(self._sinks):
+                self._close(sink, outcome, still_open=self._sinks[position + 1 :])
+
+    def _checked(self, report: Mapping[str, Any] | Record) -> Record:
+        try:
+            raw = report.to_record() if isinstance(report, Record) else report
+            record = Record.from_record({"time_unix_seconds": self._clock()} | dict(raw))
+            if isinstance(record, Metrics):
+                check_metrics(record.values)
+        except (ValueError, TypeError) as error:
+            return RecordRefused(problem=str(error), content=repr(report), time_unix_seconds=self._clock())
+        if isinstance(record, Metrics):
+            self._iteration = record.iteration
+        self._ended |= isinstance(record, (RunFinished, RunStopped))
+        return record
+
+    def _deliver_reports(self) -> None:
+        for report in [report for sink in self._sinks for report in sink.take_reports()]:
+            self._deliver(self._checked(report))
+
+    def _deliver(self, record: Record) -> None:
+        for sink in self._sinks:
+            if sink.retries or sink.name not in self._failed:
+                self._offer(sink, record)
+
+    def _offer(self, sink: Sink, record: Record) -> None:
+        try:
+            sink.write(record)
+        except Exception as error:  # noqa: BLE001 (whatever a sink raises, training continues; it is reported)
+            self._mark_failed(sink, error)
+        else:
+            self._mark_working(sink)
+
+    def _mark_failed(self, sink: Sink, error: Exception) -> None:
+        if sink.name in self._failed:
+            return
+        self._num_lost[sink.name] = sink.num_lost_records
+        self._deliver(self._failure(sink, error))
+
+    def _mark_working(self, sink: Sink) -> None:
+        if self._failed.pop(sink.name, None) is None:
+            return
+        num_lost = sink.num_lost_records - self._num_lost.pop(sink.name)
+        self._deliver(SinkRecovered(sink=sink.name, num_lost_records=num_lost, time_unix_seconds=self._clock()))
+
+    def _close(self, sink: Sink, outcome: Outcome, *, still_open: Sequence[Sink]) -> None:
+        try:
+            sink.close(outcome)
+        except Exception as error:  # noqa: BLE001 (reported to the sinks that are still open)
+            if sink.name not in self._failed:
+                failure = self._failure(sink, error)
+                for other in still_open:
+                    self._offer(other, failure)
+
+    def _failure(self, sink: Sink, error: Exception) -> SinkFailed:
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        text = f"{type(error).__name__}: {first_line}".rstrip(": ")
+        self._failed[sink.name] = text
+        return SinkFailed(sink=sink.name, error=text, time_unix_seconds=self._clock())
+
+
+def open_sinks(
+    config: JobConfig, run_dir: Path, *, world_size: int, clock: Clock = time.time, stream: TextIO | None = None
+) -> SinkSet:
+    """Open the sinks of ``telemetry.sinks`` for a run in ``run_dir``; the terminal writes to ``stream``.
+
+    Raises:
+        ConfigError: ``_target_`` is no sink, or does not take the other entries.
+        OSError: a log file of the run cannot be opened; nothing has been written then.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    earlier = first_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else None
+    context = SinkContext(
+        config=config,
+        run_dir=run_dir,
+        world_size=world_size,
+        clock=clock,
+        stream=stream,
+        first_loss=None if earlier is None else float(earlier.values["loss"]),
+    )
+    specs = {name: spec for name, spec in config.telemetry.sinks.items() if spec is not None}
+    own = TelemetryConfig().sinks
+    # Closed in this order. A sink that cannot close is reported to those after it: the events file and the terminal,
+    # the last of the project's own sinks, learn of all others.
+    names = [name for name in specs if name not in own] + [name for name in own if name in specs]
+    # The log files come first: where one of them cannot be opened, no other sink has started anything.
+    opened = {name: open_sink(name, specs[name], context) for name in sorted(names, key=lambda name: name not in _LOGS)}
+    return SinkSet([sink for name in names if (sink := opened[name]) is not None], clock=clock)
+
+
+def open_sink(name: str, spec: Mapping[str, Any], context: SinkContext) -> Sink | None:
+    key = f"telemetry.sinks.{name}"
+    found = find_target(key, spec)
+    if not (isinstance(found, type) and issubclass(found, Sink)):
+        raise ConfigError.of(f"{key}._target_", spec["_target_"], f"must name a subclass of {Sink.__qualname__}")
+    options = {option: value for option, value in spec.items() if option != "_target_"}
+    try:
+        inspect.signature(found.open).bind(context, **options)
+    except TypeError as error:
+        raise ConfigError.of(
+            key, dict(spec), f"must have the entries that {found.__name__}.open takes: {error}"
+        ) from None
+    return found.open(context, **options)

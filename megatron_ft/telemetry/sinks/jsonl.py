@@ -1,0 +1,104 @@
+"""Records as lines of ``metrics.jsonl`` and ``events.jsonl``."""
+
+import json
+import os
+from collections import deque
+from pathlib import Path
+
+from megatron_ft.events import LogTruncated, Metrics, Record
+from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
+from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
+
+MAX_PENDING_LINES = 20_000
+"""Lines kept in memory while the disk refuses them; beyond that the oldest are lost, and counted."""
+
+_CHUNK_BYTES = 1 << 16
+
+
+class JsonlSink(Sink):
+    """One line per record, in the operating system's hands when ``write`` returns.
+
+    Durable records (see ``events.Record.durable``) are forced to disk, with all lines before them. When
+    the disk refuses, lines wait in memory and every later ``write`` tries again; a line is never half
+    written. Appends to a file of an older attempt; a half line that a crash left at its end is cut off.
+    """
+
+    def __init__(self, path: Path, *, metrics: bool) -> None:
+        """``metrics``: take metrics records only; otherwise everything else.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self.name = path.name
+        self._metrics = metrics
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._reports: list[Record] = self._cut_half_line()
+        self._pending: deque[bytes] = deque()
+        self._unsynced = False
+
+    @classmethod
+    def open(cls, context: SinkContext, *, metrics: bool) -> "JsonlSink":
+        return cls(context.run_dir / (METRICS_FILE if metrics else EVENTS_FILE), metrics=metrics)
+
+    def write(self, record: Record) -> None:
+        """Append one line, after the lines that wait; retry these whatever ``record`` is.
+
+        Raises:
+            OSError: the disk refused; all lines wait for the next call.
+        """
+        if isinstance(record, Metrics) is self._metrics:
+            line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
+            self._pending.append(line.encode() + b"\n")
+            if len(self._pending) > MAX_PENDING_LINES:
+                self._pending.popleft()
+                self.num_lost_records += 1
+            self._unsynced |= record.durable
+        self._flush()
+
+    def take_reports(self) -> list[Record]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    def close(self, outcome: Outcome) -> None:
+        """Write what waits and force it to disk.
+
+        Raises:
+            OSError: some lines could not be written.
+        """
+        self._unsynced = True
+        try:
+            self._flush()
+        finally:
+            os.close(self._file)
+
+    def _flush(self) -> None:
+        while self._pending:
+            self._append(self._pending[0])
+            self._pending.popleft()
+        if self._unsynced:
+            os.fsync(self._file)
+            self._unsynced = False
+
+    def _append(self, line: bytes) -> None:
+        # A reader must never see a line whose second half came later, after other lines: all of it or nothing.
+        start = os.fstat(self._file).st_size
+        written = 0
+        try:
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, start)
+            raise
+
+    def _cut_half_line(self) -> list[Record]:
+        size = end = os.fstat(self._file).st_size
+        while end > 0:
+            start = max(0, end - _CHUNK_BYTES)
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            end = start if newline < 0 else start + newline + 1
+            if newline >= 0:
+                break
+        if end == size:
+            return []
+        os.ftruncate(self._file, end)
+        return [LogTruncated(file=self.name, num_dropped_bytes=size - end)]

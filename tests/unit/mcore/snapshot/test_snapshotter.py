@@ -1,0 +1,133 @@
+"""Capturing windows on one rank, with a keeper in this process."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
+from megatron_ft.planning.commit import WindowReport
+from tests.helpers import engines
+from tests.unit.snapshot.server.nodes import wait_until
+from tests.unit.snapshot.server.served import Served
+
+pytestmark = pytest.mark.slow  # trains
+
+SNAPSHOTS = {
+    "snapshot.num_peer_copies": 0,
+    "snapshot.bandwidth_bytes_per_second": 1e9,
+    "snapshot.iteration_seconds": 0.1,
+}
+
+
+class Run:
+    """An engine that trains and captures."""
+
+    def __init__(self, engine: Any, served: Served, **overrides: object) -> None:
+        from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
+        from megatron_ft.planning.snapshot.peers import assign_peers
+
+        self.engine = engine
+        self.client = served.client()
+        self.said: list[Record] = []
+        self.snapshots = Snapshotter(
+            engine.config,
+            engine,
+            client=self.client,
+            assignment=assign_peers(["node0"], 0),
+            node=0,
+            header=lambda index: {},
+            report=self.said.append,
+        )
+
+    def train(self, num_iterations: int) -> None:
+        """Iterations with all that their windows need but storage."""
+        for _ in range(num_iterations):
+            result = self.engine.run_iteration(self.engine.iteration + 1)
+            self.snapshots.after_iteration(self.engine.iteration, result.vote, 0.1)
+            self.snapshots.settle()
+            wait_until(lambda: self.held[-1] in self.client.buffer_states().replicated.values(), "it is hashed")
+
+    @property
+    def held(self) -> list[int]:
+        """Where the windows in this rank's memory start."""
+        return [entry.start_iteration for entry in self.client.inventory(0)]
+
+    def of_kind(self, kind: type) -> list[Any]:
+        """What was said."""
+        return [record for record in self.said if isinstance(record, kind)]
+
+
+@contextlib.contextmanager
+def run_of(folder: Path, *, interval_iterations: int) -> Iterator[tuple[Run, Served]]:
+    """Snapshots at an interval, each of which is to be written to storage, which stands still."""
+    served = Served(folder)
+    target = "megatron_ft.planning.snapshot.dense.DenseInterval"
+    policy = {"_target_": target, "interval_iterations": interval_iterations}
+    with engines.engine_of(engines.micro_config({**SNAPSHOTS, "snapshot.policy": policy})) as engine:
+        run = Run(engine, served)
+        yield run, served
+        run.snapshots.close()
+    served.close()
+
+
+def test_a_storage_that_never_answers_delays_windows_and_not_training(tmp_path: Path) -> None:
+    with run_of(tmp_path, interval_iterations=1) as (run, served):
+        run.train(8)
+        assert run.engine.iteration == 8
+        committed = [record.start_iteration for record in run.of_kind(WindowCommitted)]
+        assert len(committed) >= 2 and run.held[-1] < 8, "every buffer is pinned sooner or later"
+        assert [record.iteration for record in run.of_kind(WindowDelayed)] == [run.held[-1] + 1]
+        served.persister.start()
+        wait_until(lambda: not run.client.buffer_states().pinned, "storage has caught up")
+        run.train(3)
+        assert run.held[-1] == 11, "windows go on"
+        run.snapshots.finish()
+        assert not run.of_kind(SnapshotProblem)
+        assert [path.parent.name for path in sorted(Path(served.url).rglob("*.window"))][-1] == "window_0000010.1"
+
+
+def test_a_window_that_another_rank_gave_up_is_never_committed_and_the_next_one_is(tmp_path: Path) -> None:
+    with run_of(tmp_path, interval_iterations=2) as (run, served):
+        served.persister.start()
+        run.train(5)
+        assert run.held == [3, 5]
+        mine = run.engine.window_report
+        run.engine.window_report = lambda: WindowReport(replicated_windows=0b01, given_up_windows=0b10)
+        run.train(1)
+        assert run.held == [3], "its buffers, here and with peers, are free for the next one"
+        run.engine.window_report = mine
+        run.train(2)
+        assert [record.start_iteration for record in run.of_kind(WindowCommitted)] == [1, 3, 7]
+        run.snapshots.finish()
+        assert not run.of_kind(SnapshotProblem)
+
+
+@pytest.mark.parametrize("growth", [2, 1], ids=["outgrown here", "outgrown on another rank"])
+def test_memory_that_is_too_small_is_unmapped_before_more_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growth: int
+) -> None:
+    with run_of(tmp_path, interval_iterations=1) as (run, served):
+        served.persister.start()
+        allocate, arenas = run.client.allocate, []
+
+        def spy(window_bytes: int, *, new: bool) -> Any:
+            for arena in arenas:
+                with pytest.raises(ValueError, match="released"):
+                    arena.status(0)
+            arenas.append(allocate(window_bytes * growth ** len(arenas), new=new))
+            return arenas[-1]
+
+        monkeypatch.setattr(run.client, "allocate", spy)
+        run.train(3)
+        run.snapshots.pause()
+        arenas[0].window_bytes = 1  # as if windows had grown
+        run.train(3)
+        assert len(arenas) == 2 and run.held[-1] == 6
+        assert [record.what for record in run.of_kind(SnapshotProblem)] == ["plan"]
+        assert run.of_kind(WindowCommitted)[-1].start_iteration == 5
+        run.snapshots.finish()
+    with pytest.raises(ValueError, match="released"):
+        arenas[1].status(0)

@@ -1,0 +1,105 @@
+"""What a sender does on the wire, seen by a peer that answers when it pleases."""
+
+import socket
+from dataclasses import asdict
+
+import pytest
+
+from megatron_ft.planning.recovery.sources import StoredWindow
+from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.snapshot.server.client import REPLICATED_START, WAITING_BYTES, Arena
+from megatron_ft.snapshot.server.sender import MAX_UNANSWERED
+from megatron_ft.snapshot.server.wire import Wire
+from tests.unit.snapshot.server.nodes import PAGE, Cluster, cluster, content, wait_replicated, wait_until, window
+
+NUM_SLICES = MAX_UNANSWERED + 2
+
+
+class Peer:
+    """Listens where a keeper is said to be, and answers only when told to."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(20)
+        host, port = self.listener.getsockname()
+        self.address = f"{host}:{port}"
+
+    def greet(self, held: list[dict[str, object]]) -> None:
+        """Take the next connection and say what is here."""
+        sock, _ = self.listener.accept()
+        self.wire = Wire(sock, stall_seconds=2)
+        assert self.wire.receive()["op"] == "hello"
+        self.wire.send({"op": "welcome", "held": held})
+
+    def take(self, index: int) -> None:
+        """Take one slice; one that waits is let go."""
+        announced = self.wire.receive(patient=True)
+        assert (announced["op"], announced["slice"]) == ("slice", index)
+        if announced["waits"]:
+            self.wire.send({"op": "go"})
+        payload = memoryview(bytearray(PAGE))
+        self.wire.receive_into(payload)
+        assert payload == content(0, 10 + index, PAGE)
+        assert len(self.wire.receive()["hashes"]) == len(announced["record"]["pieces"])
+
+    def answer(self, **message: object) -> None:
+        """Say something."""
+        self.wire.send(message)
+
+    def close(self) -> None:
+        """Hang up."""
+        self.wire.close()
+        self.listener.close()
+
+
+def test_slices_follow_each_other_up_to_a_limit() -> None:
+    peer = Peer()
+    with cluster(1) as nodes:
+        arena = replicate(nodes, peer)
+        # A sender that finds nothing more to send waits for an answer, and this peer gives none yet.
+        wait_until(lambda: arena.status(WAITING_BYTES) == NUM_SLICES * PAGE, "all slices are there to be sent")
+        peer.greet([])
+        for index in range(MAX_UNANSWERED):
+            peer.take(index)
+        peer.wire._sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            peer.wire._sock.recv(1)
+        peer.wire._sock.settimeout(None)
+        assert arena.status(WAITING_BYTES) == NUM_SLICES * PAGE, "nothing has been acknowledged"
+        for index in range(MAX_UNANSWERED, NUM_SLICES):
+            peer.answer(op="ack")
+            peer.take(index)
+        assert arena.status(REPLICATED_START) == -1
+        for _ in range(MAX_UNANSWERED):
+            peer.answer(op="ack")
+        wait_replicated(arena, 10)
+        peer.close()
+
+
+def test_what_was_not_acknowledged_is_asked_and_sent_again() -> None:
+    peer = Peer()
+    with cluster(1) as nodes:
+        arena = replicate(nodes, peer)
+        peer.greet([])
+        for index in range(3):
+            peer.take(index)
+        peer.answer(op="ack")
+        wait_until(lambda: arena.status(WAITING_BYTES) == (NUM_SLICES - 1) * PAGE, "the first is acknowledged")
+        peer.answer(op="error", kind="hash", reason="slice=1 of window 10: arrived damaged")
+        key = WindowKey(start_iteration=10, generation=1)
+        held = StoredWindow(**asdict(key), num_slices=NUM_SLICES, num_held=1, where="copy", node=1, buffer=0)
+        peer.wire.close()
+        peer.greet([{"rank": 0, "window": asdict(held)}])
+        for index in range(1, NUM_SLICES):
+            peer.take(index)
+            peer.answer(op="ack")
+        wait_replicated(arena, 10)
+        peer.close()
+
+
+def replicate(nodes: Cluster, peer: Peer) -> Arena:
+    """Have one window on its way to ``peer``; its rank's memory."""
+    rank = nodes.client(0, node=0, peer_nodes=[1], peers={"0": nodes.nodes[0].address, "1": peer.address})
+    arena = rank.allocate(NUM_SLICES * PAGE)
+    window(rank, arena, 0, 0, 10, num_slices=NUM_SLICES)
+    return arena

@@ -1,0 +1,36 @@
+"""A small complete checkpoint for tests of the storage layer."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.snapshot.storage.files import write_file
+from megatron_ft.snapshot.storage.manifest import Manifest, write_manifest
+
+
+def make_checkpoint(directory: Path, iteration: int = 30, sizes: tuple[int, ...] = (5000, 0, 12)) -> Manifest:
+    """A small complete checkpoint."""
+    directory.mkdir(parents=True)
+    generator = random.Random(iteration)
+    entries = [write_file(directory, f"__{i}_0.distcp", generator.randbytes(size)) for i, size in enumerate(sizes)]
+    manifest = Manifest(
+        run_id="run-1",
+        run_name="first",
+        generation=0,
+        topology={"world_size": 2},
+        iteration=iteration,
+        consumed_samples=iteration * 16,
+        settings={"optimizer": {"optimizer.lr": 0.001}},
+        software={"torch": "2.13.0"},
+        files=tuple(entries),
+    )
+    write_manifest(directory, manifest)
+    return manifest
+
+
+@pytest.fixture
+def make() -> Callable[..., Manifest]:
+    """Writes a checkpoint: ``make(directory, iteration, sizes=...)``."""
+    return make_checkpoint

@@ -1,0 +1,35 @@
+"""Stages of the call ``speed``: each measures the claim that it is named after, keeps the result and judges it.
+
+Without a GPU it runs the claim's quick variant on the CPU and does not judge what that measures.
+"""
+
+import importlib
+import json
+from dataclasses import replace
+
+from benchmarks.claims import RESULTS_DIR, load_claims
+from benchmarks.prove import FIELDS, prove
+from tools.gpu.day import Day
+
+RESERVE_SECONDS = 15.0
+"""For a script that takes too long to be stopped, and for its result."""
+
+
+def run(day: Day) -> None:
+    """Measure the claim that has the stage's name."""
+    claim = load_claims()[day.folder.name]
+    if day.has_gpu:
+        seconds = min(claim.timeout_seconds, day.remaining_seconds - RESERVE_SECONDS)
+        line, passed = prove(replace(claim, timeout_seconds=seconds), quick=False, results_dir=RESULTS_DIR)
+        day.record(result=line)
+        day.check(passed, line)
+        return
+    out = day.folder / "result.json"
+    importlib.import_module(claim.module).main(["--quick", "--out", str(out)])
+    result = json.loads(out.read_text(encoding="utf-8"))
+    day.record(quick_figure=result["figure"], counts=result["counts"])
+    day.check(all(field in result for field in FIELDS), f"a result has {', '.join(FIELDS)}; this one {sorted(result)}")
+    day.check(result["id"] == claim.id, f"the result is of {result['id']}")
+    day.check(result["threshold"] == claim.threshold, f"measured against {result['threshold']!r}")
+    day.check(not result["details"].get("problems"), f"{result['details'].get('problems')}")
+    day.lacks("the claim", "it is measured on a GPU")

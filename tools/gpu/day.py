@@ -1,0 +1,106 @@
+"""What a stage is given, and how it reports: figures, problems, and what it could not run.
+
+All three are appended to a file at once, so that a stage which is killed leaves what it had found.
+"""
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GPU_DAY = "MEGATRON_FT_GPU_DAY"
+"""Environment variable: with 1, what cannot be run has failed. Set for every stage that sees a GPU."""
+REPORT = "report.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Day:
+    """One stage's side of a call."""
+
+    device_type: str
+    """``cuda`` or ``cpu``. On a CPU stages run the same code on small sizes."""
+    folder: Path
+    """Of this stage: its log, its report and what it writes."""
+    shared: Path
+    """Of the whole call: what later stages read."""
+    deadline: float
+    """Of ``time.monotonic()``: the stage is killed then."""
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether stages run on a GPU."""
+        return self.device_type == "cuda"
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Until the stage is killed."""
+        return self.deadline - time.monotonic()
+
+    def record(self, **figures: Any) -> None:
+        """Report figures by name: JSON values."""
+        self._append({"figures": figures})
+        print(json.dumps(figures, default=str), flush=True)
+
+    def check(self, holds: bool, problem: str) -> None:
+        """Report a problem unless ``holds``; the stage goes on, and has failed."""
+        if not holds:
+            self._append({"problem": problem})
+            print(f"PROBLEM {problem}", flush=True)
+
+    def lacks(self, part: str, reason: str) -> None:
+        """Report that a part cannot be run here; under ``MEGATRON_FT_GPU_DAY=1`` that is a problem."""
+        if os.environ.get(GPU_DAY) == "1":
+            self.check(False, f"{part} was not run: {reason}")
+        else:
+            self._append({"not_run": f"{part}: {reason}"})
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Report what a part of the stage raises as a problem, so that the other parts are run."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the day goes on and the report names it
+            traceback.print_exc()
+            self.check(False, f"{name}: {describe(error)}")
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        with (self.folder / REPORT).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, default=str) + "\n")
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an error, shortened at its beginning: the end says what happened."""
+    text = f"{type(error).__name__}: {error}".strip()
+    return text if len(text) <= 1000 else f"{text[:200]} ... {text[-800:]}"
+
+
+def read_report(folder: Path) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Figures, problems and parts not run that a stage has reported so far."""
+    figures: dict[str, Any] = {}
+    problems, not_run = [], []
+    path = folder / REPORT
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        figures |= entry.get("figures", {})
+        problems += [entry["problem"]] if "problem" in entry else []
+        not_run += [entry["not_run"]] if "not_run" in entry else []
+    return figures, problems, not_run
+
+
+def find_device_type() -> str:
+    """``cuda`` where torch sees a GPU. Asks the driver's library, so that this process can still be forked."""
+    import torch
+
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return "cuda" if torch.version.cuda is not None and torch.cuda.is_available() else "cpu"
+    finally:
+        # Left in place, it would make the CPU layer's own count of devices look like a GPU.
+        os.environ.pop(name) if before is None else os.environ.update({name: before})

@@ -1,0 +1,180 @@
+"""Stage ``facts``: software, imports, and the ceilings that all other figures are judged by."""
+
+import mmap
+import os
+import resource
+import shutil
+import subprocess
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import hardware
+from megatron_ft.mcore.device.common import num_visible_gpus
+from megatron_ft.snapshot.capture import copier
+from tools.gpu import warm
+from tools.gpu.day import Day
+from tools.gpu.timing import seconds_of, synchronize
+
+GIB = 1 << 30
+COPY_BYTES, SHORT_COPY_BYTES = GIB, 8 << 20
+PRODUCT_SIZE, SHORT_PRODUCT_SIZE = 8192, 256
+_TICK_SECONDS = 0.001
+
+
+def run(day: Day) -> None:
+    """Report versions, imports and ceilings."""
+    day.record(hardware=hardware.describe(), software=_software(), limits=_limits())
+    with day.part("imports"):
+        _imports(day)
+    with day.part("the devices"):
+        found = num_visible_gpus()
+        day.record(visible_gpus=found)
+        day.check(
+            (found > 0) == day.has_gpu, f"the project finds {found} GPUs by the driver's files, torch another number"
+        )
+    device = torch.device(day.device_type)
+    with day.part("the device's context"):
+        began = time.perf_counter()
+        synchronize(torch.ones(1, device=device).device)
+        day.record(context_seconds=time.perf_counter() - began)
+    num_bytes = COPY_BYTES if day.has_gpu else SHORT_COPY_BYTES
+    with day.part("copies to the host"):
+        day.record(to_host=_copies_to_host(device, num_bytes))
+    with day.part("memory of a file"):
+        day.record(mapped_file=_mapped_file(device, num_bytes))
+    with day.part("ceilings"):
+        day.record(ceilings=_ceilings(device, num_bytes, PRODUCT_SIZE if day.has_gpu else SHORT_PRODUCT_SIZE))
+
+
+def _software() -> dict[str, Any]:
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    return {
+        "cuda": torch.version.cuda,
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "nvcc": _last_line("nvcc", "--version"),
+        "has_mps": shutil.which("nvidia-cuda-mps-control") is not None,
+        "has_sanitizer": shutil.which("compute-sanitizer") is not None,
+    }
+
+
+def _first_line(*command: str) -> str | None:
+    lines = _output(command)
+    return lines[0] if lines else None
+
+
+def _last_line(*command: str) -> str | None:
+    lines = _output(command)
+    return lines[-1] if lines else None
+
+
+def _output(command: tuple[str, ...]) -> list[str]:
+    """Lines that a program prints; none where it is not installed or fails."""
+    if shutil.which(command[0]) is None:
+        return []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
+def _limits() -> dict[str, Any]:
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    huge = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return {
+        "locked_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "shared_memory_huge_pages": huge.read_text(encoding="utf-8").strip() if huge.exists() else None,
+        "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+    }
+
+
+def _imports(day: Day) -> None:
+    """Report what imports took, and check that a process that has done them can be forked."""
+    day.record(import_seconds=warm.seconds)
+    day.check(not warm.problem, f"imports failed: {warm.problem}")
+    day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA: ranks cannot be forked after them")
+    # The parent is the fork server; in an interpreter of its own, this process has imported by itself.
+    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+    day.record(fork_server_threads=threads)
+    day.check(threads == 1, f"{threads} threads after the imports: such a process must not be forked")
+
+
+def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
+    """Bytes per second from the device into pageable and into pinned memory, and what the project's probe says."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    targets = {"pageable": torch.ones(num_bytes, dtype=torch.uint8)}
+    if device.type == "cuda":
+        targets["pinned"] = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+    rates = {}
+    for name, target in targets.items():
+        rates[name] = num_bytes / seconds_of(lambda target=target: target.copy_(source, non_blocking=True), device)
+    opened = copier.open_copier(device)
+    rates["capture_bandwidth"] = copier.capture_bandwidth(device, opened)
+    opened.close()
+    return rates
+
+
+def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
+    """What a window's memory costs: to populate, to pin, to copy to, to unpin; whether other threads run meanwhile."""
+    descriptor = os.memfd_create("facts")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        began = time.perf_counter()
+        mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        populated = time.perf_counter() - began
+    finally:
+        os.close(descriptor)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    figures: dict[str, Any] = {"populate_seconds_per_gib": populated * GIB / num_bytes}
+    if device.type == "cuda":
+        with _Ticks() as ticks:
+            began = time.perf_counter()
+            copier.pin(memory)
+            pinned = time.perf_counter() - began
+        figures["pin_seconds_per_gib"] = pinned * GIB / num_bytes
+        figures["other_threads_ran_while_pinning"] = ticks.longest_seconds < 0.5 * pinned
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    seconds = seconds_of(partial(memory.copy_, source, non_blocking=True), device)
+    figures["bytes_per_second"] = num_bytes / seconds
+    figures["content_is_right"] = bool((memory == 1).all())
+    if device.type == "cuda":
+        copier.unpin(memory)
+    del memory
+    mapped.close()
+    return figures
+
+
+class _Ticks:
+    """The longest time that another thread did not run within the block."""
+
+    def __enter__(self) -> "_Ticks":
+        self.longest_seconds = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._count)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _count(self) -> None:
+        last, is_over = time.perf_counter(), False
+        while not is_over:
+            is_over = self._ended.wait(_TICK_SECONDS)
+            now = time.perf_counter()
+            self.longest_seconds, last = max(self.longest_seconds, now - last), now
+
+
+def _ceilings(device: torch.device, num_bytes: int, size: int) -> dict[str, float]:
+    """Bytes per second of a copy on the device (read and written), operations per second of a bf16 product."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    return {
+        "copy_bytes_per_second": 2 * num_bytes / seconds_of(lambda: target.copy_(source), device),
+        "bf16_operations_per_second": 2 * size**3 / seconds_of(lambda: left @ right, device),
+    }

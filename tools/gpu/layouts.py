@@ -1,0 +1,72 @@
+"""Stage ``parallel``: layouts over several ranks on the device have the numbers of one rank on the CPU, twice the same
+bits, and keep them where gradients are reduced during the backward pass.
+"""
+
+from typing import Any
+
+from tools.gpu import ranks
+from tools.gpu.day import Day
+from tools.gpu.training import MODEL
+from tools.gpu.transports import Transport, find_transport
+
+Layout = tuple[int, dict[str, Any]]
+LAYOUTS: dict[str, Layout] = {
+    "EP=2": (2, {"parallel.expert_model_parallel_size": 2}),
+    "DP=2": (2, {}),
+    "TP=2": (2, {"parallel.tensor_model_parallel_size": 2}),
+    "PP=2": (2, {"parallel.pipeline_model_parallel_size": 2}),
+    "EP=2 x DP=2": (4, {"parallel.expert_model_parallel_size": 2}),
+    "DP=2, overlap": (2, {"parallel.overlap_grad_reduce": True}),
+}
+SHORT_LAYOUTS = ("EP=2",)
+FIRST_TOLERANCE = 1e-5
+"""Relative difference of the first iteration, before which all have the same state."""
+TOLERANCE = 1e-2
+"""Of all iterations: a choice of experts that flips at rounding sets runs apart."""
+
+
+def run(day: Day) -> None:
+    """Train in every layout twice."""
+    transport = find_transport(day)
+    with day.part("one rank on the CPU"):
+        expected = _on_cpu(day)
+        for name in LAYOUTS if day.has_gpu else SHORT_LAYOUTS:
+            with day.part(name):
+                _compare(day, transport, name, expected)
+
+
+def _on_cpu(day: Day) -> dict[str, Any]:
+    """What one rank computes on the CPU, for which only a process without a GPU is ready."""
+    config, seconds = ranks.config_for("cpu", MODEL), day.remaining_seconds - 10
+    if day.has_gpu:
+        jobs = {"one": {"config": config, "world_size": 1}}
+        return ranks.run_apart(jobs, folder=day.folder, seconds=seconds)["one"][0]
+    return ranks.run_ranks("tools.gpu.ranks:train", world_size=1, arguments={"config": config}, seconds=seconds)[0]
+
+
+def _compare(day: Day, transport: Transport, name: str, expected: dict[str, Any]) -> None:
+    first, second = (train(day, transport, *LAYOUTS[name]) for _ in range(2))
+    worst = ranks.difference(first[0], expected)
+    at_first = abs(first[0]["losses"][0] / expected["losses"][0] - 1.0)
+    same = [ranks.bits(mine) == ranks.bits(other) for mine, other in zip(first, second, strict=True)]
+    day.record(
+        **{name: {"difference": worst, "first": at_first, "same_bits": all(same), "seconds": first[0]["seconds"]}}
+    )
+    day.check(at_first <= FIRST_TOLERANCE, f"{name}: first loss {at_first:.2e} from one rank's")
+    day.check(worst <= TOLERANCE, f"{name}: {worst:.2e} from one rank")
+    day.check(all(same), f"{name}: ranks {[rank for rank, equal in enumerate(same) if not equal]} differ between runs")
+
+
+def train(day: Day, transport: Transport, world_size: int, parallel: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank of a layout computed."""
+    overrides = {**MODEL, **parallel}
+    if day.has_gpu and transport.backend != "nccl":
+        overrides["parallel.device_backend"] = transport.backend
+    config = ranks.config_for(day.device_type, overrides, world_size=world_size)
+    return ranks.run_ranks(
+        "tools.gpu.ranks:train",
+        world_size=world_size,
+        arguments={"config": config},
+        environments=transport.environments(world_size),
+        seconds=min(90.0, day.remaining_seconds - 5),
+    )

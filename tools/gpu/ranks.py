@@ -1,0 +1,284 @@
+"""Runs a function as every rank of a small job on one device, and the function most stages run: a few iterations.
+
+``python -m tools.gpu.ranks SPEC OUT`` is a job in an interpreter of its own: on a machine with a GPU, the job on the
+CPU that others are compared with, for a process that is ready for one device cannot serve another.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict, to_dict
+from megatron_ft.control.ports import free_port
+
+if TYPE_CHECKING:
+    from megatron_ft.mcore.loop.engine import TrainingEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_ITERATIONS = 5
+JOB_SECONDS = 120.0
+"""Limit of one job in an interpreter of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank is in its job."""
+
+    rank: int
+    world_size: int
+    port: int
+    """Where rank 0 serves the store."""
+
+
+class RankProcess:
+    """A rank as a forked process with a pipe to this one."""
+
+    def __init__(self, entry: str, place: Place, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        fork = multiprocessing.get_context("fork")
+        self.pipe, theirs = fork.Pipe()
+        self.rank = place.rank
+        self.process = fork.Process(target=_be_rank, args=(entry, place, dict(arguments), dict(environment), theirs))
+        self.process.start()
+        theirs.close()
+
+    def receive(self, deadline: float) -> Any:
+        """The next thing the rank reports.
+
+        Raises:
+            RuntimeError: the rank raised (its traceback is the message), ended, or reported nothing by the deadline.
+        """
+        if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise RuntimeError(f"rank {self.rank} reported nothing in time")
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            self.process.join(5.0)
+            raise RuntimeError(f"rank {self.rank} ended with exit code {self.process.exitcode}") from None
+        if "error" in answer:
+            raise RuntimeError(f"rank {self.rank}: {answer['error']}")
+        return answer["result"]
+
+    def end(self) -> None:
+        """Kill it, whatever state it is in."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def start_ranks(
+    entry: str, *, world_size: int, arguments: Mapping[str, Any], environments: Sequence[Mapping[str, str]] = ()
+) -> list[RankProcess]:
+    """Fork all ranks. ``entry`` is ``module:function``, called with the place, the pipe and the arguments."""
+    port = free_port("127.0.0.1")
+    places = [Place(rank=rank, world_size=world_size, port=port) for rank in range(world_size)]
+    sets = environments or [{}] * world_size
+    return [RankProcess(entry, place, arguments, sets[place.rank]) for place in places]
+
+
+def run_ranks(
+    entry: str,
+    *,
+    world_size: int,
+    arguments: Mapping[str, Any],
+    seconds: float,
+    environments: Sequence[Mapping[str, str]] = (),
+) -> list[Any]:
+    """What each rank returns, in rank order.
+
+    Raises:
+        RuntimeError: of the first rank that raised, ended or took longer than ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    ranks = start_ranks(entry, world_size=world_size, arguments=arguments, environments=environments)
+    try:
+        return receive_all(ranks, deadline)
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
+    """The next thing that each rank reports, in rank order.
+
+    Raises:
+        RuntimeError: of the rank that was the first to raise or to end: others may wait for it in vain. Or some rank
+            reported nothing by the deadline.
+    """
+    waiting, results = {rank.pipe: rank for rank in ranks}, {}
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            names = ", ".join(str(rank.rank) for rank in waiting.values())
+            raise RuntimeError(f"of {len(ranks)} ranks these reported nothing in time: {names}")
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            results[rank.rank] = rank.receive(deadline)
+    return [results[rank.rank] for rank in ranks]
+
+
+def run_apart(
+    jobs: Mapping[str, Mapping[str, Any]], *, folder: Path, seconds: float, sees_gpu: bool = False
+) -> dict[str, list[Any]]:
+    """Train jobs in an interpreter of its own: results of their ranks, by name.
+
+    Args:
+        jobs: name to ``config``, ``world_size`` and, where ranks need variables, ``environments``.
+        sees_gpu: otherwise the jobs are on the CPU, also on a machine with a GPU.
+
+    Raises:
+        RuntimeError: a job failed; the message is the end of its output.
+    """
+    spec, out = folder / "jobs.json", folder / "jobs-done.json"
+    spec.write_text(json.dumps(jobs), encoding="utf-8")
+    command = [sys.executable, "-m", "tools.gpu.ranks", str(spec), str(out)]
+    environment = {**os.environ, **({} if sees_gpu else {"CUDA_VISIBLE_DEVICES": ""})}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"training in an interpreter of its own failed: {done.stderr[-2000:]}")
+    results: dict[str, list[Any]] = json.loads(out.read_text(encoding="utf-8"))
+    return results
+
+
+def _be_rank(
+    entry: str, place: Place, arguments: dict[str, Any], environment: dict[str, str], pipe: Connection
+) -> None:
+    os.environ.update(environment)
+    module, _, function = entry.partition(":")
+    try:
+        answer = {"result": getattr(importlib.import_module(module), function)(place, pipe, **arguments)}
+    except BaseException:  # noqa: BLE001 - handed to the stage, which raises it
+        answer = {"error": traceback.format_exc()[-3000:]}
+    pipe.send(answer)
+    sys.stdout.flush()
+    os._exit(0)  # groups of ranks that are gone would hold up an orderly end
+
+
+def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: int = 1) -> dict[str, Any]:
+    """A small job on a device, as ``train`` takes it."""
+    from tests.helpers.engines import micro_config
+
+    device = {"training.device": device_type, "launch.ranks_per_gpu": world_size}
+    return to_dict(micro_config({**overrides, **device}, world_size=world_size))
+
+
+def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
+    """Make this process a rank of ``job``, on the job's device, and build its engine on made-up samples."""
+    import torch.distributed as dist
+
+    from megatron_ft.mcore.device.install import install, take_device
+    from megatron_ft.mcore.loop.main import _prepare_process
+    from megatron_ft.planning.rank_environment import rank_environment
+    from tests.helpers.engines import VOCAB_SIZE, MadeUpSamples
+
+    for name, value in rank_environment(job, place.rank).items():
+        os.environ.setdefault(name, value)
+    device = take_device(job, node=0, local_rank=place.rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        device_type, transformer_impl = install(job)
+    _prepare_process(job)
+    from megatron_ft.mcore.groups import form_groups
+    from megatron_ft.mcore.loop.engine import TrainingEngine
+
+    groups = form_groups(
+        job.parallel,
+        store=dist.TCPStore("127.0.0.1", place.port, place.world_size, is_master=place.rank == 0),
+        rank=place.rank,
+        world_size=place.world_size,
+        generation=0,
+        device=device_type,
+        timeout_seconds=60,
+    )
+    samples = MadeUpSamples(job.model.seq_length)
+    engine = TrainingEngine(
+        job,
+        device=device,
+        transformer_impl=transformer_impl,
+        vocab_size=VOCAB_SIZE,
+        samples={"train": samples, "valid": samples},
+    )
+    engine.build(groups)
+    return engine
+
+
+def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str, Any]:
+    """A rank that trains ``NUM_ITERATIONS`` iterations on the config's device: what it computed and what it took."""
+    import torch
+
+    engine = open_engine(place, from_dict(config))
+    from megatron_ft.mcore.checkpoint.digest import state_digest
+
+    votes, seconds = [], []
+    for number in range(1, NUM_ITERATIONS + 1):
+        began = time.perf_counter()
+        votes.append(engine.run_iteration(number).vote)
+        seconds.append(round(time.perf_counter() - began, 4))
+    return {
+        "device": engine.device.type,
+        "transformer_impl": engine.transformer_impl,
+        "losses": [vote.loss for vote in votes],
+        "grad_norms": [vote.grad_norm for vote in votes],
+        "aux_losses": [vote.aux_loss for vote in votes],
+        "load": engine.expert_load().tolist(),
+        "evaluation": engine.evaluate(),
+        "digest": state_digest(engine.model_chunks, engine.optimizer),
+        "peak_bytes": torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else 0,
+        "seconds": seconds,
+    }
+
+
+def bits(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs with equal bits have in common."""
+    return {name: result[name] for name in ("losses", "grad_norms", "aux_losses", "load", "evaluation", "digest")}
+
+
+def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """Largest relative difference of losses, gradient norms and auxiliary losses; infinite for a wrong number."""
+    pairs = [
+        pair
+        for name in ("losses", "grad_norms", "aux_losses")
+        for pair in zip(result[name], expected[name], strict=True)
+    ]
+    distances = [abs(mine - other) / max(abs(other), 1e-12) for mine, other in pairs]
+    return math.inf if any(map(math.isnan, distances)) else max(distances)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train the jobs of a file and write what their ranks returned."""
+    from megatron_ft.mcore.loop.main import warm, warm_cuda
+    from tools.gpu.day import find_device_type
+
+    spec, out = map(Path, arguments)
+    (warm_cuda if find_device_type() == "cuda" else warm)()
+    results = {
+        name: run_ranks(
+            "tools.gpu.ranks:train",
+            world_size=job["world_size"],
+            arguments={"config": job["config"]},
+            environments=job.get("environments", ()),
+            seconds=JOB_SECONDS,
+        )
+        for name, job in json.loads(spec.read_text(encoding="utf-8")).items()
+    }
+    out.write_text(json.dumps(results), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,156 @@
+"""Runs stages, each in a process forked from one that has imported what they need, within a budget of time."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import leftovers
+from tools.gpu.day import GPU_DAY, Day, read_report
+from tools.gpu.stages import Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+RESERVE_SECONDS = 5.0
+"""Of the budget, for results and the table."""
+LEAST_SECONDS = 5.0
+"""A stage is not started with less of the budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a stage."""
+
+    stage: str
+    about: str
+    status: str
+    """``passed``, ``failed`` (it reported a problem or raised), ``timed out``, ``died`` (of a signal or by an exit of
+    its own) or ``no time`` (not started)."""
+    seconds: float
+    device_type: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+    """Parts that mean nothing on this machine."""
+    log: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the call has failed with it."""
+        return self.status != "passed"
+
+
+def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Outcome]:
+    """Run stages one after the other; the outcome of each as soon as it is known.
+
+    Processes that a stage leaves behind are ended with it. Logs lie in a folder that is gone after the last outcome.
+    """
+    ends = time.monotonic() + budget_seconds - RESERVE_SECONDS
+    with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
+        _prepare_environment()
+        is_warm = False
+        for stage in stages:
+            if not is_warm and ends - time.monotonic() >= LEAST_SECONDS:
+                _start(_do_nothing, ()).join()  # imports are paid for by the budget, not by the first stage
+                is_warm = True
+            left = ends - time.monotonic()
+            if left < LEAST_SECONDS:
+                yield Outcome(stage=stage.name, about=stage.about, status="no time", seconds=0.0)
+            else:
+                yield _run_stage(stage, min(stage.seconds, left), Path(folder))
+
+
+def _prepare_environment() -> None:
+    """What the fork server and all stages inherit."""
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # wherever a process starts
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # a process with OpenMP's threads cannot be forked
+
+
+def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
+    folder = work / stage.name
+    folder.mkdir()
+    began = time.monotonic()
+    mark, environment = leftovers.mark()
+    arguments = (stage.entry, str(folder), str(work), began + limit_seconds, environment[leftovers.MARK])
+    process = _start(_be_stage, arguments)
+    process.join(max(0.0, began + limit_seconds - time.monotonic()))
+    timed_out = process.exitcode is None
+    process.kill()  # also where it has not come as far as to lead a group
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # of all that it forked
+    process.join()
+    left = leftovers.outlive(mark, grace_seconds=0.0 if timed_out else 2.0)
+    figures, problems, not_run = read_report(folder)
+    device_type = figures.pop("device_type", "")
+    problems += [f"left a process behind: {line}" for line in left if not timed_out]
+    return Outcome(
+        stage=stage.name,
+        about=stage.about,
+        status=_status(timed_out, process.exitcode, problems),
+        seconds=round(time.monotonic() - began, 1),
+        device_type=device_type,
+        figures=figures,
+        problems=problems,
+        not_run=not_run,
+        log=_read_log(folder),
+    )
+
+
+def _do_nothing() -> None:
+    """Be a process that shows that the fork server has started."""
+
+
+def _start(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """A process of the fork server; where that cannot live (an import kills it), of an interpreter of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.gpu.warm"])
+    try:
+        process: Any = context.Process(target=function, args=arguments)
+        process.start()
+    except (OSError, EOFError):
+        process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+        process.start()
+    return process
+
+
+def _status(timed_out: bool, exit_code: int | None, problems: Sequence[str]) -> str:
+    if timed_out:
+        return "timed out"
+    if exit_code != 0:
+        return "died"
+    return "failed" if problems else "passed"
+
+
+def _be_stage(entry: str, folder: str, shared: str, deadline: float, mark: str) -> None:
+    """Be the process of a stage."""
+    os.setsid()
+    log = os.open(f"{folder}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ[leftovers.MARK] = mark
+    from tools.gpu import warm
+
+    if warm.device_type == "cuda":
+        os.environ.setdefault(GPU_DAY, "1")
+    day = Day(device_type=warm.device_type, folder=Path(folder), shared=Path(shared), deadline=deadline)
+    day.record(device_type=day.device_type)
+    module, _, function = entry.partition(":")
+    with day.part("the stage"):
+        getattr(importlib.import_module(module), function)(day)
+    spent = os.times()
+    day.record(cpu_seconds=round(spent.user + spent.system + spent.children_user + spent.children_system, 1))
+    sys.stdout.flush()
+
+
+def _read_log(folder: Path) -> str:
+    path = folder / "log.txt"
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -1,0 +1,51 @@
+"""The stages of each call of a GPU day, in order of priority: what comes last is what a short budget leaves out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One process of a call."""
+
+    name: str
+    entry: str
+    """``module:function``; the function takes a ``Day`` and reports through it."""
+    seconds: float
+    """Time limit."""
+    about: str
+    """What it answers, for the table."""
+
+
+_FIRST = (
+    Stage(name="facts", entry="tools.gpu.facts:run", seconds=90, about="versions, imports, copy and product ceilings"),
+    Stage(name="training", entry="tools.gpu.training:run", seconds=150, about="training has the numbers of the CPU"),
+    Stage(name="recovery", entry="tools.gpu.recovery:run", seconds=150, about="killed ranks give the same bits"),
+    Stage(name="dispatch", entry="tools.gpu.suites:run_dispatch", seconds=190, about="kernels build and are right"),
+    Stage(name="snapshots", entry="tools.gpu.suites:run_snapshots", seconds=90, about="copier, windows, upstream log"),
+    Stage(name="sanitizer", entry="tools.gpu.sanitizer:run", seconds=120, about="kernels access memory as they may"),
+)
+_NCCL = (
+    Stage(name="smoke", entry="tools.gpu.collectives:run", seconds=120, about="several ranks on one GPU"),
+    Stage(name="abort", entry="tools.gpu.abort:run", seconds=200, about="a killed and a stopped rank in a collective"),
+    Stage(name="parallel", entry="tools.gpu.layouts:run", seconds=260, about="layouts have the numbers of one rank"),
+)
+_TE = (
+    Stage(
+        name="engine", entry="tools.gpu.suites:run_engine", seconds=400, about="Transformer Engine's layers are right"
+    ),
+)
+_SPEED = tuple(
+    Stage(name=name, entry="tools.gpu.claims:run", seconds=seconds, about="the claim of this name")
+    for name, seconds in (
+        ("gpu-copy-bandwidth", 60.0),
+        ("gpu-dispatch", 180.0),
+        ("gpu-synchronisations", 60.0),
+        ("gpu-deterministic", 90.0),
+        ("gpu-loop-overhead", 90.0),
+        ("gpu-reform", 240.0),
+        ("gpu-recovery-bits", 300.0),
+        ("gpu-snapshot-stall", 240.0),
+    )
+)
+CALLS: dict[str, Sequence[Stage]] = {"first": _FIRST, "nccl": _NCCL, "speed": _SPEED, "te": _TE}

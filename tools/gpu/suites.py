@@ -1,0 +1,59 @@
+"""Stages ``dispatch``, ``snapshots`` and ``engine``: the tests that need a GPU, run by pytest in the stage's process.
+
+Without a GPU the same tests skip themselves, so a short part of the tests that a CPU can run takes their place.
+"""
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from tools.gpu.day import Day
+from tools.gpu.runner import ROOT
+
+DISPATCH = ("tests/contract/test_dispatch.py", "tests/gpu/test_dispatch_cuda.py")
+SNAPSHOTS = tuple(f"tests/gpu/test_{name}.py" for name in ("copier", "window", "upstream_log", "pace"))
+ENGINE = "tests/gpu/test_transformer_engine.py"
+
+
+def run_dispatch(day: Day) -> None:
+    """Run the tests of the dispatch kernels."""
+    run_tests(day, DISPATCH if day.has_gpu else (DISPATCH[0], "-k", "reference and one-rank"))
+
+
+def run_snapshots(day: Day) -> None:
+    """Run the tests of what copies state off the GPU."""
+    run_tests(day, SNAPSHOTS if day.has_gpu else ("tests/unit/snapshot/capture/test_window_memory.py",))
+
+
+def run_engine(day: Day) -> None:
+    """Run the tests of Transformer Engine; without a GPU, those of finding it."""
+    run_tests(day, (ENGINE,) if day.has_gpu else ("tests/unit/mcore/device/test_software.py",))
+
+
+def run_tests(day: Day, arguments: tuple[str, ...]) -> None:
+    """Run pytest and report counts, failures and, where there is no GPU, what stands for the tests on one."""
+    import pytest
+
+    junit = day.folder / "junit.xml"
+    code = pytest.main([*arguments, "-p", "no:cacheprovider", f"--junitxml={junit}", f"--rootdir={ROOT}"])
+    counts, failures = read_junit(junit)
+    day.record(counts=counts)
+    for failure in failures:
+        day.check(False, failure)
+    day.check(code == 0 or bool(failures), f"pytest ended with exit code {code}")
+    day.check(counts["passed"] > 0, "no test has passed")
+    if not day.has_gpu:
+        day.lacks("the tests on a GPU", "torch sees no GPU")
+
+
+def read_junit(path: Path) -> tuple[dict[str, int], list[str]]:
+    """Tests that passed, failed and were skipped; name and first line of each failure."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failures = []
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        broken = next((found for found in case if found.tag in ("failure", "error")), None)
+        if broken is not None:
+            counts["failed"] += 1
+            failures.append(f"{case.get('name')}: {str(broken.get('message')).splitlines()[0][:300]}")
+        else:
+            counts["skipped" if case.find("skipped") is not None else "passed"] += 1
+    return counts, failures

@@ -1,0 +1,74 @@
+"""Stage ``training``: one rank on the device computes what the CPU computes, in every precision, and the same
+bits twice."""
+
+from typing import Any
+
+from tools.gpu import ranks
+from tools.gpu.day import Day
+
+MODEL = {
+    "model.num_layers": 2,
+    "model.moe_router_score_function": "sigmoid",
+    "model.moe_router_enable_expert_bias": True,
+    "training.transformer_impl": "local",
+}
+VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
+    "fp32": ({}, 1e-5),
+    "bf16": ({"precision.params_dtype": "bf16"}, 2e-2),
+    "fp16": ({"precision.params_dtype": "fp16"}, 2e-2),
+    "recompute": ({"training.recompute_granularity": "full"}, 1e-5),
+    "grouped queries": ({"model.num_query_groups": 2}, 1e-4),
+    "shared expert": ({"model.moe_shared_expert_intermediate_size": 32}, 1e-4),
+}
+"""Overrides, and the largest relative difference from the CPU in fp32."""
+ON_SHORT_DAYS = ("bf16",)
+_SECONDS = 60.0
+
+
+def run(day: Day) -> None:
+    """Train every variant on the device twice, and in fp32 on the CPU."""
+    names = list(VARIANTS) if day.has_gpu else list(ON_SHORT_DAYS)
+    jobs = {name: _job("cpu", fp32(VARIANTS[name][0])) for name in names}
+    with day.part("training on the CPU"):
+        expected = ranks.run_apart(jobs, folder=day.folder, seconds=day.remaining_seconds - 10)
+        for name in names:
+            with day.part(name):
+                _compare(day, name, expected[name][0])
+
+
+def _compare(day: Day, name: str, expected: dict[str, Any]) -> None:
+    overrides, tolerance = VARIANTS[name]
+    job = _job(day.device_type, overrides)
+    first, second = (
+        ranks.run_ranks("tools.gpu.ranks:train", world_size=1, arguments={"config": job["config"]}, seconds=_SECONDS)[0]
+        for _ in range(2)
+    )
+    worst = ranks.difference(first, expected)
+    same = ranks.bits(first) == ranks.bits(second)
+    day.record(
+        **{
+            name: {
+                "difference": worst,
+                "same_bits": same,
+                "seconds": first["seconds"],
+                "peak_bytes": first["peak_bytes"],
+            }
+        }
+    )
+    day.check(first["device"] == day.device_type, f"{name}: trained on {first['device']}")
+    day.check(worst <= tolerance, f"{name}: {worst:.2e} from the CPU, at most {tolerance:g}")
+    day.check(same, f"{name}: two runs differ: {_where(first, second)}")
+
+
+def _where(first: dict[str, Any], second: dict[str, Any]) -> str:
+    mine, other = ranks.bits(first), ranks.bits(second)
+    return ", ".join(f"{name} {mine[name]} and {other[name]}" for name in mine if mine[name] != other[name])
+
+
+def _job(device_type: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    return {"config": ranks.config_for(device_type, {**MODEL, **overrides}), "world_size": 1}
+
+
+def fp32(overrides: dict[str, Any]) -> dict[str, Any]:
+    """A variant as it is trained on the CPU."""
+    return {key: value for key, value in overrides.items() if key != "precision.params_dtype"}

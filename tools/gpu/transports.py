@@ -1,0 +1,132 @@
+"""How several ranks communicate that share one GPU, and which way works on this machine.
+
+NCCL refuses two ranks on one device of one host. With another ``NCCL_HOSTID`` for each rank it takes them for ranks on
+different hosts, and with direct transports off it goes over sockets of the loopback interface: slow, but the real
+library with its real aborts.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.gpu import ranks
+from tools.gpu.day import Day, describe
+
+SOCKETS_ONLY = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+PROBE_SECONDS = 30.0
+"""Of one way: three that hang leave time to say so."""
+TIMEOUT_SECONDS = 60.0
+"""Of groups."""
+_FILE = "transport.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """A way to communicate."""
+
+    name: str
+    backend: str
+    """Of torch's process groups for tensors on the device."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    host_ids: bool = False
+    """Whether each rank says that it is on a host of its own."""
+
+    def environments(self, world_size: int, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+        """Variables of each rank."""
+        found = []
+        for rank in range(world_size):
+            own = {"NCCL_HOSTID": f"megatron-ft-rank-{rank}"} if self.host_ids else {}
+            found.append({**self.variables, **own, **(more or {})})
+        return found
+
+
+TRANSPORTS = (
+    Transport(name="nccl, a host id for each rank", backend="nccl", variables=SOCKETS_ONLY, host_ids=True),
+    Transport(
+        name="nccl, several ranks on a GPU allowed",
+        backend="nccl",
+        variables={**SOCKETS_ONLY, "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    ),
+    Transport(name="gloo on the device's tensors", backend="gloo"),
+)
+
+
+def find_transport(day: Day) -> Transport:
+    """The first that works: as an earlier stage of this call has found, or by trying.
+
+    Raises:
+        RuntimeError: none does.
+    """
+    path = day.shared / _FILE
+    if path.exists():
+        name = json.loads(path.read_text(encoding="utf-8"))["name"]
+        return next(transport for transport in TRANSPORTS if transport.name == name)
+    failures = {}
+    for transport in TRANSPORTS:
+        try:
+            _probe(day, transport)
+        except RuntimeError as error:
+            failures[transport.name] = describe(error)[-300:]
+            continue
+        path.write_text(json.dumps({"name": transport.name}), encoding="utf-8")
+        day.record(transport=transport.name, transports_that_failed=failures)
+        return transport
+    raise RuntimeError(f"no transport works: {failures}")
+
+
+def _probe(day: Day, transport: Transport) -> None:
+    """Sum a tensor over two ranks. Raises RuntimeError where that fails, or gives another sum."""
+    sums = ranks.run_ranks(
+        "tools.gpu.transports:add_up",
+        world_size=2,
+        arguments={"backend": transport.backend, "device_type": day.device_type},
+        environments=transport.environments(2),
+        seconds=min(PROBE_SECONDS, day.remaining_seconds - 5),
+    )
+    if sums != [3.0, 3.0]:
+        raise RuntimeError(f"sums of 1 and 2 are {sums}")
+
+
+def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> float:
+    """A rank that adds its number, counted from 1, to those of the others."""
+    import torch
+    import torch.distributed as dist
+
+    join(place, backend)
+    tensor = torch.full((1024,), float(place.rank + 1), device=device_type)
+    dist.all_reduce(tensor)
+    return float(tensor.mean())
+
+
+def join(place: ranks.Place, backend: str, *, prefix: str = "first", store: Any = None) -> Any:
+    """Form the default group over the store of rank 0, which is returned."""
+    import datetime
+
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+    if store is None:
+        store = dist.TCPStore(
+            "127.0.0.1",
+            place.port,
+            place.world_size,
+            is_master=place.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(prefix, store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+    return store
