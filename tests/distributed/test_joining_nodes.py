@@ -86,10 +86,12 @@ def test_a_newcomer_that_dies_in_its_first_membership_is_lost_again(runs: Path) 
 
 def test_the_nodes_that_are_left_start_again_without_the_others(runs: Path) -> None:
     faults = ['raise(node=0, phase="forward", generation=1)']
-    job = start(runs, *faults, max_restarts=1, iterations=100)
+    job = start(runs, *faults, max_restarts=1, iterations=10000)
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     agent_process(runs, 1).send_signal(signal.SIGKILL)
-    finish(runs, job)
+    eventually(lambda: len(started(runs).get(2, [])) == 4, "the ranks of two nodes start again")
+    job.send_signal(signal.SIGINT)
+    finish(runs, job, 130)
     assert decisions(runs)[1]["declined"].endswith("raised")
     again = sorted(started(runs)[2], key=lambda record: record["rank"])
     assert [(record["rank"], record["node"]) for record in again] == [(0, 0), (1, 0), (2, 2), (3, 2)]
