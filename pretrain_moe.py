@@ -178,7 +178,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
     config = derive_placement(config)
     if environment is not None:
-        from megatron_ft.mcore.loop import standalone
+        from megatron_ft.mcore import standalone
 
         return standalone.main(config, environment)
     from megatron_ft.control.launcher import launch

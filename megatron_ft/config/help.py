@@ -19,7 +19,8 @@ examples:
   python pretrain_moe.py dry_run=true model=mixtral_8x7b           show the plan, start nothing
   python pretrain_moe.py launch.ranks_per_node=2 parallel=ep2      two ranks, experts split over both
   python pretrain_moe.py training.train_iterations=200 run.name=a  a longer run, named
-  python pretrain_moe.py run.name=a run.resume=must                continue it
+  python pretrain_moe.py training.train_iterations=200 run.name=a run.resume=must
+                                                                   continue it, with the same overrides
   python pretrain_moe.py experiment=fault_campaign \\
       'launch.failpoints=["kill(rank=1,at_iteration=7,phase=\\"backward\\")"]'
   torchrun --nproc-per-node 2 pretrain_moe.py parallel=ep2         as ranks of another launcher

@@ -44,9 +44,9 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlEr
 from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
 from megatron_ft.framing import Message
 
-RANK_ENTRY = "megatron_ft.mcore.loop.main:run_rank"
-PRELOAD = ("megatron_ft.mcore.loop.main:warm",)
-PRELOAD_ON_CUDA = ("megatron_ft.mcore.loop.main:warm_cuda",)
+RANK_ENTRY = "megatron_ft.mcore.rank_main:run_rank"
+PRELOAD = ("megatron_ft.mcore.rank_main:warm",)
+PRELOAD_ON_CUDA = ("megatron_ft.mcore.rank_main:warm_cuda",)
 _CLEANUP_SECONDS = 5.0
 
 

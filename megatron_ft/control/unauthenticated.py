@@ -93,7 +93,7 @@ class UnauthenticatedConnections:
         """Peers as gRPC writes them, from which a call with the token has come."""
         self._authenticated: set[_Connection] = set()
         self._since: dict[_Connection, float] = {}
-        """UnauthenticatedConnections in the order in which they were seen first."""
+        """Unauthenticated connections in the order in which they were seen first."""
         self._others: set[tuple[int, int]] = set()
         """Descriptors with their inodes that are no connections to the port."""
         self._over = threading.Event()

@@ -385,7 +385,7 @@ def _be(
     breaks: Connection,
     orders: Mapping[int, Sequence[int]],
 ) -> None:
-    from megatron_ft.mcore.loop.main import run_rank
+    from megatron_ft.mcore.rank_main import run_rank
 
     error, forked_with = None, set(sys.modules)
     try:
@@ -416,7 +416,7 @@ def schedule_of(outcome: dict[str, Any]) -> list[str]:
 
 
 def _main(spec: str, outcome: str) -> None:
-    from megatron_ft.mcore.loop.main import warm
+    from megatron_ft.mcore.rank_main import warm
 
     warm()
     be_ready_to_fork()

@@ -57,7 +57,7 @@ class RankEnvironment:
         return (
             f"this process is a rank of {self.program}: {self.num_nodes} nodes x {self.local_world_size} ranks; there "
             f"are no node processes and no controller, so a lost rank will {then} (docs/launch.md, section "
-            '"Launchers and what they lack")'
+            '"Other launchers")'
         )
 
 
