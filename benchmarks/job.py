@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.ranks import Rank
 from benchmarks.source import ROOT
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.mcore.device.install import install
 
 

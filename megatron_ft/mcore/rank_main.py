@@ -9,7 +9,7 @@ import torch
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import SoftwareError
 from megatron_ft.events import FailpointUnfired
 from megatron_ft.mcore.device.install import install, take_device
@@ -101,7 +101,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         _import_needed_later()
     trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
     store = None
-    if not context.is_newcomer:
+    if not context.is_joining:
         timeout_seconds = config.launch.start_timeout_seconds
         store = open_store(context, timeout_seconds=timeout_seconds)
         trainer.build(join(trainer.config, context, device=device_type, timeout_seconds=timeout_seconds, store=store))
@@ -124,7 +124,7 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         names = ("action", "phase", "iteration", "rank", "node", "failpoint")
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
-    generation = context.generation + int(context.is_newcomer)  # it begins with the next membership
+    generation = context.generation + int(context.is_joining)  # it begins with the next membership
     failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, generation=generation, record=record)
 
 

@@ -24,10 +24,10 @@ from torch.distributed.elastic.multiprocessing.errors import record as record_er
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.environment import RankEnvironment
+from megatron_ft.control.launchers.torchrun import RankEnvironment
+from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.rundir import RunDir, claim
-from megatron_ft.control.worker import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ControlError, MegatronFtError
 from megatron_ft.planning.rank_environment import rank_environment
 from megatron_ft.telemetry import SinkSet, open_sinks

@@ -29,7 +29,7 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
     worker, owes_save = trainer.context.worker, False
     if worker.can_survive:
         waits.install()
-    if trainer.context.is_newcomer:
+    if trainer.context.is_joining:
         owes_save = _form(trainer, worker.await_membership(), history)
     else:
         trainer.break_with(trainer.engine.groups.transports.hang_up)

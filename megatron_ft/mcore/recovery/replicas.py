@@ -16,7 +16,7 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership_schedule import MembershipChange
 from megatron_ft.config.present_nodes import config_of
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted
 from megatron_ft.mcore.collectives import Collectives
@@ -258,7 +258,7 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
         master_addr=following.master_addr,
         master_port=following.master_port,
         nodes=following.nodes,
-        is_newcomer=False,
+        is_joining=False,
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership_schedule import parse_membership_change
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.scripted import scripted_memberships
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.events import Record, SnapshotProblem
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS
@@ -42,7 +42,7 @@ def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
     config, context = trainer.config, trainer.context
     if config.snapshot.policy is None:
         return None
-    service, present = context.services[SERVICE], list(dict.fromkeys(trainer.nodes))
+    service, present = context.sidecars[SERVICE], list(dict.fromkeys(trainer.nodes))
     peers = peer_assignment(config).peers[present.index(context.node)]
     hello = {
         "token": service["token"],
@@ -66,10 +66,10 @@ def share_addresses(context: RankContext, collectives: Collectives) -> RankConte
 
     Nodes that join later know those of the nodes that were there before, which do not know theirs.
     """
-    service = context.services[SERVICE]
+    service = context.sidecars[SERVICE]
     gathered = collectives.gather([context.node, service["addresses"][str(context.node)]])
     addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}
-    return replace(context, services={**context.services, SERVICE: {**service, "addresses": addresses}})
+    return replace(context, sidecars={**context.sidecars, SERVICE: {**service, "addresses": addresses}})
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:

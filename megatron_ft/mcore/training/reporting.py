@@ -14,7 +14,7 @@ import torch
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce, RunStarted, SnapshotPlanned
 from megatron_ft.mcore.model.names import unwrap
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern

@@ -11,7 +11,7 @@ import torch
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.present_nodes import config_of
-from megatron_ft.control.worker import HangUp, RankContext
+from megatron_ft.control.node.worker_client import Abort, RankContext
 from megatron_ft.corpus.check import resolve_vocab_size
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.events import (
@@ -66,7 +66,7 @@ class Trainer:
         self.context = context
         self.nodes = context.nodes or tuple(rank // config.launch.ranks_per_node for rank in range(context.world_size))
         """Node of each rank, by its number since the job began."""
-        is_told = bool(context.nodes) and not context.is_newcomer
+        is_told = bool(context.nodes) and not context.is_joining
         is_other = is_told and tuple(dict.fromkeys(self.nodes)) != tuple(range(config.launch.num_nodes))
         self.config = config = config_of(config, self.nodes) if is_other else config
         """The same for the ranks there are now."""
@@ -85,7 +85,7 @@ class Trainer:
         self.membership_start: MembershipStart | None = None
         """While a membership has not committed an iteration."""
         self.reporting_rank = 0
-        self.hang_up: HangUp = lambda _: None
+        self.hang_up: Abort = lambda _: None
         """Breaks the connections to other ranks that there are."""
         self.previous_placement: PreviousPlacement | None = None
         """While the first iteration of a placement is not committed."""
@@ -157,7 +157,7 @@ class Trainer:
         self.checkpoints = open_checkpoints(self, groups)
         failpoints.watch(self._tell_phase)
 
-    def break_with(self, hang_up: HangUp) -> None:
+    def break_with(self, hang_up: Abort) -> None:
         """Let ``hang_up`` break the connections to other ranks, also for the control plane where others are lost."""
         self.hang_up = hang_up
         if self.context.worker.can_survive:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.control.worker import InProcessClient, RankContext, StopFlag
+from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
+from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.mcore import rank_main
 from tests.helpers.engines import micro_config
 
@@ -68,7 +68,7 @@ for name, answer in (("is_available", True), ("device_count", 1), ("_lazy_init",
                      ("get_device_properties", None), ("get_device_capability", (9, 0))):
     stand_in(name, answer)
 
-from megatron_ft.control.forkserver import preload
+from megatron_ft.control.node.fork_server import preload
 
 preload([sys.argv[1]])
 assert "megatron_ft.mcore.recovery.coordinator" in sys.modules and "megatron.core.parallel_state" in sys.modules
