@@ -16,31 +16,34 @@ PLACEMENT = [
         "placement.num_slots_per_rank=1",
         says=["placement.num_slots_per_rank=1", "4 ranks", "at least model.num_moe_experts=8"],
     ),
-    bad(*REPLICAS, "placement.min_replicas=5", says=["placement.min_replicas=5", "between 1 and 4", "failure domains"]),
+    bad(*REPLICAS, "placement.min_replicas=5", says=["placement.min_replicas=5", "1..4", "failure domains"]),
     bad(
         *REPLICAS,
         "launch.failure_domains=[a,a,a,b]",
         "placement.min_replicas=3",
-        says=["placement.min_replicas=3", "between 1 and 2", "failure domains"],
+        says=["placement.min_replicas=3", "1..2", "failure domains"],
     ),
-    bad(*REPLICAS, "placement.state_copies=5", says=["placement.state_copies=5", "between 1 and 4"]),
+    bad(*REPLICAS, "placement.state_copies=5", says=["placement.state_copies=5", "1..4"]),
     bad(
         *REPLICAS,
         "parallel.expert_model_parallel_size=2",
-        says=["parallel.expert_model_parallel_size=2", "must be left at 1"],
+        says=["parallel.expert_model_parallel_size=2", "must be 1 with replica slots"],
     ),
     bad(
         *REPLICAS,
         "model.num_moe_experts=null",
         "model.moe_ffn_hidden_size=null",
-        says=["placement.algorithm=", "needs a mixture model"],
+        says=["placement.algorithm=", "must be null in a dense model"],
     ),
     bad(*REPLICAS, "placement.load_smoothing=1.5", says=["placement.load_smoothing=1.5", "must be at least 0"]),
     bad(*REPLICAS, "placement.schedule=[1-x.json]", says=["placement.schedule=1-x.json", "must be ITERATION:FILE"]),
-    bad("placement.loads_file=x.json", says=["placement.loads_file=x.json", "needs a placement.algorithm"]),
+    bad(
+        "placement.loads_file=x.json",
+        says=["placement.loads_file=x.json", "must not be set without placement.algorithm"],
+    ),
     bad("model.router=random", says=["model.router=random", "must be one of learned, trace"]),
     bad("model.router=trace", says=["model.router_trace_file=null", "must be given with model.router=trace"]),
-    bad("model.router_trace_start=3", says=["model.router_trace_start=3", "needs model.router=trace"]),
+    bad("model.router_trace_start=3", says=["model.router_trace_start=3", "must be 0 unless model.router=trace"]),
     bad(
         "model.router=trace",
         "model.router_trace_file=x.json",
@@ -106,7 +109,7 @@ def _trace_cases(folder: Path) -> list[Case]:
             "model.router=trace",
             f"model.router_trace_file={good}",
             "model.router_trace_start=1",
-            says=["model.router_trace_start=1", "must lie between 0 and 0"],
+            says=["model.router_trace_start=1", "must be in 0..0"],
         ),
     ]
 
@@ -129,13 +132,13 @@ def _schedule_cases(folder: Path) -> list[Case]:
     lacking = [*slots[:3], [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 6], [4, 5, 6, 6]]]
     missing = folder / "none.json"
     return [
-        refused("lacking.json", stage(slots=lacking), "expert of layer 4=7: must have at least one slot; it has none"),
+        refused("lacking.json", stage(slots=lacking), "expert of layer 4=7: must have at least one slot"),
         refused("foreign.json", stage(slots=[*slots[:3], [[0, 9], [0], [0], [0]]]), "expert of layer 4=9", "below 8"),
         refused("full.json", stage(slots=[[[0, 1, 2, 3, 4], *slots[0][1:]], *slots[1:]]), "rank 0", "at most 4"),
         refused("ranks.json", stage(ranks=[4, 5, 6, 7]), "ranks=[4, 5, 6, 7]", "must be [0, 1, 2, 3]"),
         refused("layers.json", stage(layer_numbers=[1, 2, 3], slots=slots[:3]), "layer_numbers=[1, 2, 3]"),
         refused("stages.json", {"stages": [good, good]}, "stages=2: must be 1"),
-        refused("no_plan.json", {"stages": [{"ranks": [0]}]}, "is no placement"),
+        refused("no_plan.json", {"stages": [{"ranks": [0]}]}, "must be a placement"),
         refused("cut_plan.json", json.dumps({"stages": [good]})[:-20], "is not JSON"),
         bad(
             *REPLICAS,

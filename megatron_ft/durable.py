@@ -1,16 +1,16 @@
-"""What outlives the machine: names in a folder, and whole files, once they are on the disk."""
+"""Durable writes: folder entries and files that survive a power failure."""
 
 import os
 from pathlib import Path
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable: a file that was created or renamed there is found after a power cut.
+    """Make the entries of ``folder`` durable: a file that was created or renamed in it survives a power failure.
 
-    Source: the manual page fsync(2): that a file is on the disk does not mean that its entry in the folder is.
+    Syncing a file does not sync its entry in the folder (manual page fsync(2)).
 
     Raises:
-        OSError: the disk refused.
+        OSError: the write failed.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -20,11 +20,12 @@ def fsync_folder(folder: Path) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file, which is made if there is none. It is on the disk when this returns; where it cannot be,
-    nothing of it is in the file. One process at a time may append so.
+    """Append a line to a file, which is created if it does not exist, and sync it.
+
+    If that fails, no part of the line stays in the file. Only one process at a time may append with this function.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the write failed.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
@@ -40,24 +41,25 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def write_whole(descriptor: int, content: bytes) -> None:
-    """Write all bytes; a disk that becomes full takes a part before it refuses. Raises OSError."""
+    """Write all bytes, in several calls if necessary; raises OSError, also after a part of them (disk full)."""
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Put a file in the place of an earlier one, if there is one: whoever reads, also after a power cut, finds one of
-    them whole. It is on the disk when this returns. One process at a time may write a file so.
+    """Replace a file, or create it, and sync it: readers find the old or the new content, also after a power failure.
+
+    Only one process at a time may write a file with this function.
 
     Args:
-        mode: of the file, without what the process's umask takes away.
+        mode: permissions of the file, before the umask.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the write failed.
     """
     new = path.with_name(f"{path.name}.tmp")
-    new.unlink(missing_ok=True)  # of a process that was killed
+    new.unlink(missing_ok=True)  # left by a process that was killed
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

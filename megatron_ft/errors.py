@@ -1,11 +1,11 @@
-"""The project's exceptions, and the exit code each one ends a process with.
+"""Exceptions of the project and their exit codes.
 
-A message says what is wrong, the value received, the constraint, and the key to change.
+A message names the key, the value and the constraint, and says what to change.
 """
 
 
 class MegatronFtError(Exception):
-    """Root of all errors of this project."""
+    """Base class of all errors of this project."""
 
     exit_code = 1
 
@@ -17,7 +17,7 @@ class ConfigError(MegatronFtError):
 
     @classmethod
     def of(cls, key: str, value: object, constraint: str) -> "ConfigError":
-        """``key=value`` does not meet ``constraint`` (a clause that starts with a verb)."""
+        """Make the error that ``key=value`` violates ``constraint``, a clause such as ``must be at least 1``."""
         return cls(f"{key}={value}: {constraint}")
 
 
@@ -28,7 +28,7 @@ class DataError(ConfigError):
 
 
 class SoftwareError(MegatronFtError):
-    """The machine's software cannot run what was asked (half-installed Transformer Engine, ...)."""
+    """The installed software cannot run the configuration (incomplete Transformer Engine, ...)."""
 
     exit_code = 4
 
@@ -52,17 +52,17 @@ class RankFailed(MegatronFtError):
 
 
 class RankLost(RankFailed):
-    """A rank cannot go on, for a reason of its own process: the others lose it as if it had been killed."""
+    """A rank cannot continue for a reason of its own process; the others treat it as killed."""
 
 
 class ControlError(MegatronFtError):
-    """The control plane refused or lost a peer."""
+    """The control plane rejected or lost a peer."""
 
     exit_code = 8
 
 
 class RecoveryError(MegatronFtError):
-    """State that cannot be rebuilt, or was not rebuilt to the same bits."""
+    """State that cannot be restored, or was not restored to the same bits."""
 
     exit_code = 9
 
@@ -72,20 +72,20 @@ EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C or SIGTERM; the run can be resumed."""
 
 FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
-"""Errors that come again when the ranks, or the job, are started again."""
+"""Errors that a restart of the ranks or the job would raise again."""
 FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
 
 EXIT_CODES: dict[int, str] = {
     EXIT_OK: "the run ended as planned",
-    MegatronFtError.exit_code: "an error without a class of its own; see the traceback",
+    MegatronFtError.exit_code: "another error; see the traceback",
     ConfigError.exit_code: "the configuration cannot run; nothing was started",
     DataError.exit_code: "an input file is missing, damaged or empty; nothing was started",
-    SoftwareError.exit_code: "the installed software cannot run what was asked",
+    SoftwareError.exit_code: "the installed software cannot run this configuration",
     CheckpointError.exit_code: "a checkpoint is damaged, foreign or missing",
     TrainingStopped.exit_code: "a policy stopped the run (non-finite values, loss spike)",
-    RankFailed.exit_code: "a rank died; the first one and its traceback were shown",
-    ControlError.exit_code: "the control plane refused or lost a peer",
+    RankFailed.exit_code: "a rank died; the first one and its traceback are in the output",
+    ControlError.exit_code: "the control plane rejected or lost a peer",
     RecoveryError.exit_code: "state after a failure could not be rebuilt exactly",
     EXIT_INTERRUPTED: "stopped by Ctrl-C or SIGTERM; resume with run.resume=must",
 }
-"""Every exit code of ``pretrain_moe.py`` and what it means."""
+"""Exit codes of ``pretrain_moe.py`` and their meanings."""

@@ -1,6 +1,6 @@
-"""Recorded expert loads: how many tokens each expert got, read from files of several origins.
+"""Recorded expert loads, the numbers of tokens per expert, read from files of several formats.
 
-A file that does not say exactly what it should is refused: a wrong load would be a wrong plan.
+Files are checked strictly, because a wrong load would lead to a wrong plan.
 """
 
 import csv
@@ -25,11 +25,11 @@ SUFFIXES = (".json", ".npz", ".npy", ".csv")
 CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")
 STAGES = ("encoder", "decoder")
 MAX_BYTES = 1 << 30
-"""A larger file, or array in an archive, is refused before memory is taken for it."""
+"""Largest file, or array of an archive; a larger one is refused before memory is allocated."""
 MAX_EXPERTS = 1 << 16
-"""Experts of a layer; a higher id is damage."""
+"""Largest number of experts of a layer."""
 MAX_LOADS = 1 << 26
-"""Loads that a file of expert ids may come to, all layers together."""
+"""Largest number of loads from a file of expert ids, over all layers."""
 
 Tokens = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
@@ -41,39 +41,39 @@ class ExpertLoads:
     source: str
     """File name, for messages."""
     iterations: tuple[int, ...]
-    """Iteration of each record, counted as the file does; rising."""
+    """Iteration of each record, as numbered in the file; ascending."""
     tokens: Tokens
-    """``[records, ranks, layers, microbatches, experts]``; ranks and microbatches are 1 where the file sums them up.
+    """``[records, ranks, layers, microbatches, experts]``; ranks and microbatches are 1 where the file holds their sum.
     Integers, or floats where a file of per-layer loads holds fractions."""
 
     @property
     def num_records(self) -> int:
-        """Records, one per iteration or batch."""
+        """Number of records, one per iteration or batch."""
         return int(self.tokens.shape[0])
 
     @property
     def num_ranks(self) -> int:
-        """Ranks told apart."""
+        """Number of ranks; 1 where the file holds their sum."""
         return int(self.tokens.shape[1])
 
     @property
     def num_layers(self) -> int:
-        """Layers, dense ones (all zero) included."""
+        """Number of layers, dense ones (all zero) included."""
         return int(self.tokens.shape[2])
 
     @property
     def num_experts(self) -> int:
-        """Experts of each layer."""
+        """Number of experts of each layer."""
         return int(self.tokens.shape[4])
 
     def per_layer(self, record: int | None = None) -> Tokens:
-        """``[layers, experts]``: tokens over all ranks and microbatches of one record, or of all."""
+        """``[layers, experts]``: tokens over all ranks and microbatches of one record, or of all records."""
         chosen = self.tokens if record is None else self.tokens[record : record + 1]
         result: Tokens = chosen.sum(axis=(0, 1, 3))
         return result
 
     def record_of(self, iteration: int) -> int:
-        """Position of the record of an iteration.
+        """Index of the record of an iteration.
 
         Raises:
             DataError: the file has none.
@@ -87,7 +87,7 @@ class ExpertLoads:
 
 
 def read_expert_loads(path: Path) -> ExpertLoads:
-    """Read a recorded load by the suffix of its file.
+    """Read recorded loads; the suffix of the file names the format.
 
     * ``.json``: a list of per-layer lists of tokens, or ``{"logical_count": [[...], ...]}``.
     * ``.npz``: arrays ``counts`` (iterations, ranks, layers, microbatches, experts) and ``iters``.
@@ -95,7 +95,7 @@ def read_expert_loads(path: Path) -> ExpertLoads:
     * ``.csv``: a row per batch, stage, layer and expert with ``assigned_tokens``.
 
     Raises:
-        DataError: missing, damaged, or with loads that are negative or not finite.
+        DataError: the file is missing or damaged, or a load is negative or not finite.
     """
     readers = {".json": _json, ".npz": _npz, ".npy": _npy, ".csv": _csv}
     reader = readers.get(path.suffix)
@@ -113,9 +113,9 @@ def _checked(name: str, iterations: tuple[int, ...], tokens: Tokens) -> Tokens:
             f"{name}: shape {tokens.shape}: must be (records, ranks, layers, microbatches, experts), none 0"
         )
     if len(iterations) != tokens.shape[0]:
-        raise DataError(f"{name}: {len(iterations)} iterations for {tokens.shape[0]} records")
+        raise DataError(f"{name}: {len(iterations)} iterations: must be one for each of {tokens.shape[0]} records")
     if any(later <= earlier for earlier, later in itertools.pairwise(iterations)):
-        raise DataError(f"{name}: iterations must rise from record to record")
+        raise DataError(f"{name}: iterations must be ascending")
     wrong = np.argwhere(~np.isfinite(tokens) | (tokens < 0))
     if len(wrong):
         record, _, layer, _, expert = (int(position) for position in wrong[0])
@@ -160,7 +160,7 @@ def _npz(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
 
 
 def _check_members(name: str, content: bytes) -> None:
-    """Sizes of an archive's arrays, before one of them is unpacked. Raises DataError, and what zipfile raises."""
+    # Archives are compressed: sizes are checked before any array is unpacked.
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for member in archive.infolist():
             if member.filename in ("counts.npy", "iters.npy"):
@@ -171,11 +171,7 @@ def _check_members(name: str, content: bytes) -> None:
 
 
 def _check_array(name: str, file: IO[bytes], num_bytes: int) -> None:
-    """That an array has as many bytes as its header says, before memory is taken for them.
-
-    Raises:
-        DataError: it has more or fewer; and what numpy raises for a header that is none.
-    """
+    # The header decides how much memory numpy allocates, so it is compared with the actual size first.
     version = npformat.read_magic(file)
     read_header = npformat.read_array_header_1_0 if version == (1, 0) else npformat.read_array_header_2_0
     shape, _, dtype = read_header(file)
@@ -183,7 +179,7 @@ def _check_array(name: str, file: IO[bytes], num_bytes: int) -> None:
         raise DataError(f"{name}: is not a readable npy array: holds Python objects")
     said, there = math.prod(shape) * dtype.itemsize, num_bytes - file.tell()
     if min(shape, default=0) < 0 or said != there:
-        raise DataError(f"{name}: shape {shape} of {dtype} needs {said} bytes, {there} are there")
+        raise DataError(f"{name}: shape {shape} of {dtype} needs {said} bytes, the file has {there}")
 
 
 def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
@@ -193,7 +189,7 @@ def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     except (ValueError, EOFError, OSError) as error:
         raise DataError(f"{name}: is not a readable npy array: {error}") from error
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
-        raise DataError(f"{name}: must be integers (tokens, layers, topk), is {ids.dtype} {ids.shape}")
+        raise DataError(f"{name}: {ids.dtype} {ids.shape}: must be integers (tokens, layers, topk)")
     if ids.min() < 0:
         raise DataError(f"{name}: expert id {ids.min()}: must be 0 or more")
     num_experts = int(ids.max()) + 1
@@ -237,7 +233,7 @@ def _csv_row(name: str, line: int, row: dict[str, Any]) -> tuple[tuple[int, int,
 
 
 def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[tuple[int, ...], Tokens]:
-    """Records are batches; layers are those of the encoder, then those of the decoder."""
+    """Make the array: records are batches, layers are those of the encoder, then of the decoder."""
     batches = _distinct([key[:1] for key in loads])
     layers = _distinct([key[1:3] for key in loads])
     experts = _distinct([key[3:] for key in loads])

@@ -1,17 +1,15 @@
 """Named points where tests and campaigns inject faults.
 
-The points are the phases of an iteration, so they are also where a rank says how far it is (``watch``).
-A spec is a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It fires in
-every rank it matches, once per process (so in every generation, unless it names one), and is recorded durably *before*
-the fault, so that a trial can prove that it injected. A process may become another rank as memberships change: where a
-generation is named, the rank is that in it, else the first one. ``hit`` costs two truth tests while nothing is armed
-and nobody watches.
+A point is a phase of an iteration, so it is also where a rank reports its progress (``watch``). A failpoint is a call
+with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It fires in every rank that it matches,
+once per process (so in every generation, unless it names one). It is recorded durably *before* the fault, so that a
+trial can prove the injection. A process may become another rank as memberships change: ``rank`` means the number in
+the named generation, or the process's first number without one. ``hit`` costs two truth tests while nothing is armed
+and no function watches.
 """
 
-import ast
 import json
 import os
-import re
 import signal
 import time
 from collections import Counter
@@ -22,6 +20,7 @@ from typing import Any
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import FailpointHit
+from megatron_ft.reading import parse_call
 
 ITERATION_PHASES = (
     "data",
@@ -37,7 +36,7 @@ ITERATION_PHASES = (
     "capture",
     "replicate",
 )
-"""Those that an iteration passes, in order."""
+"""Phases of an iteration, in order."""
 
 PHASES = (
     "build",
@@ -51,9 +50,9 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases a failpoint can name, in the order an iteration passes them. ``migrate`` comes before experts move,
-``migrate_build`` before the model is built for their new places. The last three come while a membership forms: before
-ranks join each other, before state moves, before the model is built. Their iteration is the one it begins after."""
+"""Phases that a failpoint can name, in order. ``migrate`` comes before experts move, ``migrate_build`` before the model
+is built for the new placement. The last three come while a membership forms: before the ranks connect, before state
+moves, before the model is built; their iteration is the last one before that membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,
@@ -77,15 +76,12 @@ Record = dict[str, Any]
 
 
 class InjectedFault(RuntimeError):
-    """What the action ``raise`` raises."""
+    """Raised by the action ``raise``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failpoint:
-    """One fault: what happens, and where.
-
-    ``rank``, ``node``, ``at_iteration`` and ``generation`` match anything when ``None``.
-    """
+    """A fault to inject, and where; a selector of None matches anything."""
 
     action: str
     phase: str
@@ -94,7 +90,7 @@ class Failpoint:
     at_iteration: int | None = None
     generation: int | None = None
     passes: int = 1
-    """It fires when its phase is reached for so many times, where all else matches."""
+    """Number of matching hits of the phase after which it fires."""
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -102,45 +98,24 @@ class Failpoint:
 
 
 def parse(text: str) -> Failpoint:
-    """Read one spec.
+    """Parse one failpoint.
 
     Raises:
-        ConfigError: unknown action, keyword or phase; a value that is no literal of the right type.
+        ConfigError: unknown action, keyword or phase; a value that is not a literal of the right type, or below 0.
     """
-    match = re.fullmatch(r"\s*([A-Za-z_]+)\s*(\(.*\))\s*", text, re.DOTALL)
-    if match is None or match.group(1) not in _OPTIONS:
-        raise ConfigError.of(_KEY, text, f"must be a call of one of {', '.join(_OPTIONS)}, e.g. kill(rank=1, ...)")
-    action = match.group(1)
-    values = _keywords(text, match.group(2), _SELECTORS | _OPTIONS[action])
-    _check_values(text, action, values)
-    return Failpoint(action=action, text=text.strip(), **values)  # type: ignore[arg-type]
-
-
-def _keywords(text: str, arguments: str, types: dict[str, type]) -> dict[str, object]:
-    try:
-        call = ast.parse("call" + arguments, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ConfigError.of(_KEY, text, f"must be one call with keyword arguments ({error})") from None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise ConfigError.of(_KEY, text, "must be one call with keyword arguments only")
-    values: dict[str, object] = {}
-    for keyword in call.keywords:
-        name = keyword.arg or "**"
+    action, values = parse_call(_KEY, text, _OPTIONS, 'kill(rank=1,at_iteration=7,phase="backward")')
+    types = _SELECTORS | _OPTIONS[action]
+    for name, value in values.items():
         if name not in types:
             raise ConfigError.of(_KEY, text, f"has no keyword {name}; it takes {', '.join(types)}")
-        if name in values:
-            raise ConfigError.of(_KEY, text, f"must give {name} once")
-        values[name] = _literal(text, name, keyword.value, types[name])
-    return values
-
-
-def _literal(text: str, name: str, node: ast.expr, wanted: type) -> object:
-    value = node.value if isinstance(node, ast.Constant) else None
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if type(value) is not wanted:
-        raise ConfigError.of(_KEY, text, f"must give {name} as a literal of type {wanted.__name__}")
-    return value
+        if types[name] is float and type(value) is int:
+            values[name] = float(value)
+        elif type(value) is not types[name]:
+            raise ConfigError.of(_KEY, text, f"must give {name} as a literal of type {types[name].__name__}")
+        elif isinstance(value, int) and value < 0:
+            raise ConfigError.of(_KEY, text, f"must give {name} of at least 0")
+    _check_values(text, action, values)
+    return Failpoint(action=action, text=text.strip(), **values)  # type: ignore[arg-type]
 
 
 def _check_values(text: str, action: str, values: dict[str, object]) -> None:
@@ -152,12 +127,14 @@ def _check_values(text: str, action: str, values: dict[str, object]) -> None:
         raise ConfigError.of(_KEY, text, "must give passes of at least 1")
     if not 0 <= int(values.get("code", 0)) <= 255:  # type: ignore[call-overload]
         raise ConfigError.of(_KEY, text, "must give a code between 0 and 255")
+    if not float(values.get("seconds", 0.0)) >= 0.0:  # type: ignore[arg-type]
+        raise ConfigError.of(_KEY, text, "must give seconds of at least 0")
 
 
 def append_to(path: Path) -> Callable[[Record], None]:
-    """A recorder that appends each hit to ``path`` as a JSON line and returns when it is on disk.
+    """Make a recorder that appends each hit to ``path`` as a JSON line and returns once it is on disk.
 
-    Lines are written with one ``write`` in append mode, so the ranks of a job may share the file.
+    Each line is one ``write`` in append mode, so the ranks of a job may share the file.
     """
 
     def record(hit_record: Record) -> None:
@@ -171,24 +148,24 @@ def append_to(path: Path) -> Callable[[Record], None]:
     return record
 
 
-Tell = Callable[[int, str], None]
+ReportProgress = Callable[[int, str], None]
 """Takes (iteration, phase)."""
 
 
 @dataclass
 class _Watch:
-    tell: Tell
+    report: ReportProgress
     last: tuple[str, int] | None = None
 
 
 @dataclass
 class _Armed:
     waiting: list[Failpoint]
-    """All that have not fired."""
+    """Failpoints that have not fired."""
     first_rank: int
-    """What the process began as."""
+    """The process's rank when it was armed."""
     rank: int
-    """What it is now."""
+    """Its rank in the present generation."""
     node: int
     record: Callable[[Record], None]
     generation: int
@@ -196,7 +173,7 @@ class _Armed:
 
     @property
     def mine(self) -> tuple[Failpoint, ...]:
-        """Those that mean this process. A fault's rank is that in the generation it names; in none, the first one."""
+        """Failpoints that match this process."""
         return tuple(
             failpoint
             for failpoint in self.waiting
@@ -204,7 +181,7 @@ class _Armed:
         )
 
     def due(self, phase: str, iteration: int) -> list[Failpoint]:
-        """Those of them that mean this place."""
+        """Failpoints of this process that match the phase and iteration."""
         return [
             failpoint
             for failpoint in self.mine
@@ -218,26 +195,26 @@ _armed: _Armed | None = None
 _watch: _Watch | None = None
 
 
-def watch(tell: Tell | None) -> None:
-    """Have ``tell`` called with (iteration, phase) at every hit that names another phase or iteration than the last.
+def watch(report: ReportProgress | None) -> None:
+    """Call ``report`` at every hit whose phase or iteration differs from the previous hit's; None stops that.
 
-    It comes before a fault that is armed there. None ends it.
+    The call comes before a fault that is armed at the same point.
     """
     global _watch
-    _watch = None if tell is None else _Watch(tell)
+    _watch = None if report is None else _Watch(report)
 
 
 def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record], None], generation: int = 0) -> None:
-    """Make this process obey those of ``specs`` that mean it; replaces what was armed before.
+    """Arm the failpoints of ``specs`` that match this process, in place of those armed before.
 
     Args:
         specs: e.g. ``config.launch.failpoints``.
+        rank: present rank of the process; ``enter`` changes it.
         record: called with a ``FailpointHit`` record before the fault; must be durable (``append_to``).
-        rank: that it is now; another one may be its own later, see ``enter``.
-        generation: how often the job's ranks have been started again.
+        generation: present generation of the job.
 
     Raises:
-        ConfigError: a spec that does not parse.
+        ConfigError: a failpoint that does not parse.
     """
     global _armed
     known = [failpoint for failpoint in map(parse, specs) if failpoint.node in (None, node)]
@@ -246,25 +223,25 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
 
 
 def enter(generation: int, *, rank: int) -> None:
-    """Obey those that name ``generation`` or none, as ``rank``, until the process goes on in another one."""
+    """Continue as ``rank`` in ``generation``: failpoints that name another generation do not fire."""
     if _armed is not None:
         _armed.generation, _armed.rank = generation, rank
 
 
 def unfired() -> tuple[Failpoint, ...]:
-    """Failpoints that mean this process, in whatever generation, and have not fired."""
+    """Failpoints of this process, of any generation, that have not fired."""
     return () if _armed is None else _armed.mine
 
 
 def hit(phase: str, iteration: int) -> None:
-    """Say that this process reaches ``phase`` of ``iteration``; an armed fault happens here.
+    """Report that this process has reached ``phase`` of ``iteration``; an armed fault happens here.
 
     Raises:
         InjectedFault: the action ``raise`` is armed here.
     """
     if _watch is not None and _watch.last != (phase, iteration):
         _watch.last = (phase, iteration)
-        _watch.tell(iteration, phase)
+        _watch.report(iteration, phase)
     if _armed is None:
         return
     assert phase in PHASES, f"unknown phase {phase}"

@@ -1,7 +1,7 @@
 """JSON messages over local stream sockets: four bytes of length (big endian), then UTF-8 JSON.
 
-Used between processes of one node (rank and agent, agent and fork server). File descriptors may travel with a
-message; they are queued in the order they arrive.
+Used between processes of one node (rank and agent, agent and fork server). File descriptors may be sent with a message;
+they are queued in the order of arrival.
 """
 
 import array
@@ -24,7 +24,7 @@ _MAX_DESCRIPTORS = 16
 
 
 def encode(message: Message) -> bytes:
-    """One message as it travels.
+    """Convert a message to a frame.
 
     Raises:
         ControlError: the message is larger than ``MAX_FRAME_BYTES``.
@@ -48,23 +48,22 @@ def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ())
 
 
 class FrameReader:
-    """Cuts the bytes of one socket into messages."""
+    """Splits the bytes of one socket into messages."""
 
     def __init__(self, sock: socket.socket, *, first_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        """``first_frame_bytes``: the longest first message, of somebody who has not said yet who it is."""
+        """``first_frame_bytes``: largest first message, from a peer that has not identified itself yet."""
         self.sock = sock
         self._most_bytes = first_frame_bytes
         self.descriptors: deque[int] = deque()
         self._buffer = bytearray()
 
     def pump(self) -> tuple[list[Message], bool]:
-        """Read once: the messages completed by it, and whether the peer has closed.
+        """Read once; return the messages that are complete now, and whether the peer has closed the connection.
 
-        Blocks when nothing is there and the socket blocks; a non-blocking socket with nothing to read gives
-        ``([], False)``.
+        Without data a blocking socket blocks, and a non-blocking one gives ``([], False)``.
 
         Raises:
-            ControlError: a frame that is too large or is no JSON object.
+            ControlError: a frame that is too large or not a JSON object.
         """
         try:
             data = self._receive()
@@ -84,7 +83,7 @@ class FrameReader:
                 received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
                 self.descriptors.extend(received)
         if flags & socket.MSG_CTRUNC:
-            raise ControlError("a peer sent more file descriptors than a message may carry")
+            raise ControlError(f"a peer sent too many file descriptors: must be at most {_MAX_DESCRIPTORS} per message")
         return data
 
     def _next_message(self) -> Message | None:
@@ -92,7 +91,7 @@ class FrameReader:
             return None
         size = int.from_bytes(self._buffer[:_HEADER_BYTES], "big")
         if size > self._most_bytes:
-            raise ControlError(f"a peer announced a message of {size} bytes: at most {self._most_bytes} are read")
+            raise ControlError(f"a peer announced a message of {size} bytes: must be at most {self._most_bytes}")
         if len(self._buffer) < _HEADER_BYTES + size:
             return None
         payload = bytes(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size])
@@ -101,16 +100,16 @@ class FrameReader:
         return decode(payload)
 
     def close(self) -> None:
-        """Close the socket and descriptors nobody took."""
+        """Close the socket and all descriptors that are still queued."""
         while self.descriptors:
             os.close(self.descriptors.popleft())
         self.sock.close()
 
 
 def read_line(descriptor: int, *, most: int = MAX_FRAME_BYTES) -> bytes:
-    """One line, and not a byte more, so that the end of what is read can be waited for elsewhere.
+    """Read one line and no byte more, so that other code can wait for the end of the stream.
 
-    Without its newline where the peer has closed before, or where more than ``most`` bytes have come.
+    The newline is missing if the peer has closed before it, or if the line is longer than ``most`` bytes.
     """
     line = bytearray()
     while not line.endswith(b"\n") and len(line) <= most and (byte := os.read(descriptor, 1)):
@@ -119,15 +118,15 @@ def read_line(descriptor: int, *, most: int = MAX_FRAME_BYTES) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """A JSON object from bytes.
+    """Parse a JSON object.
 
     Raises:
-        ControlError: the bytes are no JSON object.
+        ControlError: the bytes are not a JSON object.
     """
     try:
         message = parse_json(payload)
     except ValueError as error:
-        raise ControlError(f"a peer sent bytes that are no JSON: {error}") from None
+        raise ControlError(f"a peer sent bytes that are not JSON: {error}") from None
     if not isinstance(message, dict):
         raise ControlError(f"a peer sent a JSON {type(message).__name__}: must be an object")
     return message

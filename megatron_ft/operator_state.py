@@ -1,13 +1,12 @@
-"""An operator's state, described independently of layout: components, and the shards that ranks capture.
+"""State of an operator, independent of the layout: components, and the shards that ranks capture.
 
-Of every parameter a rank captures one element range. What an active operator needs (``full``) and what a frozen one
-needs (``frozen``) are lists of components, so that a precision with scales beside its codes adds names, not code.
+A rank captures one element range of each of its parameters. The full state of an operator (``full``) and the state of a
+frozen one (``frozen``) are lists of components, so that a precision with scales adds components, not code.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_ft.operators import OperatorId
 
@@ -21,11 +20,11 @@ class Component:
 
     name: str
     dtype: str
-    """torch's name of it, e.g. ``float32``."""
+    """Name in torch, e.g. ``float32``."""
     item_bytes: int
     """Bytes of one value."""
     per_element: bool = True
-    """Whether there is a value for each element; otherwise one for the whole shard, captured with every part of it."""
+    """Whether every element has a value; otherwise a shard has one value, which is captured with every part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,41 +33,28 @@ class StateShard:
 
     operator: OperatorId
     parameter: str
-    """Global name: the one identity of a tensor."""
+    """Global name, which identifies the tensor."""
     tensor_part: int
-    """Which tensor-parallel part of the parameter; 0 where it is not split."""
+    """Index of the tensor-parallel part of the parameter; 0 where it is not split."""
     start: int
     """First element, in the flattened part."""
     stop: int
     """Element after the last."""
     full: tuple[Component, ...]
-    """What an active operator's state consists of."""
+    """Components of the full state."""
     frozen: tuple[Component, ...]
-    """What a frozen operator needs to compute forward and input gradients."""
+    """Components that a frozen operator needs to compute outputs and input gradients."""
 
     @property
     def num_elements(self) -> int:
-        """Elements of the range."""
+        """Number of elements of the range."""
         return self.stop - self.start
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "StateShard":
-        """Inverse of ``to_json``."""
-        values = dict(content)
-        values["operator"] = OperatorId(**values["operator"])
-        for name in ("full", "frozen"):
-            values[name] = tuple(Component(**component) for component in values[name])
-        return cls(**values)
 
 
 def operator_of(parameter: str, num_layers: int) -> OperatorId:
-    """The operator that a parameter, by its global name, belongs to (MoEvement, section 3.2; appendix E for layers).
+    """Operator of a parameter, by its global name (MoEvement, section 3.2; appendix E for layers).
 
-    Every parameter belongs to exactly one: routed experts and gates are their own, the rest of a layer is one.
+    Every routed expert and every gate is an operator, and so is the rest of each layer.
     """
     layer = _LAYER.search(parameter)
     if layer is None:
@@ -96,7 +82,7 @@ def check_shards(shards_by_rank: Sequence[Iterable[StateShard]], sizes: Mapping[
         position = 0
         for start, stop in sorted(found):
             assert start == position, (
-                f"{key}: elements {position} to {start} are captured {'twice' if start < position else 'by nobody'}"
+                f"{key}: elements {position} to {start} are {'captured twice' if start < position else 'not captured'}"
             )
             position = stop
-        assert position == sizes[key], f"{key}: elements {position} to {sizes[key]} are captured by nobody"
+        assert position == sizes[key], f"{key}: elements {position} to {sizes[key]} are not captured"

@@ -1,7 +1,7 @@
-"""Operators: the parts a model's state is cut into, with exact parameter counts.
+"""Operators, the units of a model's state, with exact parameter counts.
 
-An operator is one routed expert, one layer's gate (router), the rest of a layer, the embedding, or
-the head. The counts are those of Megatron-Core's GPTModel.
+An operator is one routed expert, one layer's gate (router), the rest of a layer, the embedding, or the head. Counts are
+those of Megatron-Core's GPTModel.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ Kind = Literal["embedding", "non_expert", "gate", "expert", "head"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class OperatorId:
-    """``layer`` is Megatron's number (from 1); the embedding is at 0, the head at ``num_layers + 1``."""
+    """Identity of an operator. ``layer`` is Megatron's number (from 1), 0 for the embedding, ``num_layers + 1`` for the
+    head."""
 
     layer: int
     kind: Kind
@@ -26,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator and its parameters: those tensor parallelism splits and those every rank repeats."""
+    """An operator and its numbers of parameters that tensor parallelism splits and that every rank repeats."""
 
     id: OperatorId
     num_split_parameters: int
@@ -34,7 +35,7 @@ class Operator:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole operator."""
+        """Number of parameters of the whole operator."""
         return self.num_split_parameters + self.num_repeated_parameters
 
 
@@ -59,9 +60,9 @@ def head_channels(model: ModelConfig) -> int:
 
 
 def operators_of(model: ModelConfig, tokenizer_vocab_size: int | None = None) -> tuple[Operator, ...]:
-    """All operators from the embedding to the head, in layer order.
+    """List all operators from the embedding to the head, in layer order.
 
-    ``tokenizer_vocab_size`` stands in where ``model.vocab_size`` is null.
+    ``tokenizer_vocab_size`` is used if ``model.vocab_size`` is null.
     """
     vocab = padded_vocab_size(model, tokenizer_vocab_size)
     operators = [_embedding(model, vocab)]
@@ -71,12 +72,12 @@ def operators_of(model: ModelConfig, tokenizer_vocab_size: int | None = None) ->
 
 
 def num_parameters(operators: tuple[Operator, ...]) -> int:
-    """Parameters of all operators together."""
+    """Number of parameters of all operators."""
     return sum(operator.num_parameters for operator in operators)
 
 
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
-    """Parameters one token passes: everything but the routed experts it is not sent to."""
+    """Number of active parameters per token: all but those of experts that the token is not routed to."""
     topk = model.moe_router_topk
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)
     return sum(operator.num_parameters for operator in chosen)

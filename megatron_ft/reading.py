@@ -1,22 +1,27 @@
-"""Reading files that somebody else may have written: whatever goes wrong is one error that names the file."""
+"""Parsers for input from outside, files and calls in key values: any failure is one error that names its source."""
 
+import ast
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ft.errors import DataError, MegatronFtError
+from megatron_ft.errors import ConfigError, DataError, MegatronFtError
+
+# Parsers raise far more than they document when bytes are damaged.
+_PARSE_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 
 @contextmanager
 def reading(
     path: Path | str, kind: type[MegatronFtError] = DataError, *, what: str = "cannot be read"
 ) -> Iterator[None]:
-    """Make an error of ``kind`` that names ``path`` of whatever is raised inside; the project's own pass unchanged.
+    """Turn whatever is raised inside into an error of ``kind`` that names ``path``; the project's own errors pass.
 
-    Parsers raise far more than they document when bytes are damaged: MemoryError for a length, RecursionError for
-    nesting, zlib.error, NotImplementedError... The panics of libraries in Rust are no ``Exception`` at all.
+    Damaged bytes make parsers raise far more than they document: MemoryError for a length, RecursionError for
+    nesting, zlib.error, NotImplementedError... Panics of libraries in Rust are not even an ``Exception``.
     """
     try:
         yield
@@ -32,13 +37,13 @@ def reading(
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """The content of a regular file; its size is looked at before memory is taken.
+    """Read a regular file; its size is checked before memory is allocated.
 
     Raises:
-        DataError: it cannot be read, is no regular file, or is larger than ``max_bytes``.
+        DataError: it cannot be read, is not a regular file, or is larger than ``max_bytes``.
     """
     with reading(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hold the reader up
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe must not block
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -47,3 +52,34 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
             if status.st_size > max_bytes or len(content) > max_bytes:
                 raise DataError(f"{path}: {status.st_size} bytes: must be at most {max_bytes}")
             return content
+
+
+def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple[str, dict[str, object]]:
+    """Parse the value of ``key``: a call of one of ``names`` whose arguments are keywords with literal values.
+
+    Returns:
+        The name and the arguments by keyword; the keyword of ``**`` is ``"**"``.
+
+    Raises:
+        ConfigError: something else, or a keyword given twice.
+    """
+    match = re.fullmatch(r"\s*([A-Za-z_]+)\s*(\(.*\))\s*", text, re.DOTALL)
+    if match is None or match.group(1) not in names:
+        raise ConfigError.of(key, text, f"must be a call of one of {', '.join(names)}, e.g. {example}")
+    try:
+        # The name may be a keyword of Python, e.g. raise: another one stands for it here.
+        call = ast.parse("call" + match.group(2), mode="eval").body
+    except _PARSE_ERRORS as error:
+        raise ConfigError.of(key, text, f"must be one call with keyword arguments ({error})") from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ConfigError.of(key, text, f"must be one call with keyword arguments only, e.g. {example}")
+    values: dict[str, object] = {}
+    for keyword in call.keywords:
+        name = keyword.arg or "**"
+        if name in values:
+            raise ConfigError.of(key, text, f"must give {name} once")
+        try:
+            values[name] = ast.literal_eval(keyword.value)
+        except _PARSE_ERRORS:
+            raise ConfigError.of(key, text, f"must give {name} as a literal") from None
+    return match.group(1), values

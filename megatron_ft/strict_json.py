@@ -1,4 +1,4 @@
-"""Typed values as strict JSON. Numbers JSON lacks travel as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``."""
+"""Typed values as strict JSON, with ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` for numbers that JSON lacks."""
 
 import json
 import math
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
 JsonValue = Any
-"""What ``json`` reads and writes."""
+"""Any JSON value."""
 
 
 def parse_json(content: bytes | str) -> JsonValue:
-    """What JSON text holds.
+    """Parse JSON text.
 
     Raises:
-        ValueError: not JSON, not UTF-8, or nested too deep to be read.
+        ValueError: not JSON, not UTF-8, or nested too deep.
     """
     try:
         return json.loads(content)
@@ -23,7 +23,7 @@ def parse_json(content: bytes | str) -> JsonValue:
 
 
 def encode(value: object) -> JsonValue:
-    """``value`` as strict JSON: tuples become lists, numbers JSON lacks become strings."""
+    """Convert ``value`` to strict JSON: tuples become lists, numbers that JSON lacks become strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
     if isinstance(value, (list, tuple)):
@@ -34,7 +34,7 @@ def encode(value: object) -> JsonValue:
 
 
 def to_float(value: object) -> float:
-    """A number read from a record, those that JSON lacks included.
+    """Convert a JSON value to a number, including those that JSON lacks.
 
     Raises:
         ValueError: it is not a number.
@@ -47,10 +47,10 @@ def to_float(value: object) -> float:
 
 
 def decode(hint: Any, value: JsonValue, where: str) -> Any:
-    """``value`` as the type ``hint`` wants it.
+    """Convert a JSON value to the type ``hint``.
 
     Raises:
-        ValueError: it does not fit; the message begins with ``where``.
+        ValueError: it has another type; the message begins with ``where``.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -68,7 +68,7 @@ def decode(hint: Any, value: JsonValue, where: str) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """A field's type in the words of JSON, e.g. ``list of int``."""
+    """Name a field's type in the terms of JSON, e.g. ``list of int``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(type_name(argument) for argument in arguments if argument is not types.NoneType)
@@ -80,7 +80,7 @@ def type_name(hint: Any) -> str:
 
 
 def to_number(value: JsonValue, where: str, always_float: bool = False) -> float:
-    """A number; integers stay integers unless ``always_float``."""
+    """Convert a JSON value to a number; integers stay integers unless ``always_float``."""
     if type(value) is int and not always_float:
         return value
     try:

@@ -1,4 +1,4 @@
-"""Where every rank sits: parallel coordinates in Megatron's order, nodes and failure domains."""
+"""Parallel coordinates of ranks in Megatron's order, nodes and failure domains."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_ft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """One rank's place in each parallel group, all counted from 0."""
+    """Index of a rank in each parallel group, from 0."""
 
     tp: int
     cp: int
@@ -21,10 +21,10 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Sizes of the parallel groups of one world, in Megatron's rank order ``tp-cp-ep-dp-pp``.
+    """Sizes of the parallel groups, in Megatron's rank order ``tp-cp-ep-dp-pp``.
 
-    A pipeline stage is a contiguous block of TP * CP * DP ranks. Inside it the attention layers count
-    TP fastest, then CP, then DP; the expert layers count expert TP fastest, then EP, then expert DP.
+    A pipeline stage is a contiguous block of TP * CP * DP ranks. Within a stage TP varies fastest, then CP, then DP; in
+    expert layers expert TP varies fastest, then EP, then expert DP.
     """
 
     world_size: int
@@ -37,7 +37,7 @@ class Topology:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> "Topology":
-        """The topology of ``world_size`` ranks.
+        """Make the topology of ``world_size`` ranks.
 
         Raises:
             ConfigError: a size below 1, or sizes that do not divide the world or a stage.
@@ -55,7 +55,7 @@ class Topology:
         return topology
 
     def validate(self) -> None:
-        """Sizes that fit together, as ``parallel_state.initialize_model_parallel`` demands them."""
+        """Check that sizes fit together, as ``parallel_state.initialize_model_parallel`` requires."""
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 1:
                 raise ConfigError.of(_key(name), getattr(self, name), "must be at least 1")
@@ -78,22 +78,22 @@ class Topology:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.world_size // self.pipeline_model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.stage_size // (self.tensor_model_parallel_size * self.context_parallel_size)
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.stage_size // (self.expert_tensor_parallel_size * self.expert_model_parallel_size)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Place of a global rank."""
-        assert 0 <= rank < self.world_size, f"rank {rank} is outside a world of {self.world_size}"
+        """Coordinates of a global rank."""
+        assert 0 <= rank < self.world_size, f"rank {rank} is not below the world size {self.world_size}"
         stage, inside = divmod(rank, self.stage_size)
         outer, tp = divmod(inside, self.tensor_model_parallel_size)
         dp, cp = divmod(outer, self.context_parallel_size)
@@ -101,7 +101,7 @@ class Topology:
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=stage, ep=ep, expert_dp=expert_dp)
 
     def ranks(self) -> Iterator[tuple[int, Coordinates]]:
-        """Every rank with its place, in rank order."""
+        """Yield every rank with its coordinates, in rank order."""
         return ((rank, self.coordinates(rank)) for rank in range(self.world_size))
 
     def stage_ranks(self, pipeline_stage: int) -> range:
@@ -109,21 +109,21 @@ class Topology:
         return range(pipeline_stage * self.stage_size, (pipeline_stage + 1) * self.stage_size)
 
     def chunk_layers(self, num_layers: int, pipeline_stage: int, chunk: int = 0) -> range:
-        """Layer numbers (counted from 1) of one virtual chunk of a stage."""
+        """Layer numbers (from 1) of one virtual chunk of a stage."""
         num_chunks = self.pipeline_model_parallel_size * self.virtual_pipeline_model_parallel_size
         layers_per_chunk = num_layers // num_chunks
         first = (chunk * self.pipeline_model_parallel_size + pipeline_stage) * layers_per_chunk + 1
         return range(first, first + layers_per_chunk)
 
     def stage_layers(self, num_layers: int, pipeline_stage: int) -> tuple[int, ...]:
-        """Layer numbers (counted from 1) of all chunks of a stage, ascending."""
+        """Layer numbers (from 1) of all chunks of a stage, ascending."""
         chunks = range(self.virtual_pipeline_model_parallel_size)
         return tuple(layer for chunk in chunks for layer in self.chunk_layers(num_layers, pipeline_stage, chunk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes of a job: ranks on each, the failure domain each belongs to, and which are alive."""
+    """Nodes of a job: number of ranks, failure domains, and which nodes are alive."""
 
     ranks_per_node: int
     failure_domains: tuple[str, ...]
@@ -131,18 +131,18 @@ class Cluster:
 
     @classmethod
     def of(cls, num_nodes: int, ranks_per_node: int, failure_domains: list[str] | None = None) -> "Cluster":
-        """A cluster with every node alive; without names every node is a failure domain of its own."""
+        """Make a cluster with every node alive; without names every node is a failure domain of its own."""
         domains = tuple(failure_domains or (f"node{node}" for node in range(num_nodes)))
         assert len(domains) == num_nodes, f"{len(domains)} failure domains for {num_nodes} nodes"
         return cls(ranks_per_node=ranks_per_node, failure_domains=domains, alive=frozenset(range(num_nodes)))
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, alive or not."""
+        """Number of nodes, alive or not."""
         return len(self.failure_domains)
 
     def node_of(self, rank: int) -> int:
-        """The node that runs a global rank."""
+        """Node of a global rank."""
         return rank // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
@@ -150,7 +150,7 @@ class Cluster:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def without(self, node: int) -> "Cluster":
-        """The same cluster after a node is lost."""
+        """Return the cluster after the loss of a node."""
         return Cluster(
             ranks_per_node=self.ranks_per_node, failure_domains=self.failure_domains, alive=self.alive - {node}
         )

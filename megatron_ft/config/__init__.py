@@ -1,1 +1,1 @@
-"""Typed knobs of a job, one file per Hydra group; ``JobConfig`` on top. No torch, no Hydra."""
+"""Typed configuration of a job, one file per Hydra group, and ``JobConfig`` over all of them. No torch, no Hydra."""

@@ -5,24 +5,24 @@ from dataclasses import dataclass
 
 @dataclass
 class CheckpointConfig:
-    """When dense checkpoints are written, kept and trusted."""
+    """When dense checkpoints are saved, which are kept, and which are loaded."""
 
     save_interval_iterations: int = 0
-    """Save every so many iterations; 0 only at the end."""
+    """Iterations from one save to the next; 0 saves at the end only."""
     save_at_end: bool = True
     """Save after the last iteration."""
     async_save: bool = True
-    """Write in the background; training goes on."""
+    """Write in the background while training continues."""
     keep_last: int = 2
-    """Newest complete checkpoints kept; 0 keeps all."""
+    """Number of newest complete checkpoints to keep; 0 keeps all."""
     keep_every_iterations: int = 0
-    """Also keep those whose iteration is a multiple of this; 0 none."""
+    """Also keep checkpoints whose iteration is a multiple of this; 0 keeps no others."""
     load: str | None = None
-    """Checkpoint directory to start from (weights, optimizer, position), of any run; what it differs in is printed.
-    Null starts fresh."""
+    """Checkpoint directory of any run to start from (weights, optimizer, position); differences in configuration are
+    printed. Null starts from scratch."""
     trust: bool = False
-    """Load a checkpoint without a manifest of ours. Its metadata is pickle: it can run code."""
+    """Load a checkpoint that has no manifest of this project. Its metadata is pickled: loading it can run code."""
     fully_parallel: bool = True
-    """Spread writing and reading over data-parallel ranks."""
+    """Distribute writing and reading over the data-parallel ranks."""
     allow_other_data: bool = False
-    """Continue a run from a checkpoint of its own although the training data differs from what it was trained on."""
+    """Resume a run from its own checkpoint although the training data has changed."""

@@ -1,4 +1,4 @@
-"""What is read (group ``data``)."""
+"""Training data and tokenizer (group ``data``)."""
 
 from dataclasses import dataclass, field
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 class DataConfig:
     """Token sources and the tokenizer.
 
-    A *source* is the path of an indexed dataset without its ``.bin``/``.idx`` suffix, or
-    ``python-stdlib``, the built-in corpus made of the sources and docstrings of the running Python.
+    A *source* is the path of an indexed dataset without its ``.bin``/``.idx`` suffix, or ``python-stdlib``, a built-in
+    corpus of the source code and docstrings of the running Python.
     """
 
     train: list[str] = field(default_factory=lambda: ["python-stdlib"])
     """Training sources."""
     train_weights: list[float] | None = None
-    """Relative weights of the training sources; null weighs them by their tokens."""
+    """Relative weights of the training sources; null weights them by their numbers of tokens."""
     valid: list[str] = field(default_factory=list)
-    """Validation sources; empty takes ``valid_fraction`` of the training documents."""
+    """Validation sources; if empty, ``valid_fraction`` of the training sources is used."""
     valid_weights: list[float] | None = None
     """Relative weights of the validation sources."""
     valid_fraction: float = 0.02
-    """Share of each training source's tokens, at its end, kept for validation when ``valid`` is empty."""
+    """Share of each training source, at its end, that is held out for validation when ``valid`` is empty."""
     tokenizer: str = "bytes"
     """``bytes``, ``huggingface`` (a ``tokenizers`` JSON file) or ``gpt2`` (vocab.json and merges.txt)."""
     tokenizer_file: str | None = None
@@ -30,8 +30,8 @@ class DataConfig:
     merges_file: str | None = None
     """Merges for ``gpt2``."""
     cache_dir: str = ".cache/data"
-    """Where built-in corpora are indexed, once."""
+    """Folder for the indexes of built-in corpora, which are made once."""
     seed: int = 1234
-    """Seed of the sample order."""
+    """Seed of the order of samples."""
     mmap: bool = True
-    """Map the ``.bin`` file instead of reading it."""
+    """Memory-map the ``.bin`` file instead of reading it."""

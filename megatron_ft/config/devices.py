@@ -1,4 +1,4 @@
-"""Both answers of ``training.device=auto``: the configuration on each device, and why a device refuses it."""
+"""The devices that ``training.device=auto`` can become, and why a configuration cannot run on one of them."""
 
 import dataclasses
 
@@ -10,15 +10,15 @@ DEVICES = ("cpu", "cuda")
 
 
 def on_device(config: JobConfig, device: str) -> JobConfig:
-    """``config`` with ``training.device`` decided: ``cpu`` or ``cuda``."""
-    assert device in DEVICES, f"device {device!r} is not decided"
+    """Return ``config`` with ``training.device`` resolved to ``cpu`` or ``cuda``."""
+    assert device in DEVICES, f"device {device!r} is not resolved"
     return dataclasses.replace(config, training=dataclasses.replace(config.training, device=device))
 
 
 def refused_devices(config: JobConfig) -> dict[str, str]:
-    """Why each possible device refuses ``config``, with an empty text for a device that accepts it.
+    """Map each possible device to the reason why it refuses ``config``; the reason is empty where it accepts it.
 
-    ``training.device=auto`` can become both devices; a named device is the only key of the result.
+    Both devices are possible with ``training.device=auto``, otherwise only the named one.
     """
     requested = config.training.device
     reasons = {}

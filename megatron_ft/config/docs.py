@@ -1,4 +1,4 @@
-"""Names, types, defaults and one-line meanings of every key, read out of the dataclasses' sources."""
+"""Name, type, default and documentation of every key, read from the source of the dataclasses."""
 
 import ast
 import dataclasses
@@ -13,7 +13,7 @@ from megatron_ft.config.serialize import type_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDoc:
-    """One key: ``training.train_iterations``, its type, default and docstring (one paragraph)."""
+    """A key such as ``training.train_iterations``, with its type, default and docstring (one paragraph)."""
 
     key: str
     type: str
@@ -22,12 +22,12 @@ class KeyDoc:
 
 
 def key_docs() -> list[KeyDoc]:
-    """Every leaf key of ``JobConfig`` in the order of its dataclasses."""
+    """List every key of ``JobConfig`` in the order of its dataclasses."""
     return list(_walk(JobConfig, ""))
 
 
 def group_docs() -> dict[str, str]:
-    """First line of each group's dataclass docstring, by group."""
+    """Map each group to the first line of its dataclass's docstring."""
     groups = {name: hint for name, hint in typing.get_type_hints(JobConfig).items() if dataclasses.is_dataclass(hint)}
     return {name: (inspect.getdoc(hint) or "").splitlines()[0] for name, hint in groups.items()}
 
@@ -56,7 +56,7 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 def _field_docstrings(cls: type[Any]) -> dict[str, str]:
-    """The string written below each field."""
+    """Strings written below the fields, by field."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef), f"{cls} has no class source"
     docs: dict[str, str] = {}

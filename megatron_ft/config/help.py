@@ -16,19 +16,20 @@ usage: python pretrain_moe.py [group=option ...] [key=value ...]
 
 examples:
   python pretrain_moe.py                                           train the small default model
-  python pretrain_moe.py dry_run=true model=mixtral_8x7b           show the plan, start nothing
+  python pretrain_moe.py dry_run=true model=mixtral_8x7b           print the plan, start nothing
   python pretrain_moe.py launch.ranks_per_node=2 parallel=ep2      two ranks, experts split over both
-  python pretrain_moe.py training.train_iterations=200 run.name=a  a longer run, named
-  python pretrain_moe.py run.name=a run.resume=must                continue it
+  python pretrain_moe.py training.train_iterations=200 run.name=a  a longer run with a name
+  python pretrain_moe.py training.train_iterations=200 run.name=a run.resume=must
+                                                                   resume that run, same overrides
   python pretrain_moe.py experiment=fault_campaign \\
       'launch.failpoints=["kill(rank=1,at_iteration=7,phase=\\"backward\\")"]'
-  torchrun --nproc-per-node 2 pretrain_moe.py parallel=ep2         as ranks of another launcher
+  torchrun --nproc-per-node 2 pretrain_moe.py parallel=ep2         two ranks that torchrun starts
 
-options: --help, --version. Overrides follow Hydra's grammar; quote lists and special characters."""
+options: --help, --version. Overrides follow Hydra's grammar: quote lists and special characters."""
 
 
 def help_text(conf: Path) -> str:
-    """Usage, groups with their options, every key with type, default and meaning, exit codes."""
+    """Write usage, groups with their options, every key with type, default and meaning, and exit codes."""
     return "\n\n".join([USAGE, _groups(conf), _keys(), _exit_codes()])
 
 

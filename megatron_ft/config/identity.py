@@ -1,7 +1,7 @@
-"""What makes a job this job: its run, its data, its model, its optimizer and its learning-rate schedule.
+"""Identity of a job: its run, data, model, optimizer and learning-rate schedule.
 
 Checkpoints and windows record it, and a job compares it before it loads one. The layout (nodes, ranks, parallel
-sizes, replicas), reports, snapshots and launch keys are no part of it: they may change from start to start.
+sizes, replicas), telemetry, snapshot and launch keys are not part of it: they may change between starts.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from megatron_ft.config.job import JobConfig
 
 JsonValue = Any
 Settings = Mapping[str, Mapping[str, JsonValue]]
-"""Concern to dotted key to value."""
+"""Values by concern and dotted key."""
 
 FINGERPRINT = "data.fingerprint"
-_NAMES_OF_THE_MODEL = (
+_IGNORED_MODEL_KEYS = (
     "name",
     "vocab_size",
     "make_vocab_size_divisible_by",
@@ -23,25 +23,25 @@ _NAMES_OF_THE_MODEL = (
     "published_active_parameters",
     "published_parameters_source",
 )
-"""Keys of ``model`` that change no iteration, or that the size of the vocabulary stands for."""
+"""Keys of ``model`` that change no iteration, or that the vocabulary size replaces."""
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A key in which a checkpoint or a window differs from the job."""
+    """A key whose value in a checkpoint or window differs from the job's."""
 
     concern: str
     """``data``, ``model``, ``optimizer`` or ``schedule``."""
     key: str
     """Dotted configuration key."""
     stored: JsonValue
-    """Value that the checkpoint or the window was written with."""
+    """Value in the checkpoint or window."""
     present: JsonValue
     """Value of the job."""
     advice: str = ""
-    """What keeps the stored value, where that is not the key itself."""
+    """How to keep the stored value, where it was derived from another key."""
 
     def __str__(self) -> str:
         text = f"{self.key}: was {_shown(self.stored)}, now {_shown(self.present)}"
@@ -50,19 +50,19 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """The identity of a job, as it writes it and as it compares it."""
+    """Identity that a job writes into checkpoints and windows, and compares with theirs."""
 
     run_id: str
-    """Random name of the run, kept in its folder."""
+    """Random name of the run, stored in its folder."""
     run_name: str
-    """Name of the run's folder, for messages and for files of format 1, which know the run by it."""
+    """Name of the run's folder, for messages and for files of format 1, which identify the run by it."""
     settings: Settings
-    """``settings_of`` the job."""
+    """Result of ``settings_of`` for the job."""
     takes_format_1: bool = False
-    """Whether the run is older than its ``run_id``: then files of format 1 can be its own."""
+    """Whether the run was started before it had a ``run_id``: then files of format 1 can be its own."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
-        """Why what says this of itself is not of this run; None where it is.
+        """Say why a file with these records belongs to another run; None if it belongs to this one.
 
         Args:
             run_id: as recorded; in format 1 the name of the run's folder.
@@ -70,14 +70,14 @@ class JobIdentity:
         if format_version > 1:
             if run_id == self.run_id:
                 return None
-            return f"is of another run, {run_name} ({run_id}); this is {self.run_name} ({self.run_id})"
+            return f"belongs to another run, {run_name} ({run_id}); this run is {self.run_name} ({self.run_id})"
         if not self.takes_format_1:
-            return "is of format 1, and this run was begun by a version that writes format 2: it is not of this run"
-        return None if run_id == self.run_name else f"is of another run, {run_id}; this is {self.run_name}"
+            return "belongs to another run: it has format 1, and this run was started by a version that writes format 2"
+        return None if run_id == self.run_name else f"belongs to another run, {run_id}; this run is {self.run_name}"
 
 
 def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) -> dict[str, dict[str, JsonValue]]:
-    """What decides what the job's iterations compute, by concern, as plain JSON values.
+    """Collect the settings that determine the results of iterations, by concern, as plain JSON values.
 
     Args:
         data_fingerprint: digest of the training samples and their order.
@@ -93,7 +93,7 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
         "model": {
             "model.vocab_size": vocab_size,
             "training.seed": config.training.seed,
-            **{f"model.{name}": value for name, value in model.items() if name not in _NAMES_OF_THE_MODEL},
+            **{f"model.{name}": value for name, value in model.items() if name not in _IGNORED_MODEL_KEYS},
         },
         "optimizer": {
             **{f"optimizer.{name}": optimizer[name] for name in _OPTIMIZER_KEYS},
@@ -105,10 +105,10 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
 
 
 def differences(stored: Settings, present: Settings) -> list[Difference]:
-    """What ``stored``, of a checkpoint or a window, has otherwise than ``present``, of a job; by concern and key.
+    """List the differences between ``stored`` (a checkpoint's or window's) and ``present`` (the job's) settings.
 
-    Data are the same where their fingerprints are: files may have moved. A key that only one of them has counts as
-    null in the other, so that a key with a default of null may come later.
+    Data with equal fingerprints are equal, since files may have moved. A key that is missing on one side counts as
+    null, so that new keys with a default of null can be added.
     """
     found = _data_differences(stored.get("data", {}), present.get("data", {}))
     for concern in sorted({*stored, *present} - {"data"}):
@@ -128,11 +128,11 @@ def differences(stored: Settings, present: Settings) -> list[Difference]:
 
 
 _DERIVED = ("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations")
-"""Keys whose null follows from ``training.train_iterations``: here with what it came to."""
+"""Keys whose null stands for a value derived from ``training.train_iterations``; settings hold that value."""
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:
-    """The learning rate as a function of the iteration, by the keys that decide it."""
+    """Keys that determine the learning rate of every iteration."""
     options, num_iterations = config.optimizer, config.training.train_iterations
     schedule: dict[str, JsonValue] = {
         "training.global_batch_size": config.training.global_batch_size,
@@ -156,7 +156,7 @@ def _data_differences(stored: Mapping[str, JsonValue], present: Mapping[str, Jso
     keys = sorted(key for key in {*stored, *present} - {FINGERPRINT} if stored.get(key) != present.get(key))
     if keys:
         return [Difference(concern="data", key=key, stored=stored.get(key), present=present.get(key)) for key in keys]
-    advice = "the files hold other tokens"
+    advice = "the files contain other tokens"
     before, now = stored.get(FINGERPRINT), present.get(FINGERPRINT)
     return [Difference(concern="data", key=FINGERPRINT, stored=before, present=now, advice=advice)]
 

@@ -1,4 +1,4 @@
-"""Reads the recorded loads and the placements that a configuration names; what they must fit is decided elsewhere."""
+"""Readers of the recorded loads and placements that a configuration names; planning checks that they fit the job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,25 +14,25 @@ from megatron_ft.strict_json import parse_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledPlacement:
-    """A placement that takes over at an iteration, as its file has it."""
+    """A scheduled placement, as read from its file."""
 
     path: str
     stages: tuple[Mapping[str, Any], ...]
-    """The plan of each pipeline stage, as JSON."""
+    """Plan of each pipeline stage, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInputs:
-    """Contents of the files of placement and routing; None and empty where the configuration names none."""
+    """Contents of placement and routing files; None or empty where the configuration names none."""
 
     loads: ExpertLoads | None = None
     schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)
-    """By the iteration before which it takes over."""
+    """Placements by their first iteration."""
     trace: ExpertLoads | None = None
 
 
 def read_inputs(config: JobConfig) -> JobInputs:
-    """Every file of placement and routing.
+    """Read every placement and routing file of ``config``.
 
     Raises:
         ConfigError, DataError: naming the key.
@@ -42,24 +42,24 @@ def read_inputs(config: JobConfig) -> JobInputs:
 
 
 def read_first_loads(config: JobConfig) -> ExpertLoads | None:
-    """``placement.loads_file``."""
+    """Read ``placement.loads_file``, if given."""
     path = config.placement.loads_file
     return None if path is None else _read_loads("placement.loads_file", path)
 
 
 def read_trace(config: JobConfig) -> ExpertLoads:
-    """``model.router_trace_file``."""
+    """Read ``model.router_trace_file``."""
     path = config.model.router_trace_file
-    assert path is not None, "forced routing has a file"
+    assert path is not None, "model.router=trace needs a file"
     return _read_loads("model.router_trace_file", path)
 
 
 def read_schedule(config: JobConfig) -> dict[int, ScheduledPlacement]:
-    """``placement.schedule``, by iteration.
+    """Read the files of ``placement.schedule``, by iteration.
 
     Raises:
         ConfigError: an entry that is not ITERATION:FILE, or an iteration given twice.
-        DataError: a file that cannot be read, or does not look like placements.
+        DataError: a file that cannot be read or does not hold placements.
     """
     schedule: dict[int, ScheduledPlacement] = {}
     for entry in config.placement.schedule:

@@ -1,4 +1,4 @@
-"""``JobConfig``: everything a human chooses for one job."""
+"""``JobConfig``: the whole configuration of a job."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from megatron_ft.config.upstream_log import UpstreamLogConfig
 
 @dataclass
 class JobConfig:
-    """One job. Each field is a Hydra group of the same name; ``dry_run`` plans and exits."""
+    """Configuration of a job. Each field is a Hydra group of the same name."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -37,6 +37,6 @@ class JobConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     run: RunConfig = field(default_factory=RunConfig)
     dry_run: bool = False
-    """Validate everything, print the resolved plan and exit, without ranks or GPUs."""
+    """Check everything, print the plan and exit; needs no ranks and no GPU."""
     dry_run_format: str = "table"
-    """``table`` for people or ``json`` for programs: how ``dry_run`` prints the plan."""
+    """Format of the plan that ``dry_run`` prints: ``table`` or ``json``."""

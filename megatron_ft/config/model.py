@@ -1,17 +1,14 @@
-"""What is trained: the shape of a mixture-of-experts GPT (group ``model``)."""
+"""Architecture of the model, a mixture-of-experts GPT (group ``model``)."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class ModelConfig:
-    """Architecture of a decoder-only transformer whose MLPs may be mixtures of experts.
-
-    The names are those of Megatron-Core's ``TransformerConfig`` wherever it has one.
-    """
+    """Architecture of a decoder-only transformer with mixture-of-experts layers, in the names of Megatron-Core."""
 
     name: str = "moe_tiny"
-    """Short name used in run names and reports."""
+    """Short name for run names and reports."""
     num_layers: int = 4
     """Transformer layers."""
     hidden_size: int = 128
@@ -29,10 +26,10 @@ class ModelConfig:
     vocab_size: int | None = None
     """Entries of the vocabulary; null takes the tokenizer's. Never smaller than the tokenizer's."""
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this. It does not depend on the layout, so it must
-    be a multiple of ``parallel.tensor_model_parallel_size``."""
+    """The vocabulary is padded to a multiple of this, which must be a multiple of
+    ``parallel.tensor_model_parallel_size``."""
     untie_embeddings_and_output_weights: bool = True
-    """Whether the output head has weights of its own."""
+    """Whether the output head has its own weights."""
     position_embedding_type: str = "rope"
     """``rope`` or ``learned_absolute``."""
     rotary_base: int = 10000
@@ -68,22 +65,22 @@ class ModelConfig:
     """Every n-th layer is a mixture layer (layers n, 2n, ... counted from 1) after the first
     ``moe_first_dense_layers``."""
     moe_first_dense_layers: int = 0
-    """Layers at the bottom that stay dense whatever ``moe_layer_freq`` says."""
+    """Number of first layers that are dense regardless of ``moe_layer_freq``."""
     moe_ffn_hidden_size: int | None = 256
     """Width of one expert; null means ``ffn_hidden_size``."""
     moe_router_topk: int = 2
     """Experts per token."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Total width of the shared experts that see every token; null for none."""
+    """Total width of the shared experts, which process every token; null for none."""
     moe_shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate."""
     router: str = "learned"
-    """``learned`` or ``trace``: experts are forced so that loads follow ``router_trace_file``; the gate still weighs
-    and is still trained."""
+    """``learned``, or ``trace``: tokens are routed so that loads follow ``router_trace_file``; gate weights are still
+    computed and trained."""
     router_trace_file: str | None = None
-    """Recorded loads that ``trace`` follows: their layers in order, of each the most loaded experts."""
+    """Recorded loads for ``trace``: its layers in order, the most loaded experts of each."""
     router_trace_start: int = 0
-    """Record of the first iteration, counted from 0; each iteration takes the next, and the first after the last."""
+    """Record of the first iteration, from 0; each iteration takes the next one, and after the last record the first."""
     moe_router_score_function: str = "softmax"
     """``softmax`` or ``sigmoid``."""
     moe_router_pre_softmax: bool = False
@@ -103,13 +100,13 @@ class ModelConfig:
     moe_router_enable_expert_bias: bool = False
     """Auxiliary-loss-free balancing by a bias per expert (needs ``sigmoid`` scores)."""
     moe_router_bias_update_rate: float = 0.001
-    """Step of that bias per iteration."""
+    """Update step of that bias per iteration."""
     moe_expert_capacity_factor: float | None = None
-    """Tokens an expert accepts over its even share; null drops nothing."""
+    """Capacity of an expert over its even share of tokens; null drops no tokens."""
     moe_pad_expert_input_to_capacity: bool = False
     """Pad every expert's input to its capacity."""
     moe_token_drop_policy: str = "probs"
-    """``probs`` or ``position``: which tokens go when capacity is short."""
+    """Which tokens are dropped beyond the capacity: by ``probs`` or by ``position``."""
     multi_latent_attention: bool = False
     """Multi-head latent attention (DeepSeek)."""
     q_lora_rank: int | None = None
@@ -119,12 +116,12 @@ class ModelConfig:
     qk_head_dim: int = 128
     """Channels of a query/key head without position."""
     qk_pos_emb_head_dim: int = 64
-    """Channels of a query/key head that carry position."""
+    """Channels of a query/key head that carry the position."""
     v_head_dim: int = 128
     """Channels of a value head."""
     published_parameters: int | None = None
-    """Parameter count printed by the model's authors, for ``dry_run`` to compare with; null if none."""
+    """Parameter count published by the model's authors, which ``dry_run`` compares with; null if none."""
     published_active_parameters: int | None = None
-    """Parameters one token passes, as printed by the model's authors; null if none."""
+    """Active parameters per token as published by the model's authors; null if none."""
     published_parameters_source: str = ""
-    """Where that count is printed, and how it is rounded."""
+    """Publication of these counts, and how they are rounded."""

@@ -1,4 +1,4 @@
-"""How weights are updated (group ``optimizer``)."""
+"""Optimizer and learning-rate schedule (group ``optimizer``)."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ MAX_DEFAULT_WARMUP = 10
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with clipping and a learning-rate schedule."""
+    """AdamW with gradient clipping and a learning-rate schedule."""
 
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-4
-    """Learning rate the schedule ends at."""
+    """Final learning rate."""
     lr_warmup_iterations: int | None = None
-    """Iterations of linear warm-up from ``lr_warmup_init``; null means 10, but no more than a sixth of the decay."""
+    """Iterations of linear warm-up from ``lr_warmup_init``; null means 10, at most a sixth of the decay."""
     lr_warmup_init: float = 0.0
-    """Learning rate of the first iteration of the warm-up: with 0 it changes nothing, as in Megatron."""
+    """Learning rate of the first iteration of the warm-up; with 0 that iteration changes no weight, as in Megatron."""
     lr_decay_style: str = "cosine"
     """``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD``."""
     lr_decay_iterations: int | None = None

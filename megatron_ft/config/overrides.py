@@ -1,4 +1,4 @@
-"""What a wrong key, group, option or flag is told: one message with close matches. Knows no Hydra."""
+"""Error messages for wrong keys, groups, options and flags, with close matches. No Hydra."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -11,22 +11,22 @@ from megatron_ft.errors import ConfigError
 
 
 def group_options(conf: Path) -> dict[str, list[str]]:
-    """Names of the files of each group folder."""
+    """Map each group to the names of its options, the files of its folder."""
     folders = sorted(path for path in conf.iterdir() if path.is_dir())
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
 def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: bool) -> None:
-    """Refuse one override that names nothing, or asks for what this command does not do.
+    """Check one override.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: an unknown key, group or option, a sweep, or a deleted key.
     """
     if sweeps:
-        raise ConfigError.of(key, value, "must be one value: this command runs no sweeps; run it once per value")
+        raise ConfigError.of(key, value, "must be one value: sweeps are not supported; run the command once per value")
     groups = group_options(conf)
     if deletes:
-        raise ConfigError(f"~{key}: must not be deleted: every key has a value; set it to another or to null")
+        raise ConfigError(f"~{key}: must not be deleted: every key has a value; set another value or null")
     if key in groups:
         _check_options(key, value, groups[key])
     elif key not in known_keys() and open_key(key) is None:
@@ -34,17 +34,17 @@ def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: b
 
 
 def flag_error(argument: str) -> ConfigError:
-    """What to say to ``--num-layers``."""
+    """Make the error for a flag such as ``--num-layers``."""
     flag, _, value = argument.lstrip("-").partition("=")
     name = flag.replace("-", "_")
     keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
     if keys:
         return ConfigError(f"{argument}: must be written as {keys[0]}={value or '<value>'} (docs/from-megatron-lm.md)")
-    return ConfigError(f"{argument}: is not an option; options are --help and --version, keys are written key=value")
+    return ConfigError(f"{argument}: must be --help or --version, or a key written as key=value")
 
 
 def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
-    """One message for an exception of the composing libraries; ``given`` holds the overrides' values."""
+    """Turn an exception of Hydra or OmegaConf into one message; ``given`` holds the values of the overrides."""
     causes = list(_causes(error))
     for cause in causes:
         key = str(getattr(cause, "full_key", None) or "")
@@ -54,12 +54,12 @@ def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
 
 
 def known_keys() -> dict[str, KeyDoc]:
-    """Documentation of every key, by key."""
+    """Map every key to its documentation."""
     return {doc.key: doc for doc in key_docs()}
 
 
 def open_key(key: str) -> str | None:
-    """The mapping of any names that ``key`` is or lies inside (the fields of a policy); None for other keys."""
+    """Return the key with arbitrary subkeys (the fields of a policy) that ``key`` is or belongs to; None if neither."""
     opened = [doc.key for doc in known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
@@ -88,7 +88,7 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
 
 
 def _given(key: str, given: Mapping[str, Any]) -> Any:
-    """The value of a key in the overrides, also inside ``group={key: value}``; else where it stands."""
+    """Value of a key in the overrides, also inside ``group={key: value}``; otherwise a hint at ``conf/``."""
     if key in given:
         return given[key]
     group, _, name = key.partition(".")
@@ -97,7 +97,7 @@ def _given(key: str, given: Mapping[str, Any]) -> Any:
 
 
 def _near(key: str, known: Iterable[str]) -> str:
-    """Keys whose last word is the given one, else close matches among whole keys, else among last words."""
+    """Suggest keys with the same last part, else keys with a similar last part, else similar keys."""
     keys, last = list(known), key.rpartition(".")[2]
     ends = [candidate for candidate in keys if candidate.rpartition(".")[2] == last]
     if ends:

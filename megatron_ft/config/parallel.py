@@ -1,38 +1,38 @@
-"""How the model is laid out over ranks (group ``parallel``)."""
+"""Parallel layout of the model (group ``parallel``)."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class ParallelConfig:
-    """Sizes of the parallel groups. Data parallelism is what is left: world / (TP * PP * CP)."""
+    """Sizes of the parallel groups. The data-parallel size follows: world / (TP * PP * CP)."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each matrix (TP). More than 1 turns sequence parallelism on."""
+    """Ranks that split each matrix (TP); above 1, sequence parallelism is on."""
     pipeline_model_parallel_size: int = 1
     """Pipeline stages (PP)."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline stage (VPP); null for one."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer (EP). Divides the experts and, with the expert tensor
-    parallel size, the ranks of a pipeline stage (TP * CP * DP)."""
+    """Ranks that split the experts of a layer (EP). Must divide the experts and, times the expert tensor parallel size,
+    the ranks of a pipeline stage (TP * CP * DP)."""
     expert_tensor_parallel_size: int = 1
-    """Ranks that share one expert's matrices; gloo allows only 1."""
+    """Ranks that split one expert's matrices; must be 1 with gloo."""
     context_parallel_size: int = 1
-    """Ranks that share a sequence (CP); more than 1 needs Transformer Engine."""
+    """Ranks that split a sequence (CP); above 1 needs Transformer Engine."""
     use_distributed_optimizer: bool = True
     """Shard master weights and moments over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass runs."""
     overlap_param_gather: bool = False
-    """Gather parameters during the next forward pass. Refused: the commit protocol gathers before it
-    calls an iteration done."""
+    """Gather parameters during the next forward pass. Must be false: an iteration is committed only after its
+    parameters are gathered."""
     device_backend: str = "auto"
-    """Backend of the process groups that move the model's tensors: ``nccl``, ``gloo`` or ``auto`` (NCCL on CUDA, gloo
-    on CPU). gloo on CUDA is for trials where NCCL cannot be used: it copies everything through host memory."""
+    """Backend of the process groups for the model's tensors: ``nccl``, ``gloo`` or ``auto`` (NCCL on CUDA, gloo on
+    CPU). gloo on CUDA is for tests without NCCL: it copies all tensors through host memory."""
 
     def backend_on(self, device: str) -> str:
-        """``nccl`` or ``gloo``: what ``device_backend`` is on ``device``, ``cpu`` or ``cuda``."""
+        """Resolve ``device_backend`` to ``nccl`` or ``gloo`` for ``device``, ``cpu`` or ``cuda``."""
         if self.device_backend != "auto":
             return self.device_backend
         return "nccl" if device == "cuda" else "gloo"

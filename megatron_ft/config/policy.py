@@ -1,8 +1,8 @@
-"""Builds the policy that a configuration names: a frozen dataclass, by the dotted path in ``_target_``.
+"""Builder of policies: frozen dataclasses that a configuration names by the dotted path in ``_target_``.
 
-An outside package extends the project with a class and a YAML file; there is no registry to edit. Only frozen
-dataclasses are built, which catches a mistake and is no protection: the module in ``_target_`` is imported, also by a
-dry run, and importing runs its code. Whoever writes a configuration may run code, as SECURITY.md says.
+Another package extends the project with a class and a YAML file; there is no registry to edit. Only frozen dataclasses
+are built, which catches mistakes but protects nothing: the module in ``_target_`` is imported, also by a dry run, and
+importing runs its code. Who can write a configuration can run code (SECURITY.md).
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from megatron_ft.errors import ConfigError
 
 
 def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
-    """The policy of ``spec``; ``key`` is where the configuration holds it.
+    """Build the policy that ``spec``, the value of ``key``, describes.
 
-    A field that is a dataclass itself is given as a mapping, with ``_target_`` where it is not the field's own type;
-    lists become the tuples that fields ask for.
+    The value of a dataclass field is a mapping, with ``_target_`` where the field's own type is not meant; lists become
+    tuples where the field is one.
 
     Raises:
-        ConfigError: no ``_target_``, a path that leads to no frozen dataclass, or fields that do not fit it.
+        ConfigError: no ``_target_``, a path that names no frozen dataclass, or fields that do not fit it.
     """
     found = find_target(key, spec)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
@@ -29,10 +29,10 @@ def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
 
 
 def find_target(key: str, spec: Mapping[str, Any]) -> Any:
-    """What ``spec`` names by ``_target_``; its module is imported.
+    """Import and return the object that ``spec`` names by ``_target_``.
 
     Raises:
-        ConfigError: no ``_target_``, or a path that leads nowhere.
+        ConfigError: no ``_target_``, or a path that cannot be imported.
     """
     path = spec.get("_target_")
     if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
@@ -48,7 +48,7 @@ def _build(key: str, found: type, values: Mapping[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(found) if field.init}
     for name in values:
         if name not in fields:
-            what = f"is no field of {found.__name__}: {', '.join(sorted(fields))}"
+            what = f"must be a field of {found.__name__}: {', '.join(sorted(fields))}"
             raise ConfigError.of(f"{key}.{name}", values[name], what)
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass
 class PrecisionConfig:
-    """Compute format and what goes with it."""
+    """Formats of compute weights, gradients and FP8, and loss scaling."""
 
     params_dtype: str = "fp32"
-    """``fp32``, ``bf16`` or ``fp16``: format of compute weights and activations."""
+    """Format of compute weights and activations: ``fp32``, ``bf16`` or ``fp16``."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in FP32."""
     fp8: str | None = None

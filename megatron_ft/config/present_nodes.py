@@ -1,4 +1,4 @@
-"""A job's configuration for the nodes that are there."""
+"""Configuration of a job for the nodes of one membership."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,11 +8,11 @@ from megatron_ft.config.job import JobConfig
 
 
 def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
-    """``job`` for the ranks on ``nodes`` alone (numbers since the job began, one for each rank).
+    """Return ``job`` for the ranks on ``nodes`` alone (original node numbers, one for each rank).
 
-    Their failure domains keep their names; a node without one is its own. Replicas are asked for on as many domains as
-    there are, and copies of windows on as many as there are besides a node's own. Where the layout is kept there are as
-    many nodes as ever: only their domains change.
+    Failure domains keep their names; a node without one is a domain of its own. Minimum replicas and peer copies of
+    windows are lowered to the number of domains. With ``launch.keep_layout`` the number of nodes stays the same and
+    only their domains change.
     """
     launch = job.launch
     present = list(dict.fromkeys(nodes)) if launch.keep_layout else sorted(set(nodes))

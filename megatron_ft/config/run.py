@@ -1,19 +1,19 @@
-"""One run's name and place (group ``run``)."""
+"""Name and folder of a run (group ``run``)."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class RunConfig:
-    """Directory of a run and whether it may continue an older one."""
+    """Name and folder of a run, and whether it resumes an earlier one."""
 
     dir: str = "runs"
     """Folder that holds all runs."""
     name: str | None = None
-    """Folder of this run; null numbers one from the model's name (``moe_tiny-001``)."""
+    """Folder of this run in ``run.dir``; null makes one from the model's name and a number (``moe_tiny-001``)."""
     resume: str = "never"
-    """``never``: an existing ``run.name`` is refused. ``must``: it has to exist and hold a checkpoint.
-    ``auto``: continue from the newest state it has saved that can be used; start where it has saved none."""
+    """``never``: the run must not exist yet. ``must``: it must exist and hold a checkpoint. ``auto``: continue from its
+    newest usable state, or start from scratch if it has saved none."""
     start_over: bool = False
-    """With ``run.resume=auto``: start at iteration 0 although the run has saved state, where none of it can be used.
-    Without it such a start is refused, and the refusal says why each piece was not used."""
+    """With ``run.resume=auto``: start at iteration 0 if the run has saved state but none of it is usable. Otherwise
+    such a start is refused, with the reason for every piece of state."""

@@ -1,4 +1,4 @@
-"""JobConfig to plain dictionaries and back, without Hydra: how a configuration travels to ranks."""
+"""Conversion of ``JobConfig`` to plain dictionaries and back, without Hydra, to send it to ranks."""
 
 import dataclasses
 import difflib
@@ -13,27 +13,27 @@ T = TypeVar("T")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dictionaries, lists and scalars (JSON types) of a config dataclass."""
+    """Convert a config dataclass to nested dictionaries, lists and scalars (JSON types)."""
     return dataclasses.asdict(config)
 
 
 def from_dict(values: dict[str, Any]) -> JobConfig:
-    """The ``JobConfig`` that ``to_dict`` took apart.
+    """Convert the result of ``to_dict`` back to a ``JobConfig``.
 
     Raises:
-        ConfigError: a key that does not exist, or a value of another type than its field.
+        ConfigError: an unknown key, or a value of the wrong type.
     """
     return _build(JobConfig, values, "")
 
 
 def close_matches(word: str, known: typing.Iterable[str]) -> str:
-    """``; did you mean 'a' or 'b'?`` or nothing."""
+    """Return ``; did you mean 'a' or 'b'?``, or an empty text."""
     found = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
     return "; did you mean " + " or ".join(repr(match) for match in found) + "?" if found else ""
 
 
 def type_name(annotation: Any) -> str:
-    """``int or null``, ``list of str``: a field's type as people write it in YAML."""
+    """Name a field's type in the terms of YAML, e.g. ``int or null`` or ``list of str``."""
     if annotation is type(None):
         return "null"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -1,50 +1,51 @@
-"""How long, how much at once, and what happens to a bad iteration (group ``training``)."""
+"""Length, batch size, device, evaluation, and policies for bad iterations (group ``training``)."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class TrainingConfig:
-    """Length and batch of a run, evaluation, and policies for bad values."""
+    """Length and batch size of a run, device, evaluation, and policies for bad iterations."""
 
     train_iterations: int = 60
     """Iterations of the whole run."""
     exit_at_iteration: int | None = None
-    """Stop after this iteration as if the time were up; null runs to the end. Schedules do not see it."""
+    """Stop after this iteration as at the end of a time limit; null runs to the end. Schedules do not depend on it."""
     micro_batch_size: int = 2
     """Samples per microbatch and data-parallel rank."""
     global_batch_size: int = 16
-    """Samples per iteration over all ranks, whatever their number."""
+    """Samples per iteration over all ranks; independent of their number."""
     seed: int = 1234
     """Seed of weights and dropout."""
     eval_interval_iterations: int = 30
-    """Evaluate every so many iterations; 0 never."""
+    """Iterations from one evaluation to the next; 0 never evaluates."""
     eval_iterations: int = 4
     """Batches of ``global_batch_size`` per evaluation."""
     deterministic: bool = True
-    """Same inputs, same bits: deterministic kernels and fixed summation order."""
+    """Use deterministic kernels and a fixed order of summation: equal inputs give equal bits."""
     num_threads: int = 1
     """CPU threads per rank."""
     device: str = "auto"
-    """``cpu``, ``cuda`` or ``auto``: CUDA where the machine that starts the job shows a GPU. It is decided, and checked
-    against all other keys, before ranks start; a dry run on a machine without a GPU checks both."""
+    """``cpu``, ``cuda`` or ``auto``: CUDA where the machine that starts the job has a GPU. The device is resolved and
+    checked with all other keys before ranks start; a dry run on a machine without a GPU checks both devices."""
     transformer_impl: str = "auto"
-    """``local``, ``transformer_engine`` or ``auto`` (Transformer Engine when complete, on CUDA only)."""
+    """``local``, ``transformer_engine`` or ``auto`` (Transformer Engine where it is fully installed, on CUDA only)."""
     non_finite_policy: str = "stop"
-    """A loss or gradient norm that is NaN or infinite: ``stop``, or ``skip`` the update and go on.
-    With ``fp16`` an overflow is skipped in either case: it drives the loss scale."""
+    """Action on a loss or gradient norm that is NaN or infinite: ``stop``, or ``skip`` the update. With ``fp16`` an
+    overflow is always skipped and lowers the loss scale."""
     max_consecutive_skips: int = 10
-    """Skipped updates in a row that are put up with; one more stops the run."""
+    """Largest number of skipped updates in a row; one more stops the run."""
     loss_spike_factor: float | None = None
-    """A loss above this factor times the median of the last ``loss_spike_window`` committed losses is
-    a spike; null looks for none."""
+    """A loss above this factor times the median of the last ``loss_spike_window`` committed losses is a spike; null
+    turns the check off."""
     loss_spike_window: int = 50
-    """Losses the median is taken over; half as many are needed before a spike is called."""
+    """Number of losses in that median; half as many are needed before the check starts."""
     loss_spike_policy: str = "warn"
-    """``warn``, ``skip`` the update, or ``stop``."""
+    """Action on a spike: ``warn``, ``skip`` the update, or ``stop``."""
     recompute_granularity: str | None = None
-    """``full`` or ``selective`` activation recomputation; null for none."""
+    """Activation recomputation: ``full`` or ``selective``; null for none."""
     distributed_timeout_seconds: float = 600.0
     """Timeout of collectives."""
     digest_interval_iterations: int = 0
-    """Record a digest of every rank's whole state every so many iterations and at the end; 0 never."""
+    """Iterations from one record of a digest of every rank's whole state to the next, and at the end; 0 records
+    none."""

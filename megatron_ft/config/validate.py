@@ -1,4 +1,4 @@
-"""Everything that can be said about a configuration without looking at files or devices."""
+"""All checks of a configuration that need neither files nor devices."""
 
 import dataclasses
 
@@ -7,27 +7,24 @@ from megatron_ft.config.checks.launch import (
     check_coming_nodes,
     check_detector,
     check_launch,
+    check_launchers,
     check_names,
     check_run,
     check_telemetry,
 )
-from megatron_ft.config.checks.launchers import check_launchers
-from megatron_ft.config.checks.model import check_model
-from megatron_ft.config.checks.moe import check_moe
+from megatron_ft.config.checks.model import check_model, check_moe
 from megatron_ft.config.checks.parallel import check_parallel, check_transformer_engine
 from megatron_ft.config.checks.placement import check_placement
-from megatron_ft.config.checks.primitives import finite_numbers
-from megatron_ft.config.checks.snapshot import check_snapshot
-from megatron_ft.config.checks.survival import check_survival
+from megatron_ft.config.checks.primitives import finite_numbers, show
+from megatron_ft.config.checks.recovery import check_snapshot, check_survival, check_upstream_log
 from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
-from megatron_ft.config.checks.upstream_log import check_upstream_log
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.failpoints import parse
 
 
 def validate(config: JobConfig) -> None:
-    """Check every knob and every combination of them; stops at the first that cannot run.
+    """Check every key and every combination of keys; stop at the first that cannot run.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -60,7 +57,7 @@ def validate(config: JobConfig) -> None:
 
 
 def _check_failpoints(config: JobConfig) -> None:
-    """Each parses and names a rank, a node and an iteration that exist: one that can never fire is a mistake."""
+    """Check that failpoints parse and name a rank, node and iteration that exist: one that cannot fire is a mistake."""
     num_nodes, world_size = config.launch.most_nodes, config.launch.most_nodes * config.launch.ranks_per_node
     for text in config.launch.failpoints:
         failpoint = parse(text)
@@ -71,8 +68,8 @@ def _check_failpoints(config: JobConfig) -> None:
         generation = 0 if failpoint.generation is None else failpoint.generation
         if generation < 0 or (last_generation is not None and generation > last_generation):
             constraint = (
-                f"must name a generation from 0 that launch.max_restarts={config.launch.max_restarts} and "
-                "launch.min_nodes allow"
+                f"must name a generation that can occur with launch.max_restarts={config.launch.max_restarts} and "
+                f"launch.min_nodes={show(config.launch.min_nodes)}, or it never fires"
             )
             raise ConfigError.of("launch.failpoints", text, constraint)
         last = config.training.train_iterations
@@ -82,10 +79,9 @@ def _check_failpoints(config: JobConfig) -> None:
 
 
 def _last_generation(config: JobConfig) -> int | None:
-    """Each restart that counts anew takes a further iteration; after each start nodes can be lost one by one.
-
-    None where nodes can join without end.
-    """
+    """Largest generation that can occur; None where nodes can join without limit."""
+    # The count of restarts begins again after every iteration of progress, and after each start nodes can be lost one
+    # by one.
     if config.launch.most_nodes > config.launch.num_nodes or config.launch.restart_lost_nodes:
         return None
     num_restarts = config.launch.max_restarts * (config.training.train_iterations + 1)

@@ -1,7 +1,6 @@
 """Checks all files a job reads before any rank starts, and says what they hold. Reads kilobytes, not corpora."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,16 +38,6 @@ class DataSummary:
     """Entries the model has, padding included."""
     eod: int
     warnings: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for ``json.dump``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "DataSummary":
-        """Inverse of ``to_json``."""
-        sources = tuple(SourceSummary(**source) for source in content["sources"])
-        return cls(**{**content, "sources": sources, "warnings": tuple(content["warnings"])})
 
     def summary(self) -> str:
         """One line per source, one on the vocabulary, and the warnings."""

@@ -32,7 +32,7 @@ class NotInjected(ControlError):
 
 
 class Operator(Protocol):
-    """Client of a job's controller, e.g. ``megatron_ft.control.operating.Operator``."""
+    """Client of a job's controller, e.g. ``megatron_ft.control.admin.AdminClient``."""
 
     def drain(self, node: int) -> None:
         """Drain a node. Raises ControlError."""

@@ -1,1 +1,1 @@
-"""Decides. Pure functions from configurations and counts to frozen plans: no torch, clocks or files."""
+"""Decisions: pure functions from configurations and counts to frozen plans. No torch, clocks or files."""

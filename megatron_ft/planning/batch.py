@@ -1,9 +1,8 @@
-"""Which microbatch of an iteration runs where: the set of samples never depends on the layout.
+"""Assignment of an iteration's microbatches to ranks; the set of samples never depends on the layout.
 
-An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches. They are dealt
-to the data-parallel ranks in turn. Every rank runs the same number of microbatches, because expert
-all-to-all is collective; what is missing at the end is filled with *padding microbatches*, which count
-nowhere.
+An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches, which go to the
+data-parallel ranks in turn. Every rank runs the same number of microbatches, because expert all-to-all is collective;
+*padding microbatches*, which contribute nothing, fill up the last round.
 """
 
 from dataclasses import dataclass
@@ -15,20 +14,17 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Microbatches of one iteration over ``data_parallel_size`` ranks.
-
-    ``num_microbatches_multiple`` is what the pipeline schedule wants the count per rank to be a multiple
-    of: the number of stages when it is interleaved, else 1.
-    """
+    """Microbatches of one iteration over ``data_parallel_size`` ranks."""
 
     global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int
     num_microbatches_multiple: int = 1
+    """Divisor of the count per rank: the number of stages where the pipeline schedule is interleaved, else 1."""
 
     @classmethod
     def of(cls, config: JobConfig, topology: Topology) -> "BatchPlan":
-        """Of a job laid out as ``topology`` says."""
+        """Plan the batch of a job with the layout ``topology``."""
         interleaved = topology.virtual_pipeline_model_parallel_size > 1
         return cls(
             global_batch_size=config.training.global_batch_size,
@@ -38,7 +34,7 @@ class BatchPlan:
         )
 
     def validate(self) -> None:
-        """Raise ConfigError unless whole microbatches make up the global batch."""
+        """Raise ConfigError unless the global batch is a multiple of the microbatch."""
         if self.global_batch_size % self.micro_batch_size:
             raise ConfigError.of(
                 "training.global_batch_size",
@@ -69,14 +65,7 @@ class BatchPlan:
             return None
         return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
 
-    def summary(self) -> str:
-        """One line for logs."""
-        return (
-            f"{self.num_microbatches} microbatches of {self.micro_batch_size} on each of "
-            f"{self.data_parallel_size} data-parallel ranks, {self.num_padding_microbatches} of them padding"
-        )
-
 
 def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
-    """Place in its iteration of a rank's microbatch (from 0): they are dealt to the ranks in turn."""
+    """Position of a rank's microbatch in its iteration, from 0."""
     return microbatch * data_parallel_size + data_parallel_rank

@@ -1,7 +1,7 @@
-"""The commit vote: what every rank contributes, what the job knows afterwards, and what is done with it.
+"""Commit vote: the ballot of every rank, the result, and the decision about the iteration.
 
-A vote is settled when every rank of the job has contributed its ballot. Nothing that cannot be undone
-happens before. Its values are the per-iteration scalars that an exact replay needs.
+A vote is settled once every rank has contributed its ballot; nothing that cannot be undone happens before. Its values
+are the scalars of the iteration that an exact replay needs.
 """
 
 import math
@@ -18,22 +18,22 @@ from megatron_ft.errors import TrainingStopped
 
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
 _FORMER_FIELDS = ("committed_window",)
-"""What votes in windows of earlier versions say besides, and no replay needs."""
+"""Fields of votes in windows of earlier versions that no replay needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReport:
-    """How the windows that the job keeps stand, on one rank or, in a vote, on all of them.
+    """State of the job's windows on one rank or, in a vote, on all ranks.
 
-    Windows are bits: bit i is the i-th oldest of them, the same one on every rank.
+    Bit i stands for the i-th oldest window, which is the same on every rank.
     """
 
     replicated_windows: int = 0
-    """Those that are whole here and with all peers; in a vote those that are so on every rank."""
+    """Windows that are complete here and on all peers; in a vote: on every rank."""
     given_up_windows: int = 0
-    """Those that a peer will never have; in a vote those that are so on any rank."""
+    """Windows that some peer will never receive; in a vote: of any rank."""
     has_free_buffer: int = 1
-    """1: once the job has a buffer to spare, the next window can have it at once; in a vote: on every rank."""
+    """1 if the next window can begin as soon as a commit frees its buffer; in a vote: on every rank."""
 
 
 WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
@@ -41,11 +41,10 @@ WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot(WindowReport):
-    """One rank's contribution to the vote of one iteration.
+    """A rank's contribution to the vote of one iteration.
 
-    Sums are over this rank's real microbatches; ranks that do not hold them give zero. ``found_inf``,
-    ``stop_requested`` (somebody asked this rank to end the run) and ``change_requested`` (nodes are to join or leave)
-    are 0 or 1.
+    Sums are over the rank's real microbatches, 0 on ranks without them. ``found_inf``, ``stop_requested`` (the run is
+    to end) and ``change_requested`` (nodes are to join or leave) are 0 or 1.
     """
 
     generation: int
@@ -60,16 +59,15 @@ class Ballot(WindowReport):
     stop_requested: int = 0
     change_requested: int = 0
     pass_seconds: float = 0.0
-    """What this rank takes for work that is the same on every rank; 0 while it does not know. Never in a vote."""
+    """Time of this rank for work that is the same on every rank; 0 while unknown. Not part of the vote."""
 
     def to_row(self) -> tuple[float, ...]:
-        """The ballot as numbers that float64 holds exactly."""
+        """Convert to numbers that float64 represents exactly."""
         # Not from a generator: CPython frees such tuples to a list of up to 2,000, which looks like a leak.
         return (*map(float, astuple(self)),)
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "Ballot":
-        """The inverse of ``to_row``."""
         values: dict[str, Any] = {
             field.name: int(value) if field.type is int else value
             for field, value in zip(fields(cls), row, strict=True)
@@ -82,12 +80,11 @@ BALLOT_FIELDS = len(fields(Ballot))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote(WindowReport):
-    """What all ranks know of an iteration once its vote is settled.
+    """Result of the vote of one iteration, the same on all ranks.
 
-    Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over
-    microbatches and mixture layers (unweighted). ``grad_norm`` is that of the unclipped gradient.
-    ``stop_requested`` makes this iteration the run's last, on every rank alike, and ``change_requested`` that of its
-    membership.
+    Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over microbatches and mixture
+    layers (unweighted). ``grad_norm`` is the norm of the unclipped gradient. ``stop_requested`` makes this iteration
+    the last one of the run, and ``change_requested`` the last one of its membership, on every rank.
     """
 
     generation: int
@@ -104,29 +101,30 @@ class Vote(WindowReport):
     change_requested: bool = False
 
     def to_record(self) -> dict[str, object]:
-        """A JSON object that ``from_record`` reads back to the same bits."""
+        """Convert to a JSON object that ``from_record`` reads back to the same bits."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: dict[str, object]) -> "Vote":
-        """The inverse of ``to_record``."""
         return cls(**{name: value for name, value in record.items() if name not in _FORMER_FIELDS})  # type: ignore[arg-type]
 
 
 def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
-    """What gradients are multiplied by: 1 when clipping is off or not needed (Megatron's formula)."""
+    """Factor of the gradients: 1 when clipping is off or not needed (Megatron's formula)."""
     if clip_grad <= 0.0:
         return 1.0
     return min(1.0, clip_grad / (grad_norm + 1.0e-6))
 
 
 def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -> Vote:
-    """Settle a vote from the ballots of all ranks, in rank order.
+    """Settle a vote from the ballots of all ranks.
 
-    ``num_moe_losses`` is the number of auxiliary losses in the sums: real microbatches times mixture layers.
+    Args:
+        ballots: in rank order.
+        num_moe_losses: auxiliary losses in the sums: real microbatches times mixture layers.
 
     Raises:
-        TrainingStopped: ranks disagree about a value that must be the same on all of them, to the bit.
+        TrainingStopped: a value that must be the same on all ranks, to the bit, differs.
     """
     for name in _SAME_ON_ALL_RANKS:
         _check_agreement(name, [getattr(ballot, name) for ballot in ballots])
@@ -158,36 +156,35 @@ def _check_agreement(name: str, values: Sequence[float]) -> None:
         if other != bits[0]:
             raise TrainingStopped(
                 f"commit vote: {name} is {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}: "
-                "it must be the same on every rank; a device computes wrongly, or the ranks are not in step"
+                "must be the same on every rank; a device has computed a wrong result, or ranks are at different steps"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is done with an iteration: ``commit``, ``skip`` (no update) or ``stop``, and why.
-
-    ``spike`` says that the loss was called a spike, whatever is done about it.
-    """
+    """Action for an iteration and its reason."""
 
     action: str
+    """``commit``, ``skip`` (no update) or ``stop``."""
     reason: str = ""
     spike: bool = False
+    """Whether the loss is a spike, whatever the action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What earlier votes left behind: committed losses, oldest first, and skips in a row."""
+    """Committed losses of earlier votes, oldest first, and the number of skips in a row."""
 
     losses: tuple[float, ...] = ()
     num_consecutive_skips: int = 0
 
     @property
     def median_loss(self) -> float:
-        """Of the committed losses; NaN where there are none."""
+        """Median of the committed losses; NaN without any."""
         return statistics.median(self.losses) if self.losses else math.nan
 
     def after(self, vote: Vote, decision: Decision, window: int) -> "History":
-        """The history once ``decision`` is carried out, at most ``window`` losses long."""
+        """Return the history after ``decision``, with at most ``window`` losses."""
         if decision.action != "commit":
             return History(losses=self.losses, num_consecutive_skips=self.num_consecutive_skips + 1)
         return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0)
@@ -195,11 +192,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitPolicy:
-    """Decides over an iteration from its vote. Same vote and history, same decision on every rank.
-
-    The knobs are those of ``config/training.py``. ``loss_scaling`` marks runs whose loss scale answers
-    overflows: those are skipped, not stopped.
-    """
+    """Decides about an iteration from its vote, the same on every rank. Fields are keys of ``config/training.py``."""
 
     non_finite_policy: str
     max_consecutive_skips: int
@@ -207,10 +200,10 @@ class CommitPolicy:
     loss_spike_window: int
     loss_spike_policy: str
     loss_scaling: bool
+    """Whether the loss scale is dynamic: an overflow then skips the update and does not stop the run."""
 
     @classmethod
     def of(cls, config: JobConfig) -> "CommitPolicy":
-        """The policy of a job."""
         training = config.training
         return cls(
             non_finite_policy=training.non_finite_policy,
@@ -222,8 +215,8 @@ class CommitPolicy:
         )
 
     def decide(self, vote: Vote, history: History) -> Decision:
-        """Commit, skip or stop."""
-        decision = self._judge(vote, history)
+        """Decide to commit, skip or stop."""
+        decision = self._decide(vote, history)
         if decision.action == "skip" and history.num_consecutive_skips + 1 > self.max_consecutive_skips:
             reason = (
                 f"{decision.reason}; more than training.max_consecutive_skips={self.max_consecutive_skips} in a row"
@@ -231,16 +224,16 @@ class CommitPolicy:
             return Decision(action="stop", reason=reason, spike=decision.spike)
         return decision
 
-    def _judge(self, vote: Vote, history: History) -> Decision:
+    def _decide(self, vote: Vote, history: History) -> Decision:
         if vote.found_inf and self.loss_scaling:
             return Decision(action="skip", reason=f"gradient overflow at loss scale {vote.loss_scale:g}")
         if vote.found_inf or not (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm)):
             return Decision(
                 action=self.non_finite_policy, reason=f"loss={vote.loss} grad_norm={vote.grad_norm} is not finite"
             )
-        return self._judge_spike(vote, history)
+        return self._decide_spike(vote, history)
 
-    def _judge_spike(self, vote: Vote, history: History) -> Decision:
+    def _decide_spike(self, vote: Vote, history: History) -> Decision:
         if self.loss_spike_factor is None or len(history.losses) < max(1, self.loss_spike_window // 2):
             return Decision(action="commit")
         median = history.median_loss

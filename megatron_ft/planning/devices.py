@@ -1,4 +1,4 @@
-"""Which device a job trains on, decided from facts about a machine. ``doctor/devices.py`` observes the facts."""
+"""Choice of the device that a job trains on, from facts about a machine that ``doctor/devices.py`` collects."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,36 +9,35 @@ from megatron_ft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What NVIDIA's driver and the installed PyTorch show, without importing PyTorch."""
+    """Facts about NVIDIA's driver and the installed PyTorch, found without importing PyTorch."""
 
     has_driver: bool
     """Whether ``/dev/nvidiactl`` exists."""
     driver: str
-    """Its version, empty where it does not say."""
+    """Version of the driver; empty if unknown."""
     num_gpus: int
-    """Device files that this process could open: a container may have some of them only."""
+    """Device files that this process can open; a container may have only some of them."""
     visible: str | None = None
-    """``CUDA_VISIBLE_DEVICES``; None where it is not set."""
+    """``CUDA_VISIBLE_DEVICES``; None if it is not set."""
     torch_has_cuda: bool = True
-    """Whether the installed PyTorch is built for CUDA; True where that is not known."""
+    """Whether the installed PyTorch is built for CUDA; True if unknown."""
     gpu_memory_bytes: int | None = None
-    """Memory of the smallest GPU; None where it was not asked for or the driver does not answer."""
+    """Memory of the smallest GPU; None if it was not queried or the driver does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceChoice:
-    """The device that a plan is made for."""
+    """Device of a plan, and the reason for it."""
 
     device: str
     """``cpu`` or ``cuda``."""
     is_certain: bool
-    """Whether ranks cannot take the other device: false for ``auto`` in a plan for a machine that is not known."""
+    """False if ranks may still use the other device: with ``auto`` in a plan for an unknown machine."""
     reason: str
-    """Why this device, for people."""
 
 
 def usable_gpus(facts: DeviceFacts) -> int:
-    """GPUs that PyTorch would find: an entry of ``CUDA_VISIBLE_DEVICES`` that is not valid hides those after it."""
+    """Number of GPUs that PyTorch can use; an invalid entry of ``CUDA_VISIBLE_DEVICES`` hides those after it."""
     if not facts.has_driver or not facts.torch_has_cuda:
         return 0
     if facts.visible is None:
@@ -52,9 +51,9 @@ def usable_gpus(facts: DeviceFacts) -> int:
 
 
 def node_on_host(launch: LaunchConfig, node: int) -> int:
-    """Place of ``node`` among the nodes of its machine, from 0.
+    """Index of ``node`` among the nodes of its machine, from 0.
 
-    Nodes that the command starts on its own machine share it; all other launchers put one node on a machine.
+    Nodes of launcher ``local`` share the machine of the command; other launchers put one node on each machine.
     """
     return node if launch.mode == "local" and launch.node_launcher == "local" else 0
 
@@ -62,32 +61,35 @@ def node_on_host(launch: LaunchConfig, node: int) -> int:
 def device_index(
     *, node_on_host: int, local_rank: int, ranks_per_node: int, num_visible: int, ranks_per_gpu: int = 1
 ) -> int:
-    """The GPU that a rank takes, as PyTorch counts those that its process sees.
+    """Index of a rank's GPU among the GPUs that are visible to its process.
 
-    The ranks of a machine are numbered through its nodes and take one GPU after the other. A process that sees one GPU
-    takes that one: the launcher has bound it (``srun --gpus-per-task=1``).
+    The ranks of all nodes of a machine take its GPUs in order. A process with one visible GPU takes that one: the
+    launcher has bound it (``srun --gpus-per-task=1``).
 
     Args:
-        node_on_host: place of the rank's node among the nodes of its machine.
-        local_rank: place of the rank on its node.
-        num_visible: GPUs that the process sees.
+        node_on_host: index of the rank's node among the nodes of its machine.
+        local_rank: index of the rank on its node.
+        num_visible: GPUs that are visible to the process.
         ranks_per_gpu: ranks that share one GPU.
 
     Raises:
-        ConfigError: the process sees no GPU, or too few for a rank of this place.
+        ConfigError: the process has too few visible GPUs for this rank.
     """
     if num_visible == 1:
         return 0
     place = node_on_host * ranks_per_node + local_rank
     index = place // ranks_per_gpu
     if index >= num_visible:
-        constraint = f"needs GPU {index} for rank {place} of this machine, whose process sees {num_visible}"
+        constraint = (
+            f"must be larger, or the machine must have more GPUs: rank {place} of this machine needs GPU {index}, and "
+            f"{num_visible} are visible"
+        )
         raise ConfigError.of("launch.ranks_per_gpu", ranks_per_gpu, constraint)
     return index
 
 
 def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
-    """GPUs that ``num_ranks`` ranks of one machine take."""
+    """Number of GPUs that ``num_ranks`` ranks of one machine use."""
     return -(-num_ranks // ranks_per_gpu)
 
 
@@ -99,18 +101,17 @@ def choose_device(
     refused: Mapping[str, str],
     may_be_elsewhere: bool,
 ) -> DeviceChoice:
-    """Decide ``training.device``.
+    """Resolve ``training.device``.
 
     Args:
-        requested: the key's value.
-        facts: of the machine that asks.
-        gpu_memory_bytes: ``launch.gpu_memory_bytes``: who gives it means a job on GPUs.
-        refused: by possible device the reason why it refuses the configuration, empty where it does not.
-        may_be_elsewhere: the ranks may run on other machines than the one that asks (a dry run). A machine without a
-            GPU says nothing about those then.
+        requested: value of the key.
+        facts: facts about this machine.
+        gpu_memory_bytes: ``launch.gpu_memory_bytes``; a value means that the job is for GPUs.
+        refused: reason why each possible device refuses the configuration, empty where it accepts it.
+        may_be_elsewhere: whether ranks may run on other machines (a dry run), about which this one says nothing.
 
     Raises:
-        ConfigError: the device refuses the configuration, or GPUs are meant and this machine has none.
+        ConfigError: the device refuses the configuration, or the job is for GPUs and this machine has none.
     """
     if requested != "auto":
         _check_accepted(refused[requested])
@@ -122,7 +123,7 @@ def choose_device(
         return DeviceChoice(device="cuda", is_certain=True, reason=reason)
     if gpu_memory_bytes is not None:
         if not may_be_elsewhere:
-            constraint = "must be cpu where no GPU can be used: launch.gpu_memory_bytes is given, and "
+            constraint = "must be cpu, without launch.gpu_memory_bytes, on a machine without a usable GPU: "
             raise ConfigError.of("training.device", "auto", constraint + _why_no_gpu(facts))
         reason = "training.device=auto with launch.gpu_memory_bytes given"
         _check_accepted(refused["cuda"], reason)
@@ -135,13 +136,13 @@ def choose_device(
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
-    """What the ranks would meet on the device that was not chosen; empty where they cannot be there."""
+    """Describe the job on the device that was not chosen; empty if ranks cannot use it."""
     if choice.is_certain:
         return ""
     other = "cuda" if choice.device == "cpu" else "cpu"
     if refused[other]:
         return f"on {other} this job is refused before it starts: {refused[other]}"
-    return f"on {other} this job is accepted, too, and losses cost the same; memory is shown for {choice.device} only"
+    return f"on {other} this job is also accepted, and losses cost the same; memory is shown for {choice.device} only"
 
 
 def _check_accepted(refusal: str, reason: str = "") -> None:

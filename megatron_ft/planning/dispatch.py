@@ -1,4 +1,4 @@
-"""How many tokens go where: the replica-aware dispatch schedule (Lazarus, section 4.2, algorithm 1) in integers.
+"""Replica-aware dispatch schedule (Lazarus, section 4.2, algorithm 1) in integers: how many tokens go to which rank.
 
 Legend: E experts, N ranks. ``T[e, i]`` tokens of expert e on rank i; ``R[e, j]`` replicas of e on rank j;
 ``D[e, i, j]`` tokens of e that rank i sends to rank j. All are 64-bit integers, every division is a floor, so every
@@ -66,7 +66,7 @@ def schedule(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
 
 
 def sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
-    """``D[:, rank, :]``, ``[E, N]``: what one rank sends to each."""
+    """``D[:, rank, :]``, ``[E, N]``: tokens that ``rank`` sends to each rank."""
     kept, left, room = _split(tokens, replicas)
     start = (np.cumsum(left, axis=1) - left)[:, rank, None]
     end = np.cumsum(room, axis=1)
@@ -76,7 +76,7 @@ def sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> In
 
 
 def receives(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
-    """``D[:, :, rank]``, ``[E, N]``: what one rank receives from each."""
+    """``D[:, :, rank]``, ``[E, N]``: tokens that ``rank`` receives from each rank."""
     kept, left, room = _split(tokens, replicas)
     start = (np.cumsum(room, axis=1) - room)[:, rank, None]
     end = np.cumsum(left, axis=1)
@@ -94,7 +94,7 @@ def _split(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> tuple[Intege
 
 
 def _overlap(first: Integers, last: Integers, other_first: Integers, other_last: Integers) -> Integers:
-    """Length that two intervals share."""
+    """Length of the overlap of two intervals."""
     return np.asarray(np.maximum(0, np.minimum(last, other_last) - np.maximum(first, other_first)))
 
 

@@ -1,14 +1,14 @@
-"""``JobPlan``: everything a configuration amounts to before anything runs."""
+"""``JobPlan``: the complete plan of a job before anything runs."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import DataSummary
-from megatron_ft.errors import ConfigError
 from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_of_stage
@@ -32,7 +32,7 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One pipeline stage; its numbers are those of each of its ranks."""
+    """Plan of one pipeline stage; numbers are per rank."""
 
     pipeline_stage: int
     layers: tuple[int, ...]
@@ -42,13 +42,13 @@ class StagePlan:
 
     @property
     def device_bytes(self) -> int:
-        """Most a rank needs on its device: training, or gathering its state for a checkpoint."""
+        """Largest memory of a rank on its device: in training, or while it gathers its state for a checkpoint."""
         return self.memory.state_bytes + max(self.memory.activations_bytes, self.saving.device_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """The resolved plan of a job: layout, parameters, memory, batches, data."""
+    """Plan of a job: layout, parameters, memory, batches, data, and the cost of losses."""
 
     model: str
     device: str
@@ -63,17 +63,17 @@ class JobPlan:
     published_parameters_source: str
     stages: tuple[StagePlan, ...]
     host_bytes_per_node: int
-    """Estimate for the node that needs most."""
+    """Estimate for the largest node."""
     gpu_memory_bytes: int | None
-    """Limit from the configuration; null checks nothing."""
+    """Limit of the configuration; None checks nothing."""
     host_memory_bytes: int | None
-    """Limit from the configuration; null checks nothing."""
+    """Limit of the configuration; None checks nothing."""
     train_iterations: int
     num_microbatches: int
     """Per iteration, over all ranks, without padding."""
     num_microbatches_per_rank: int
     num_padding_microbatches: int
-    """Masked microbatches per iteration, over all ranks, that make every rank run the same number."""
+    """Masked microbatches per iteration, over all ranks."""
     tokens_per_iteration: int
     data: DataSummary
     placement: PlacementReport | None = None
@@ -81,99 +81,55 @@ class JobPlan:
     snapshot: SnapshotReport | None = None
     """None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
-    """None where no layout is kept, or there is one stage."""
+    """None without ``launch.keep_layout`` or with one pipeline stage."""
     routing: str | None = None
-    """The recording that routing follows; None where it is learned."""
+    """Recorded loads that routing follows; None where it is learned."""
     losses: tuple[LossCost, ...] = ()
-    """What losing each node alone costs; empty where nobody asks."""
+    """Cost of losing each node alone; empty if not requested."""
     notes: tuple[str, ...] = ()
-    """What a job does otherwise than its keys may suggest."""
+    """Differences between what keys suggest and what the job does."""
     device_reason: str = ""
-    """Why ``device`` is the device that this plan is for."""
+    """Reason for ``device``."""
     other_device: str = ""
-    """What ranks meet where they find the other device; empty where they cannot."""
+    """Description of the job on the other device; empty if ranks cannot use it."""
     is_refused_there: bool = False
     """Whether the other device refuses the job."""
     why_no_replicas: str = ""
-    """Why a lost node is never survived by expert replicas; empty where it can be."""
+    """Why no lost node is survived by expert replicas; empty where one can be."""
     windows_serve: str = ""
-    """Which failures the windows of snapshots serve; empty without snapshots."""
+    """Failures that windows of snapshots are used for; empty without snapshots."""
 
     @property
     def device_bytes(self) -> int:
-        """Most that a rank needs on its device."""
+        """Largest memory of a rank on its device."""
         return max(stage.device_bytes for stage in self.stages)
 
     def validate(self) -> None:
-        """The plan fits the memory that the configuration grants.
+        """Check the plan against the memory limits of the configuration.
 
         Raises:
             ConfigError: a rank or a node needs more.
         """
-        needed = self.device_bytes
-        if self.device == "cuda" and self.gpu_memory_bytes is not None and needed > self.gpu_memory_bytes:
-            raise ConfigError.of(
-                "launch.gpu_memory_bytes",
-                self.gpu_memory_bytes,
-                f"must be at least {needed}, what the largest rank needs (activations estimated); use more ranks, "
-                "larger parallel sizes, training.recompute_granularity=full or a smaller training.micro_batch_size",
-            )
-        if self.host_memory_bytes is not None and self.host_bytes_per_node > self.host_memory_bytes:
-            raise ConfigError.of(
-                "launch.host_memory_bytes",
-                self.host_memory_bytes,
-                f"must be at least {self.host_bytes_per_node}, what a node needs (estimated); use more nodes, "
-                "fewer ranks_per_node or a smaller model",
-            )
-
-    def summary(self) -> str:
-        """One log line."""
-        sizes = self.topology
-        return (
-            f"{self.model}: {self.num_parameters:,} parameters on {sizes.world_size} ranks "
-            f"(TP {sizes.tensor_model_parallel_size} PP {sizes.pipeline_model_parallel_size} "
-            f"EP {sizes.expert_model_parallel_size} CP {sizes.context_parallel_size} DP {sizes.data_parallel_size}), "
-            f"at most {self.device_bytes:,} bytes per rank"
+        within_limit(
+            self.gpu_memory_bytes if self.device == "cuda" else None,
+            "launch.gpu_memory_bytes",
+            self.device_bytes,
+            "what the largest rank needs (activations estimated); use more ranks, larger parallel sizes, "
+            "training.recompute_granularity=full or a smaller training.micro_batch_size",
+        )
+        within_limit(
+            self.host_memory_bytes,
+            "launch.host_memory_bytes",
+            self.host_bytes_per_node,
+            "what a node needs (estimated); use more nodes, a smaller launch.ranks_per_node or a smaller model",
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with the place of every rank."""
-        bare = dataclasses.replace(self, placement=None, snapshot=None, upstream_log=None, losses=())
+        """Convert to plain values, with the parallel coordinates of every rank."""
         places = [{"rank": rank, **dataclasses.asdict(place)} for rank, place in self.topology.ranks()]
-        reports = {name: getattr(self, name) for name in _REPORTS}
-        told = {name: None if report is None else report.to_json() for name, report in reports.items()}
-        losses = [cost.to_json() for cost in self.losses]
-        return {**dataclasses.asdict(bare), **told, "losses": losses, "ranks": places}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "JobPlan":
-        """Inverse of ``to_json``."""
-        values = {key: value for key, value in content.items() if key != "ranks"}
-        stages = tuple(_stage_from_json(stage) for stage in values["stages"])
-        data, topology = DataSummary.from_json(values["data"]), Topology(**values["topology"])
-        told = {name: values[name] for name in _REPORTS}
-        reports = {name: None if report is None else _REPORTS[name].from_json(report) for name, report in told.items()}
-        own = {"stages": stages, "data": data, "topology": topology, "notes": tuple(values["notes"])}
-        losses = tuple(LossCost.from_json(cost) for cost in values["losses"])
-        return cls(**{**values, **own, **reports, "losses": losses})
-
-
-_REPORTS: dict[str, type[PlacementReport] | type[SnapshotReport] | type[UpstreamLogReport]] = {
-    "placement": PlacementReport,
-    "snapshot": SnapshotReport,
-    "upstream_log": UpstreamLogReport,
-}
-"""Fields that are there in some jobs only."""
-
-
-def _stage_from_json(content: dict[str, Any]) -> StagePlan:
-    return StagePlan(
-        pipeline_stage=content["pipeline_stage"],
-        layers=tuple(content["layers"]),
-        parameters=RankParameters(**content["parameters"]),
-        memory=RankMemory(**content["memory"]),
-        saving=SavingMemory(**content["saving"]),
-    )
+        named = {"placement": self.placement, "snapshot": self.snapshot, "upstream_log": self.upstream_log}
+        reports = {name: None if report is None else report.to_json() for name, report in named.items()}
+        return {**dataclasses.asdict(self), **reports, "ranks": places}
 
 
 def plan_job(
@@ -186,18 +142,19 @@ def plan_job(
     choice: DeviceChoice | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> JobPlan:
-    """Plan a validated configuration. ``device`` is ``cpu`` or ``cuda``, already decided.
+    """Plan a validated configuration.
 
     Args:
-        inputs: files of placement and routing, needed where the configuration names some.
-        with_losses: say what the loss of each node would cost, and warn of what makes it dearer.
-        choice: how ``device`` was decided, and with ``refused`` what holds on the other one; None says nothing of that.
-        refused: by device the reason why it refuses the configuration, empty where it accepts it.
+        inputs: contents of placement and routing files, where the configuration names some.
+        device: ``cpu`` or ``cuda``, already resolved.
+        with_losses: whether to compute the cost of losing each node, and warnings about it.
+        choice: reason for ``device``; None leaves the plan without a reason.
+        refused: reason why each possible device refuses the configuration, empty where it accepts it.
 
     Raises:
-        ConfigError: through ``JobPlan.validate``, or for inputs that do not fit the job.
+        ConfigError: memory limits are exceeded, or inputs do not fit the job.
     """
-    assert device in ("cpu", "cuda"), f"device {device!r} is not decided"
+    assert device in ("cpu", "cuda"), f"device {device!r} is not resolved"
     launch, model, training = config.launch, config.model, config.training
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     operators = operators_of(model, data.tokenizer_vocab_size)
@@ -269,13 +226,12 @@ def _placement(config: JobConfig, inputs: JobInputs, stages: tuple[StagePlan, ..
 def _losses(
     config: JobConfig, inputs: JobInputs, placement: PlacementReport | None, snapshot: SnapshotReport | None
 ) -> tuple[tuple[LossCost, ...], tuple[str, ...]]:
-    """(the cost of each node's loss, warnings)."""
     means = means_of(config, () if placement is None else placement.stages, snapshot)
     return costs_of_nodes(config, means, inputs), means.warnings
 
 
 def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
-    """That two losses in a row can end the job, though the first one leaves nodes enough."""
+    """Warn that a second loss can end the job although enough nodes would be left."""
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
     if placement.algorithm is None or launch.keep_layout or not launch.fewest_nodes <= num_left:
@@ -286,22 +242,21 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
         return ()
     enough = -(-num_copies * num_experts // num_ranks)
     return (
-        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: without one node {num_slots} slots are left, "
-        f"too few for {num_copies} copies of {num_experts} experts "
-        f"(placement.min_replicas={placement.min_replicas}): while a node is missing, the loss of another one can end "
-        f"the job; {enough} slots per rank are enough",
+        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of a node {num_slots} slots are "
+        f"left, too few for {num_copies} replicas of {num_experts} experts "
+        f"(placement.min_replicas={placement.min_replicas}): until a node joins, the loss of another one can end the "
+        f"job; {enough} slots per rank are enough",
     )
 
 
 def _unknown_domains(config: JobConfig) -> tuple[str, ...]:
-    """What a plan rests on whose nodes are not given yet."""
     source = config.launch.failure_domain_source
     if source == "listed":
         return ()
     return (
-        f"launch.failure_domain_source={source}: which nodes share a failure domain is read when the job starts, of "
-        "the nodes it has got; this plan takes each node as a domain of its own, so survival and peers may be worse "
-        "than shown, and a start with too few domains is refused",
+        f"launch.failure_domain_source={source}: failure domains are known once the job has its nodes; this plan "
+        "assumes that every node is a domain of its own, so survival may be lower and peers may differ, and a start "
+        "with too few domains is refused",
     )
 
 
@@ -317,7 +272,7 @@ def _unchecked_gpu_memory(config: JobConfig, device: str, needed: int) -> tuple[
 def _trace(config: JobConfig, inputs: JobInputs) -> RoutingTrace | None:
     if config.model.router != "trace":
         return None
-    assert inputs.trace is not None, "forced routing has a recording"
+    assert inputs.trace is not None, "model.router=trace needs recorded loads"
     return RoutingTrace.of(config.model, inputs.trace)
 
 
@@ -338,10 +293,8 @@ def _stages(
 
 
 def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topology: Topology, device: str) -> int:
-    """Largest over nodes: processes, on CPU the ranks' state and activations, and what a save needs.
-
-    A save happens between iterations; what it copied is kept while it is written in the background.
-    """
+    """Host memory of the largest node: processes, saves, and on CPU the ranks' state and activations."""
+    # A save runs between iterations; its copy of the state is kept while it is written in the background.
 
     def host_bytes(rank: int) -> int:
         stage = stages[rank // topology.stage_size]

@@ -1,8 +1,8 @@
-"""Who sends what to whom in a pipeline, in which order: Megatron's 1F1B schedules as sequences, without running them.
+"""Megatron's 1F1B pipeline schedules as sequences: the order in which stages compute, send and receive.
 
-A *chunk* is one of the parts of the model that a stage holds (one without interleaving), counted from 0. Microbatches
-and stages count from 0 too. Source: ``megatron.core.pipeline_parallel.schedules`` of Megatron-Core 0.16.1; Narayanan
-et al., 2021, section 2.2.
+A *chunk* is one of the model parts of a stage (a single one without interleaving). Chunks, microbatches and stages
+count from 0. Source: ``megatron.core.pipeline_parallel.schedules`` of Megatron-Core 0.16.1; Narayanan et al., 2021,
+section 2.2.
 """
 
 from collections.abc import Iterator
@@ -15,44 +15,44 @@ from megatron_ft.errors import ConfigError
 Direction = Literal["forward", "backward"]
 """``forward``: activations, to the next stage. ``backward``: their gradients, to the previous one."""
 Pass = tuple[Direction, int, int]
-"""Direction, microbatch and chunk of what a stage computes at once."""
+"""Direction, microbatch and chunk of one pass of a stage."""
 _MICROBATCHES = "microbatches per rank (training.global_batch_size)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class LogKey:
-    """Names one boundary tensor that a stage sent, on the rank that sent it."""
+    """Key of a tensor in the upstream log of the rank that sent it."""
 
     iteration: int
-    """The iteration that computed it, counted from 1."""
+    """Iteration, from 1."""
     microbatch: int
     chunk: int
-    """The sender's chunk."""
+    """Chunk of the sender."""
     direction: Direction
     generation: int
-    """The membership in which it was sent last; another one may ask for it as long as the iteration is committed."""
+    """Membership in which it was last sent; later ones may request it if the iteration is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineShape:
-    """All that the order of a pipeline's passes depends on."""
+    """Sizes that determine the order of a pipeline's passes."""
 
     num_stages: int
     num_microbatches: int
-    """Of one data-parallel rank and iteration, padding included."""
+    """Per data-parallel rank and iteration, padding included."""
     num_chunks: int = 1
     """Chunks per stage (VPP); more than one interleaves."""
     microbatch_group_size: int | None = None
-    """Microbatches that run through a chunk before the next chunk's turn, with interleaving
-    (Megatron's ``microbatch_group_size_per_vp_stage``); None for the number of stages, its default."""
+    """Microbatches that run through a chunk before the next chunk, with interleaving (Megatron's
+    ``microbatch_group_size_per_vp_stage``); None for the number of stages, its default."""
 
     @property
     def group_size(self) -> int:
-        """``microbatch_group_size``, with its default filled in."""
+        """``microbatch_group_size``, or its default."""
         return self.num_stages if self.microbatch_group_size is None else self.microbatch_group_size
 
     def validate(self) -> None:
-        """What Megatron's schedules demand.
+        """Check the requirements of Megatron's schedules.
 
         Raises:
             ConfigError: a size below 1, chunks without stages, or groups that leave dependency bubbles.
@@ -70,22 +70,22 @@ class PipelineShape:
     def _validate_interleaving(self) -> None:
         if self.num_stages == 1:
             key = "parallel.virtual_pipeline_model_parallel_size"
-            raise ConfigError.of(key, self.num_chunks, "needs parallel.pipeline_model_parallel_size of 2 or more")
+            raise ConfigError.of(key, self.num_chunks, "must be null with parallel.pipeline_model_parallel_size=1")
         remainder = self.num_microbatches % self.group_size
         fits = self.num_stages <= self.group_size <= self.num_microbatches
         if not fits or 0 < remainder < self.num_stages:
             raise ConfigError.of(
                 _MICROBATCHES,
                 self.num_microbatches,
-                f"must be groups of {self.group_size}, at least one and none (the last one included) smaller than "
-                f"the {self.num_stages} stages",
+                f"must split into one or more groups of {self.group_size}, the last one of at least {self.num_stages} "
+                "(the number of stages)",
             )
 
 
 def destination(shape: PipelineShape, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """Stage and chunk that receive what a stage's chunk computes; None at the end of the model (its start, backward).
+    """Stage and chunk that receive the output of a chunk; None for the last chunk of the model (backward: the first).
 
-    The last stage's chunk is followed by the next chunk of the first stage.
+    The last stage sends forward to the next chunk of the first stage.
     """
     step = 1 if direction == "forward" else -1
     place = chunk * shape.num_stages + stage + step
@@ -96,13 +96,13 @@ def destination(shape: PipelineShape, stage: int, chunk: int, direction: Directi
 
 
 def origin(shape: PipelineShape, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """Stage and chunk that send what a stage's chunk computes from; None where it reads samples or labels."""
+    """Stage and chunk that send the input of a chunk; None where it reads samples or labels."""
     return destination(shape, stage, chunk, "backward" if direction == "forward" else "forward")
 
 
 @cache
 def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
-    """Every pass of one iteration in the order in which a stage computes them: warm-up, steady state, cool-down."""
+    """Passes of one iteration in the order in which a stage computes them: warm-up, steady state, cool-down."""
     shape.validate()
     assert 0 <= stage < shape.num_stages, f"stage {stage} is outside a pipeline of {shape.num_stages}"
     forward, backward = _forward_passes(shape), _backward_passes(shape)
@@ -117,11 +117,10 @@ def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
 
 @cache
 def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """(microbatch, own chunk) of each tensor a stage sends in one iteration in one direction, in the order of sending.
+    """(microbatch, own chunk) of each tensor that a stage sends in one iteration and direction, in order.
 
-    Forward, all but the last stage's last chunk send; backward, all but the first stage's first. The last stage sends
-    forward to the first one (and the first backward to the last) where chunks are interleaved. A pipeline of one
-    stage sends nothing.
+    Forward, the last chunk of the model sends nothing; backward, the first. With interleaving the last stage sends
+    forward to the first one, and the first backward to the last. A pipeline of one stage sends nothing.
     """
     return tuple(
         (microbatch, chunk)
@@ -132,9 +131,9 @@ def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple
 
 @cache
 def receives(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """(microbatch, own chunk) of each tensor a stage receives in one iteration in one direction, in that order.
+    """(microbatch, own chunk) of each tensor that a stage receives in one iteration and direction, in order.
 
-    What its neighbour sends, named by the chunk that computes from it. It is the order of computing too.
+    Tensors are named by the chunk that receives them; they are computed on in the same order.
     """
     neighbour = (stage - 1 if direction == "forward" else stage + 1) % shape.num_stages
     received = []
@@ -146,16 +145,15 @@ def receives(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tu
 
 
 def _forward_passes(shape: PipelineShape) -> list[Pass]:
-    """Groups of microbatches in turn, each through all chunks: Megatron's schedule table."""
     return [("forward", microbatch, chunk) for microbatch, chunk in _table(shape)]
 
 
 def _backward_passes(shape: PipelineShape) -> list[Pass]:
-    """The same with the last chunk first."""
     return [("backward", microbatch, shape.num_chunks - 1 - chunk) for microbatch, chunk in _table(shape)]
 
 
 def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
+    """Groups of microbatches in turn, each through all chunks: Megatron's schedule table."""
     size, total = shape.group_size, shape.num_microbatches
     for first in range(0, total, size):
         for chunk in range(shape.num_chunks):
@@ -164,7 +162,7 @@ def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
 
 
 def _num_warmup_passes(shape: PipelineShape, stage: int) -> int:
-    """Forward passes before the first backward one is due."""
+    """Number of forward passes before the first backward pass."""
     behind = shape.num_stages - stage - 1
     if shape.num_chunks == 1:
         return behind

@@ -1,4 +1,4 @@
-"""Environment variables that a rank on CUDA needs before its first call to CUDA or NCCL: one table.
+"""Environment variables that a rank on CUDA needs before its first call to CUDA or NCCL.
 
 Sources: Megatron-Core 0.16.1 (``CUDA_DEVICE_MAX_CONNECTIONS``), NVIDIA's documentations of cuBLAS ("Results
 reproducibility"), NCCL ("Environment Variables") and Transformer Engine, PyTorch's notes "CUDA semantics" and
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from megatron_ft.config.job import JobConfig
 
 _ABORTS_ITSELF = {
-    # The process lives on when a communicator fails: the control plane decides what becomes of it.
+    # A failed communicator must not end the process: the control plane decides what to do.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # A communicator that is being formed can be aborted.
+    # Non-blocking initialization can be aborted.
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-    # Multicast memory cannot be freed with a peer gone; mapped memory of peers is counted.
+    # Multicast memory cannot be freed after a peer has died; mappings of peers' memory are reference-counted.
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_CUMEM_ENABLE": "1",
 }
@@ -25,17 +25,17 @@ _SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISA
 
 
 def rank_environment(config: JobConfig, rank: int | None = None) -> dict[str, str]:
-    """Variables for a rank of ``config``, whose device is decided; empty on CPU. What the user has set goes first.
+    """Variables for a rank of ``config``, whose device is resolved; empty on CPU. The user's values take precedence.
 
     Args:
-        rank: number of the rank's process among all; None leaves out what differs between ranks.
+        rank: global rank of the process; None leaves out variables that differ between ranks.
     """
     parallel, training = config.parallel, config.training
     if training.device != "cuda":
         return {}
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     if parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1:
-        # Communication has to be queued before the computation that it is to overlap with.
+        # Communication must be enqueued before the computation that it overlaps with.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if training.deterministic:
         variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
@@ -51,7 +51,7 @@ def _of_nccl(config: JobConfig, rank: int | None) -> dict[str, str]:
     if config.launch.may_lose_nodes:
         variables |= _ABORTS_ITSELF
     if config.launch.ranks_per_gpu > 1:
-        # NCCL refuses two ranks of one host on one GPU: each is a host of its own.
+        # NCCL refuses two ranks of one host on the same GPU, so each rank gets its own host id.
         variables |= _SOCKETS_ONLY
         if rank is not None:
             variables["NCCL_HOSTID"] = f"rank-{rank}"
@@ -59,5 +59,5 @@ def _of_nccl(config: JobConfig, rank: int | None) -> dict[str, str]:
 
 
 def set_otherwise(table: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``variables`` (an environment) that differ from what ``table`` would set."""
+    """Variables of an environment whose values differ from ``table``."""
     return {name: variables[name] for name, value in table.items() if variables.get(name, value) != value}

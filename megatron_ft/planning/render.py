@@ -1,4 +1,4 @@
-"""A ``JobPlan`` as text for people."""
+"""Text of a ``JobPlan``."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.upstream_log import UpstreamLogReport
 
 SHOWN_RANKS = 16
-"""Ranks listed one by one; JSON lists all."""
+"""Largest number of ranks in a list; JSON lists all."""
 SHOWN_OPERATORS = 4
-"""Missing operators named one by one."""
+"""Largest number of missing operators in a list."""
 
 
 def render(plan: JobPlan) -> str:
-    """Layout, parameters, memory, batches and data, one aligned block each."""
+    """Write layout, parameters, memory, batches, data and the cost of losses, each as an aligned block."""
     blocks = [_overview(plan), _parameters(plan), _memory(plan), _ranks(plan), _data(plan)]
     if plan.placement is not None:
         blocks.append(render_placement(plan.placement, plan.why_no_replicas))
@@ -36,14 +36,14 @@ def render(plan: JobPlan) -> str:
 
 
 def readable_bytes(count: int) -> str:
-    """``1.4 GiB``; exact below 1 KiB."""
+    """Write a size such as ``1.4 GiB``; exact below 1 KiB."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(max(count, 1).bit_length() - 1, 59) // 10
     return f"{count} B" if power == 0 else f"{count / 1024**power:.1f} {units[power]}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell: the first to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -85,13 +85,12 @@ def _overview(plan: JobPlan) -> str:
 
 
 def _device(plan: JobPlan) -> list[tuple[str, str]]:
-    """Why this device, and what holds on the other one where the ranks may find that."""
     return [("device", "; ".join(filter(None, (plan.device_reason, plan.other_device))))] if plan.other_device else []
 
 
 def _snapshot(report: SnapshotReport, serve: str) -> str:
     heaviest = max(report.nodes, key=lambda node: node.total_bytes)
-    window = "measured before the first one"
+    window = "its size is measured before the first one"
     if report.window_iterations is not None:
         window = f"{report.window_iterations} iterations, a new one every {report.interval_iterations}"
     peers = "; ".join(f"{node}: {', '.join(map(str, peers))}" for node, peers in enumerate(report.peers[:SHOWN_RANKS]))
@@ -99,23 +98,23 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
         f"snapshots by {report.policy}",
         [
             ("window", window),
-            ("serve", serve),
-            ("bytes of a window", f"{readable_bytes(report.window_bytes)} on the rank that captures most"),
-            ("whole state", f"{readable_bytes(report.dense_bytes)} on that rank"),
-            ("copies", f"{report.num_peer_copies}, of each node on {peers}" if report.num_peer_copies else "none"),
+            ("used for", serve),
+            ("bytes of a window", f"{readable_bytes(report.window_bytes)} on the largest rank"),
+            ("dense snapshot", f"{readable_bytes(report.dense_bytes)} on the largest rank"),
+            ("peer copies", f"{report.num_peer_copies}, of each node on {peers}" if report.num_peer_copies else "none"),
             (
                 "host memory",
                 f"{readable_bytes(heaviest.total_bytes)} on the largest node: own windows "
                 f"{readable_bytes(heaviest.own_bytes)}, copies {readable_bytes(heaviest.copies_bytes)}",
             ),
             ("device memory", "none"),
-            ("why", report.reason),
+            ("reason", report.reason),
         ],
     )
 
 
 def _upstream_log(report: UpstreamLogReport) -> str:
-    head = ("stage", "tensors an iteration", "bytes an iteration", "log of a rank")
+    head = ("stage", "tensors per iteration", "bytes per iteration", "log of a rank")
     rows: list[Sequence[str]] = [head]
     for stage in range(min(len(report.num_entries), SHOWN_RANKS)):
         in_log = "-" if report.rank_bytes is None else readable_bytes(report.rank_bytes[stage])
@@ -125,7 +124,7 @@ def _upstream_log(report: UpstreamLogReport) -> str:
     tail = [f"  and {hidden} more stages (dry_run_format=json lists all)"] if hidden > 0 else []
     kept, memory = "windows are measured first", "known with the first window"
     if report.iterations_kept is not None:
-        until = f"until the next window is committed, {report.commit_lag_iterations} after its end"
+        until = f"until the next window is committed, at most {report.commit_lag_iterations} after its end"
         kept = f"{report.iterations_kept} iterations: from a window's start {until}"
         memory = f"{_with_limit(report.host_bytes, report.memory_limit_bytes)} on the largest node"
     text = _pairs("upstream log", [("keeps", kept), ("host memory", memory), ("device memory", "none")])
@@ -215,10 +214,10 @@ def _ranks(plan: JobPlan) -> str:
 
 
 def render_placement(report: PlacementReport, why_unused: str = "") -> str:
-    """Slots, survival and bytes, then the slots of the first mixture layer of each stage.
+    """Write slots, survival and bytes, then the slots of the first mixture layer of each stage.
 
     Args:
-        why_unused: why no recovery goes on by these replicas; empty where one does.
+        why_unused: why no recovery uses these replicas; empty where one does.
     """
     slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
     experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"
@@ -228,7 +227,7 @@ def render_placement(report: PlacementReport, why_unused: str = "") -> str:
         ("weights left" if why_unused else "weights survive", _survival(report.weights_survival)),
         ("state left" if why_unused else "state survives", _survival(report.state_survival)),
         *((("used after a loss", f"no: {why_unused}"),) if why_unused else ()),
-        ("expert weights", f"{readable_bytes(report.expert_weights_bytes)} on all holders"),
+        ("expert weights", f"{readable_bytes(report.expert_weights_bytes)} in all replicas"),
         ("expert optimizer state", _copies(report, report.expert_state_bytes, report.expert_copies_bytes)),
         ("other optimizer state", _copies(report, report.non_expert_state_bytes, report.non_expert_copies_bytes)),
     ]
@@ -241,7 +240,7 @@ def _survival(values: Sequence[Survival]) -> str:
 
 
 def _copies(report: PlacementReport, all_bytes: int, copies_bytes: int | None) -> str:
-    text = f"{readable_bytes(all_bytes)} with those who compute"
+    text = f"{readable_bytes(all_bytes)} on the ranks that compute"
     if copies_bytes is None:
         return text
     return f"{text}; {readable_bytes(copies_bytes)} in {report.num_state_copies} copies on distinct failure domains"
@@ -259,9 +258,9 @@ def _slots(plan: PlacementPlan) -> str:
 
 
 def _losses(losses: Sequence[LossCost], device: str) -> str:
-    """A row for each node, then why the rungs before the ones that serve do not."""
+    """A row for each node, then why earlier strategies cannot recover it."""
     gone = [cost for cost in losses if cost.is_gone]
-    rows: list[Sequence[str]] = [("lost", "goes on from", "iterations again", "bytes moved", "compared")]
+    rows: list[Sequence[str]] = [("lost", "recovers from", "iterations again", "bytes moved", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
         name = f"node {cost.lost_nodes[0]}" if cost.is_gone else "ranks only"
         moved = "-" if cost.moved_bytes is None else readable_bytes(cost.moved_bytes)
@@ -271,12 +270,11 @@ def _losses(losses: Sequence[LossCost], device: str) -> str:
     reasons = dict.fromkeys(_shortened(declined) for cost in gone for declined in cost.declined)
     shown = [f"  not {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
     return "\n".join(
-        [f"what a loss costs on {device}", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown]
+        [f"cost of a loss on {device}", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown]
     )
 
 
 def _shortened(declined: Declined) -> str:
-    """One line, with a few of the operators that are missing."""
     text, count = declined.summary(), len(declined.missing)
     if count <= SHOWN_OPERATORS:
         return text

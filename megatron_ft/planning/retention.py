@@ -1,4 +1,4 @@
-"""Which checkpoints may be deleted."""
+"""Retention of dense checkpoints."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """Keep the newest ``keep_last`` checkpoints and every one on a multiple of ``keep_every_iterations``."""
+    """Keeps the newest ``keep_last`` checkpoints and every multiple of ``keep_every_iterations``."""
 
     keep_last: int
-    """Newest complete checkpoints kept; 0 keeps all."""
+    """Number of newest complete checkpoints to keep; 0 keeps all."""
     keep_every_iterations: int = 0
-    """Keep iterations divisible by this as well; 0 none."""
+    """Also keep iterations that are a multiple of this; 0 keeps no others."""
 
     def removable(self, complete: Sequence[tuple[int, str]], *, in_use: Collection[str] = ()) -> tuple[str, ...]:
-        """Names to delete, oldest first.
+        """List the names to delete, oldest first. The newest checkpoint is never deleted.
 
-        ``complete`` holds (iteration, name) of every complete checkpoint in any order; two names may
-        share an iteration, the later name is then the newer. The newest is never deleted, nor any in
-        ``in_use`` (the one a run resumed from, while nothing newer of its own is complete).
+        Args:
+            complete: (iteration, name) of every complete checkpoint; of equal iterations the later name is newer.
+            in_use: names to keep, e.g. the checkpoint that the run resumed from.
         """
         if self.keep_last == 0:
             return ()

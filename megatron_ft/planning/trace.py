@@ -1,8 +1,8 @@
-"""Recorded loads as routing: which experts each token goes to so that counts follow a record.
+"""Routing by recorded loads: experts of each token such that counts follow a record.
 
-Lazarus (arXiv 2407.04656), section 6.1, drives its comparisons with a recorded routing history: of each layer the loads
-of the most popular experts, as many as the model has. Here a record gives the proportions, and tokens are dealt out in
-integers, so the same record and key give the same routing on every machine.
+Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing: of each layer the loads of its most
+popular experts, as many as the model has. Here a record gives the proportions, and tokens are assigned in integers, so
+the same record and key give the same routing on every machine.
 
 Notation: T tokens of a microbatch, K experts of each token, E experts of a layer.
 """
@@ -25,27 +25,27 @@ FILE_KEY, START_KEY = "model.router_trace_file", "model.router_trace_start"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTrace:
-    """Loads of a model's mixture layers, one record per iteration, from ``start`` on and around again."""
+    """Loads of a model's mixture layers, one record per iteration from ``start`` on, cyclically."""
 
     source: str
     """File name."""
     layer_numbers: tuple[int, ...]
-    """Mixture layers of the model, Megatron's numbers."""
+    """Mixture layers of the model, in Megatron's numbering."""
     tokens: Tokens
-    """``[records, layers, experts]``, no layer of a record without tokens."""
+    """``[records, layers, experts]``; every layer of every record has tokens."""
     start: int
     """Record of iteration 1."""
     dropped_layers: int
-    """Layers of the file that the model does not use: those after its last."""
+    """Number of last layers of the file that the model does not use."""
     dropped_experts: int
-    """Experts of each layer that the model does not have: the least loaded."""
+    """Number of least loaded experts of each layer that the model does not have."""
 
     @classmethod
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":
-        """The part of a recording that a model follows.
+        """Select the part of a recording that a model uses.
 
-        Layers with loads map to mixture layers in order; where there are more experts than the model has, each layer
-        keeps those with the most tokens over all records, in the order of the file.
+        Layers with loads map to mixture layers in order. If the file has more experts than the model, each layer keeps
+        those with the most tokens over all records, in the order of the file.
 
         Raises:
             DataError: too few layers or experts, or a layer without tokens in a record.
@@ -69,29 +69,29 @@ class RoutingTrace:
         return trace
 
     def validate(self) -> None:
-        """The start is a record, and every layer of every record has tokens to go by.
+        """Check that the start is a record and that every layer of every record has tokens.
 
         Raises:
-            ConfigError, DataError: where not.
+            ConfigError, DataError: a check fails.
         """
         if not 0 <= self.start < self.num_records:
-            what = f"must lie between 0 and {self.num_records - 1}, the records of {self.source}"
+            what = f"must be in 0..{self.num_records - 1}, the records of {self.source}"
             raise ConfigError.of(START_KEY, self.start, what)
         empty = np.argwhere(self.tokens.sum(axis=2) == 0)
         if len(empty):
             record, layer = (int(position) for position in empty[0])
             raise DataError(
-                f"{FILE_KEY}={self.source}: record {record} has no tokens for layer {self.layer_numbers[layer]}: "
-                "must have some to route by"
+                f"{FILE_KEY}={self.source}: record {record} must have tokens for layer {self.layer_numbers[layer]}, "
+                "to route by"
             )
 
     @property
     def num_records(self) -> int:
-        """Iterations until the trace starts over."""
+        """Number of records, after which the trace starts over."""
         return int(self.tokens.shape[0])
 
     def record_of(self, iteration: int) -> int:
-        """Record that an iteration (from 1) follows; an evaluation (0) follows the first iteration's."""
+        """Record of an iteration (from 1); an evaluation (0) uses the first iteration's."""
         return (self.start + max(iteration, 1) - 1) % self.num_records
 
     def loads(self, iteration: int, layer_number: int) -> list[float]:
@@ -100,7 +100,7 @@ class RoutingTrace:
         return loads
 
     def wrap(self, train_iterations: int) -> str | None:
-        """What to say of a run that outlasts the records; None where it does not."""
+        """Note for a run that is longer than the records; None for a shorter one."""
         last = self.num_records - self.start
         if train_iterations <= last:
             return None
@@ -109,7 +109,6 @@ class RoutingTrace:
         return f"{self.source} has {self.num_records} records: after iteration {last} routing starts over at record 0"
 
     def summary(self) -> str:
-        """One log line."""
         records, layers, experts = self.tokens.shape
         text = f"{self.source}: {records} records of {layers} layers x {experts} experts, from record {self.start}"
         left_out = [
@@ -117,7 +116,7 @@ class RoutingTrace:
             for count, what in ((self.dropped_layers, "last layers"), (self.dropped_experts, "least loaded experts"))
             if count
         ]
-        return text + (f"; leaves out its {' and '.join(left_out)}" if left_out else "")
+        return text + (f"; without its {' and '.join(left_out)}" if left_out else "")
 
 
 def _check_size(source: str, what: str, found: int, needed: int, needed_by: str) -> None:
@@ -126,7 +125,7 @@ def _check_size(source: str, what: str, found: int, needed: int, needed_by: str)
 
 
 def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
-    """``[records, layers, num_experts]``: of each layer the experts with the most tokens over all records."""
+    """``[records, layers, num_experts]``: the experts of each layer with the most tokens over all records."""
     order = np.argsort(-tokens.sum(axis=0), axis=1, kind="stable")
     kept = np.sort(order[:, :num_experts], axis=1)
     layers = np.arange(tokens.shape[1])[:, None]
@@ -134,10 +133,10 @@ def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
 
 
 def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> list[int]:
-    """Tokens of each expert, ``[E]``: the proportions of ``loads``, by largest remainders, adding up to T * K.
+    """Tokens of each expert, ``[E]``, that add up to T * K: proportional to ``loads``, by largest remainders.
 
-    A token has K different experts, so no expert gets more than T; what a heavier one would get goes to the others in
-    proportion, and evenly to experts without load where the rest cannot take it.
+    A token has K different experts, so no expert gets more than T. The excess of a heavier one goes to the others in
+    proportion, and evenly to experts without load where the others cannot take it.
     """
     assert 1 <= topk <= len(loads), f"{topk} experts of {len(loads)}"
     weights, counts = integer_loads(loads), [0] * len(loads)
@@ -159,7 +158,7 @@ def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> l
 
 
 def _deal_remainders(counts: list[int], weights: Sequence[int], free: Sequence[int], left: int) -> None:
-    """Give ``left`` tokens to the experts ``free`` in proportion to their weights."""
+    """Distribute ``left`` tokens over the experts ``free`` in proportion to their weights."""
     total = sum(weights[expert] for expert in free)
     for expert in free:
         counts[expert] = weights[expert] * left // total
@@ -172,8 +171,8 @@ def _deal_remainders(counts: list[int], weights: Sequence[int], free: Sequence[i
 def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDArray[np.int64]:
     """Experts of each token, ``[T, K]``, distinct in each row, with ``counts[e]`` tokens for expert e.
 
-    Experts stand in a row as often as they have tokens, and tokens take places T apart: an expert fills at most T
-    places in succession, so no token meets it twice. ``key`` shuffles experts and tokens.
+    Each expert is repeated as often as it has tokens, in one sequence, and a token takes entries T apart. An expert
+    has at most T entries, one after the other, so no token takes it twice. ``key`` shuffles experts and tokens.
     """
     topk, rest = divmod(sum(counts), num_tokens)
     assert rest == 0 and max(counts) <= num_tokens, f"{list(counts)} tokens do not fill {num_tokens} tokens evenly"
@@ -183,8 +182,10 @@ def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDAr
 
 
 def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
-    """``range(size)`` in an order that ``key`` names: by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
-    of a counter, in 64-bit integers, so that it is the same everywhere."""
+    """Permutation of ``range(size)`` by ``key``, the same on every machine.
+
+    Sorts by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of a counter, in 64-bit integers.
+    """
     start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     values = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

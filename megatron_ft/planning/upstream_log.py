@@ -1,16 +1,16 @@
-"""Bytes of the upstream log: the tensors that a stage has sent to its neighbours, kept in its node's memory.
+"""Memory of the upstream log: tensors that a stage has sent to its neighbours, kept in its node's memory.
 
-An entry is needed while a neighbouring stage may go back to before it. That stage goes back to its newest committed
-window at most: while window n is captured window n-1 is the newest that may be committed, and its replay starts from
-its first slice. So two windows are kept, and what was sent until the commit is known everywhere (MoEvement, section
-3.4). Sizes are those of the tensors as Megatron sends them.
+An entry is needed as long as a neighbouring stage may go back to an earlier iteration, at most to its newest committed
+window. While window n is captured, window n-1 is the newest that can be committed, and a replay starts from its first
+slice. So the log holds two windows and the iterations until the commit is known on all ranks (MoEvement, section 3.4).
+Sizes are those of the tensors as Megatron sends them.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.job import JobConfig
-from megatron_ft.errors import ConfigError
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE
 from megatron_ft.planning.pipeline import PipelineShape, sends
@@ -20,81 +20,59 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogReport:
-    """The estimate that ``dry_run`` prints; what is in force is the event ``upstream_log_planned``."""
+    """Estimate that ``dry_run`` prints; the event ``upstream_log_planned`` holds the actual sizes."""
 
     commit_lag_iterations: int
     iterations_kept: int | None
-    """Most iterations whose entries are there at once; None where windows are measured first, as all that hangs on
-    it."""
+    """Largest number of iterations in the log; None, as the sizes below, where windows are measured first."""
     num_entries: tuple[int, ...]
     """Tensors that a rank logs in one iteration, by stage."""
     iteration_bytes: tuple[int, ...]
-    """Their bytes, by stage."""
+    """Bytes of these tensors, by stage."""
     rank_bytes: tuple[int, ...] | None
-    """Most bytes that a rank's log holds at once, by stage."""
+    """Largest size of a rank's log, by stage."""
     node_bytes: tuple[int, ...] | None
-    """Most bytes that the logs of all ranks of a node hold at once, by node."""
+    """Largest size of the logs of all ranks of a node, by node."""
     memory_limit_bytes: int | None
 
     @property
     def host_bytes(self) -> int:
-        """Memory of logs on the node that needs most; 0 where it is not known yet."""
+        """Memory of logs on the largest node; 0 where it is not known yet."""
         return 0 if self.node_bytes is None else max(self.node_bytes)
 
     def validate(self) -> None:
-        """It fits the memory that the configuration grants.
+        """Check the memory limit of the configuration.
 
         Raises:
             ConfigError: a node needs more.
         """
         check_limit(self.host_bytes, self.memory_limit_bytes)
 
-    def summary(self) -> str:
-        """One log line."""
-        if self.iterations_kept is None:
-            return f"upstream log: {max(self.iteration_bytes):,} bytes a rank and iteration, windows measured first"
-        return f"upstream log: {self.iterations_kept} iterations, {self.host_bytes:,} bytes on a node"
-
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "host_bytes": self.host_bytes}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "UpstreamLogReport":
-        """Inverse of ``to_json``."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in content.items()
-            if name != "host_bytes"
-        }
-        return cls(**values)
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Refuse logs that take more than the configuration grants.
-
-    Raises:
-        ConfigError: ``upstream_log.memory_limit_bytes`` is too small.
-    """
-    if limit_bytes is not None and needed_bytes > limit_bytes:
-        raise ConfigError.of(
-            "upstream_log.memory_limit_bytes",
-            limit_bytes,
-            f"must be at least {needed_bytes}, what the logs of the node that needs most take; have shorter windows, "
-            "lower upstream_log.commit_lag_iterations, or spread stages over more nodes",
-        )
+    """Raise ConfigError where the logs of a node take more than ``upstream_log.memory_limit_bytes``."""
+    within_limit(
+        limit_bytes,
+        "upstream_log.memory_limit_bytes",
+        needed_bytes,
+        "the bytes of logs on the largest node; use shorter windows, lower upstream_log.commit_lag_iterations, or "
+        "spread stages over more nodes",
+    )
 
 
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
-    """Most iterations whose entries are there at once: from the start of a window until the next one is committed.
+    """Largest number of iterations in the log: from the start of a window until the next one is committed.
 
-    The lag counts twice: after a recovery the whole state is captured at once, and until that is committed too another
+    The lag counts twice: after a recovery a dense snapshot is captured, and until that is committed as well another
     failure goes back to the same window.
 
     Args:
         window_iterations: W, slices of a window.
-        commit_lag_iterations: iterations from a window's last slice to the vote that says that all have replicated it.
-        interval_iterations: from the start of a window to the start of the next; None for W, without a pause.
+        commit_lag_iterations: iterations from a window's last slice to the vote that commits it.
+        interval_iterations: from the start of a window to the start of the next; None for W.
     """
     interval = window_iterations if interval_iterations is None else interval_iterations
     assert window_iterations >= 1, f"a window of {window_iterations} iterations"
@@ -104,7 +82,7 @@ def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval
 
 
 def pipeline_shape(config: JobConfig) -> PipelineShape:
-    """The pipeline that a job's schedule runs."""
+    """Pipeline shape of a job."""
     topology = _topology(config)
     return PipelineShape(
         num_stages=topology.pipeline_model_parallel_size,
@@ -114,9 +92,9 @@ def pipeline_shape(config: JobConfig) -> PipelineShape:
 
 
 def tensor_shape(config: JobConfig) -> tuple[int, int, int]:
-    """Sequence, microbatch, hidden: a tensor that one rank sends to the next stage, or its gradient.
+    """(sequence, microbatch, hidden) of a tensor that a rank sends to the next stage, or of its gradient.
 
-    Context parallelism splits the sequence, and tensor parallelism too (it brings sequence parallelism with it).
+    Context parallelism splits the sequence, and so does tensor parallelism (by sequence parallelism).
     """
     parallel, model = config.parallel, config.model
     per_rank = model.seq_length // parallel.context_parallel_size // parallel.tensor_model_parallel_size
@@ -124,13 +102,13 @@ def tensor_shape(config: JobConfig) -> tuple[int, int, int]:
 
 
 def tensor_bytes(config: JobConfig) -> int:
-    """Bytes of such a tensor, in the compute format (FP8 computes inside layers only)."""
+    """Bytes of such a tensor, in the compute format (FP8 is used inside layers only)."""
     sequence, microbatch, hidden = tensor_shape(config)
     return sequence * microbatch * hidden * BYTES_PER_VALUE[config.precision.params_dtype]
 
 
 def num_entries(config: JobConfig, stage: int) -> int:
-    """Tensors that a rank of a stage sends, and logs, in one iteration; those of padding microbatches too."""
+    """Number of tensors that a rank of a stage sends and logs in one iteration, padding microbatches included."""
     shape = pipeline_shape(config)
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 
@@ -141,33 +119,33 @@ def iteration_log_bytes(config: JobConfig, stage: int) -> int:
 
 
 def log_bytes(config: JobConfig, stage: int, num_iterations: int) -> int:
-    """Bytes that the log of a rank of a stage takes for so many iterations."""
+    """Bytes of the log of a rank of a stage for ``num_iterations``."""
     return iteration_log_bytes(config, stage) * num_iterations
 
 
 def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
-    """Bytes that the logs of all ranks of a node take for so many iterations."""
+    """Bytes of the logs of all ranks of a node for ``num_iterations``."""
     topology, size = _topology(config), config.launch.ranks_per_node
     stages = [topology.coordinates(rank).pp for rank in range(node * size, (node + 1) * size)]
     return sum(log_bytes(config, stage, num_iterations) for stage in stages)
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
-    """``node_log_bytes`` of the node whose logs take most: the same on every rank."""
+    """``node_log_bytes`` of the node with the largest logs, the same on every rank."""
     return max(node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 
 def largest_rank_bytes(config: JobConfig, num_iterations: int) -> int:
-    """``log_bytes`` of the stage whose ranks' logs take most."""
+    """``log_bytes`` of the stage with the largest logs."""
     stages = range(config.parallel.pipeline_model_parallel_size)
     return max(log_bytes(config, stage, num_iterations) for stage in stages)
 
 
 def report_upstream_log(config: JobConfig, snapshot: SnapshotReport | None) -> UpstreamLogReport | None:
-    """The estimate for ``config``; None where nothing is logged.
+    """Estimate the upstream log of ``config``; None where nothing is logged.
 
     Args:
-        snapshot: windows, of which the log keeps two.
+        snapshot: estimate of the windows.
 
     Raises:
         ConfigError: a node's logs take more than ``upstream_log.memory_limit_bytes``.

@@ -105,7 +105,7 @@ def test_only_living_and_named_ranks_get_slots(algorithm: PlacementAlgorithm) ->
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ([(0, 4)], r"replica_counts\[0\]=0: must be at least 1: the expert has no slot"),
+        ([(0, 4)], r"replica_counts\[0\]=0: must be at least 1: each expert needs a slot"),
         ([(4, 5)], r"replica_counts=\[4, 5\]: must add up to at most 8"),
         ([(4, 4), (2, 3, 3)], r"must have 2 experts"),
         ([], r"at least one layer"),

@@ -90,7 +90,7 @@ def test_defaults_of_conf_are_those_of_the_dataclasses() -> None:
 
 def test_a_local_job_is_launched_with_its_configuration() -> None:
     with (
-        mock.patch("megatron_ft.control.launch.launch", return_value=6) as launch,
+        mock.patch("megatron_ft.control.launcher.launch", return_value=6) as launch,
         mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main(["training.train_iterations=20", "launch.ranks_per_node=2"]) == 6
@@ -136,7 +136,7 @@ def test_only_the_first_rank_of_a_node_tells_a_configuration_error(
 
 def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with (
-        mock.patch("megatron_ft.control.launch.launch") as launch,
+        mock.patch("megatron_ft.control.launcher.launch") as launch,
         mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main(["model=mixtral_8x7b", "training.device=cpu", "launch.ranks_per_node=8"]) == 2
@@ -148,7 +148,7 @@ def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixtu
 def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["launch.ranks_per_node=2", "parallel.tensor_model_parallel_size=2"]
     with (
-        mock.patch("megatron_ft.control.launch.launch") as launch,
+        mock.patch("megatron_ft.control.launcher.launch") as launch,
         mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main([*overrides, "parallel.expert_tensor_parallel_size=2"]) == 2
@@ -171,7 +171,7 @@ NO_GPU = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceFacts], mock.Mock]]:
     """Makes this machine one with other devices; gives what ``launch`` would have been called with."""
     with (
-        mock.patch("megatron_ft.control.launch.launch", return_value=0) as launch,
+        mock.patch("megatron_ft.control.launcher.launch", return_value=0) as launch,
         mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
     ):
 
@@ -210,12 +210,12 @@ def test_a_dry_run_names_the_device_that_refuses_a_recovery(
     machine(NO_GPU)
     assert pretrain_moe.main([*ELASTIC, "dry_run=true"]) == 0
     text = capsys.readouterr().out
-    assert "what a loss costs on cpu\n" in text
+    assert "cost of a loss on cpu\n" in text
     assert "note: on cuda this job is refused before it starts: training.device=cuda: must be cpu" in text
     assert pretrain_moe.main([*ELASTIC, "dry_run=true", "launch.gpu_memory_bytes=80000000000"]) == 2
     assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
     assert pretrain_moe.main(["launch.num_nodes=4", "dry_run=true"]) == 0
-    assert "on cuda this job is accepted" in capsys.readouterr().out
+    assert "on cuda this job is also accepted" in capsys.readouterr().out
 
 
 def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
@@ -286,7 +286,7 @@ def test_a_dry_run_shows_the_first_placement_and_its_json_is_a_script(
     assert pretrain_moe.main([*replicas, "placement.schedule=['1:first.json']"]) == 0
     text = capsys.readouterr().out
     assert "4 in each mixture layer: 16 on 4 ranks for 8 experts" in text and "weights left" in text
-    assert "used after a loss       no: launch.min_nodes=null: a lost node ends the job" in text
+    assert "used after a loss       no: launch.min_nodes=null: the loss of a node ends the job" in text
     survives = ["launch.min_nodes=3", "parallel.use_distributed_optimizer=false"]
     assert pretrain_moe.main([*replicas, *survives]) == 0
     text = capsys.readouterr().out
@@ -298,7 +298,7 @@ def test_a_trace_that_starts_over_is_said_before_ranks_start(
 ) -> None:
     (tmp_path / "loads.json").write_text(json.dumps([[1] * 8] * 4))
     trace = ["model.router=trace", "model.router_trace_file=loads.json"]
-    with mock.patch("megatron_ft.control.launch.launch", return_value=0) as launch:
+    with mock.patch("megatron_ft.control.launcher.launch", return_value=0) as launch:
         assert pretrain_moe.main(trace) == 0
     assert launch.called
     assert "note: loads.json has one record" in capsys.readouterr().err

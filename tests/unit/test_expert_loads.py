@@ -106,7 +106,7 @@ def test_arrays_refused(tmp_path: Path) -> None:
     for name, message in [
         ("lacks.npz", "lacks the array 'iters'"),
         ("shape.npz", "shape"),
-        ("order.npz", "must rise"),
+        ("order.npz", "must be ascending"),
         ("ids.npy", "must be integers"),
         ("object.npy", "not a readable npy"),
         ("damaged.npz", "not a readable npz"),

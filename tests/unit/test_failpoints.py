@@ -43,8 +43,10 @@ def test_a_spec_is_read() -> None:
         ("kill(**{'phase': 'data'})", "no keyword **"),
         ("kill(phase='data', rank='1')", "literal of type int"),
         ("kill(phase='data', rank=True)", "literal of type int"),
-        ("kill(phase='data', rank=1+1)", "literal of type int"),
-        ("kill(phase='data', rank=open('x'))", "literal of type int"),
+        ("kill(phase='data', rank=1+1)", "rank as a literal"),
+        ("kill(phase='data', rank=open('x'))", "rank as a literal"),
+        ("kill(phase='data', rank=-1)", "rank of at least 0"),
+        ("delay(phase='data', seconds=-1)", "seconds of at least 0"),
         ("kill(phase='data'", "must be a call"),
         ("kill(phase='data') or kill(phase='data')", "one call"),
         ("kill(phase='data')(phase='data')", "one call"),
@@ -178,7 +180,7 @@ def told() -> Iterator[list[tuple[int, str]]]:
     failpoints.watch(None)
 
 
-def test_a_watcher_is_told_of_changes_only(told: list[tuple[int, str]]) -> None:
+def test_a_watcher_is_called_on_changes_only(told: list[tuple[int, str]]) -> None:
     arm([], rank=0, node=0, record=lambda _: None)
     for phase in ("forward", "forward", "backward", "forward"):
         hit(phase, 1)
@@ -186,7 +188,7 @@ def test_a_watcher_is_told_of_changes_only(told: list[tuple[int, str]]) -> None:
     assert told == [(1, "forward"), (1, "backward"), (1, "forward"), (2, "forward")]
 
 
-def test_a_watcher_knows_the_phase_before_the_fault(told: list[tuple[int, str]]) -> None:
+def test_a_watcher_is_called_before_the_fault(told: list[tuple[int, str]]) -> None:
     arm(["raise(phase='vote_inside')"], rank=0, node=0, record=lambda _: None)
     with pytest.raises(InjectedFault):
         hit("vote_inside", 3)

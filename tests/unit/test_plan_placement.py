@@ -107,7 +107,7 @@ def test_bad_loads_are_refused_by_name(
 @pytest.mark.parametrize(
     ("counts", "extra", "message"),
     [
-        ("0,4,4", [], "replica_counts[0]=0: must be at least 1: the expert has no slot"),
+        ("0,4,4", [], "replica_counts[0]=0: must be at least 1: each expert needs a slot"),
         ("4,5", [], "must add up to at most 8"),
         ("1,1,1,1,1,1,1,1,1", [], "num_experts=9"),
         ("2,x", [], "--replica-counts=2,x"),

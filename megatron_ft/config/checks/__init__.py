@@ -1,1 +1,1 @@
-"""Rules a configuration must meet, one file per topic. Pure: no files, no torch, no Hydra."""
+"""Checks of a configuration, one file per topic. Pure functions: no files, no torch, no Hydra."""

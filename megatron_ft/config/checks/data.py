@@ -1,4 +1,4 @@
-"""Rules for data knobs. Files are looked at by ``megatron_ft.corpus.check``."""
+"""Rules for the keys of ``data``. ``megatron_ft.corpus.check`` checks the files."""
 
 from megatron_ft.config.checks.primitives import one_of, require
 from megatron_ft.config.data import DataConfig
@@ -7,14 +7,14 @@ LARGEST_SEED = 2**31 - 1
 
 
 def check_data_knobs(data: DataConfig) -> None:
-    """Sources, weights, the tokenizer and the files it needs."""
+    """Check sources, weights, the tokenizer and the files that it needs."""
     one_of(("bytes", "huggingface", "gpt2"), "data.tokenizer", data.tokenizer)
     require(bool(data.train), "data.train", data.train, "must name at least one source")
     for split in ("train", "valid"):
         _check_sources(split, getattr(data, split), getattr(data, f"{split}_weights"))
     require(0 <= data.valid_fraction < 1, "data.valid_fraction", data.valid_fraction, "must be in [0, 1)")
     require(0 <= data.seed <= LARGEST_SEED, "data.seed", data.seed, f"must be in 0..{LARGEST_SEED}")
-    require(bool(data.cache_dir.strip()), "data.cache_dir", repr(data.cache_dir), "must be a folder")
+    require(bool(data.cache_dir.strip()), "data.cache_dir", repr(data.cache_dir), "must name a folder")
     _check_tokenizer_files(data)
 
 
@@ -29,7 +29,7 @@ def _check_sources(split: str, sources: list[str], weights: list[float] | None) 
         weights,
         f"must give one weight for each of the {len(sources)} sources of data.{split}",
     )
-    require(all(weight > 0 for weight in weights), key, weights, "must be greater than 0 each")
+    require(all(weight > 0 for weight in weights), key, weights, "must all be greater than 0")
 
 
 def _check_tokenizer_files(data: DataConfig) -> None:

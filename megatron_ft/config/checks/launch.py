@@ -1,5 +1,6 @@
-"""Rules for nodes, addresses, injected faults, the run's name and its reports."""
+"""Rules for nodes, launchers, addresses, failure detection, the run's name and telemetry."""
 
+import dataclasses
 import ipaddress
 import re
 
@@ -15,15 +16,16 @@ LONGEST_SOCKET_PATH = 107
 
 
 def check_launch(launch: LaunchConfig) -> None:
-    """Counts, the control channel's address, timeouts and limits."""
+    """Check counts of nodes and ranks, the address of the control channel, timeouts and limits."""
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
-    one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
+    if ":" not in launch.node_launcher:  # else the class of a launcher from outside, which the start imports
+        one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
     for key, value, wanted in (
         ("launch.mode", launch.mode, "local"),
         ("launch.forkserver_socket", launch.forkserver_socket, None),
     ):
         constraint = (
-            f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}: nodes are other machines"
+            f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}: its nodes are other machines"
         )
         require(launch.node_launcher == "local" or value == wanted, key, value, constraint)
     at_least(1, "launch.num_nodes", launch.num_nodes)
@@ -37,7 +39,7 @@ def check_launch(launch: LaunchConfig) -> None:
         launch.max_restarts == 0 or launch.mode == "local",
         "launch.max_restarts",
         launch.max_restarts,
-        f"must be 0 with launch.mode={launch.mode}: who started the ranks starts them again (torchrun --max-restarts)",
+        f"must be 0 with launch.mode={launch.mode}: the launcher restarts ranks (torchrun --max-restarts)",
     )
     at_least(1, "launch.gpu_memory_bytes", launch.gpu_memory_bytes)
     at_least(1, "launch.host_memory_bytes", launch.host_memory_bytes)
@@ -54,7 +56,7 @@ def check_launch(launch: LaunchConfig) -> None:
         domains in (0, most),
         "launch.failure_domains",
         launch.failure_domains,
-        f"must name one domain for each of {nodes}, or none; it names {domains}",
+        f"must name one domain for each of {nodes}, or none; it has {domains} names",
     )
     _check_domain_source(launch)
 
@@ -65,12 +67,12 @@ def _check_domain_source(launch: LaunchConfig) -> None:
     if source == "listed":
         return
     other = f"launch.node_launcher={launch.node_launcher}"
-    require(launch.node_launcher == "srun", key, source, f"must be listed with {other}: Slurm is not asked for nodes")
+    require(launch.node_launcher == "srun", key, source, f"must be listed with {other}: only srun uses the topology")
     require(
         not launch.failure_domains,
         "launch.failure_domains",
         launch.failure_domains,
-        f"must be empty with {key}={source}, which names them",
+        f"must be empty with {key}={source}: Slurm names the domains",
     )
 
 
@@ -95,12 +97,13 @@ def _check_most_nodes(launch: LaunchConfig) -> None:
         launch.may_lose_nodes or not launch.restart_lost_nodes,
         "launch.restart_lost_nodes",
         launch.restart_lost_nodes,
-        f"must be false with launch.min_nodes={launch.min_nodes}: this job does not go on without a lost node",
+        f"must be false with launch.min_nodes={show(launch.min_nodes)}: this job ends when it loses a node; lower "
+        "launch.min_nodes, or set launch.keep_layout=true",
     )
 
 
 def check_detector(detector: DetectorConfig) -> None:
-    """Times above 0, and a timeout that more than one sign of life fits into."""
+    """Check that times are above 0 and each timeout exceeds the one before it."""
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
@@ -121,7 +124,7 @@ def check_detector(detector: DetectorConfig) -> None:
 
 def _check_interface(interface: str) -> None:
     key = "launch.interface"
-    require(bool(interface.strip()), key, repr(interface), "must be the address of one interface")
+    require(bool(interface.strip()), key, repr(interface), "must be the address of one interface, e.g. 127.0.0.1")
     try:
         address = ipaddress.ip_address(interface.strip("[]"))
     except ValueError:
@@ -141,14 +144,14 @@ def _check_socket(path: str | None) -> None:
         path is None or 0 < len(path.encode()) <= LONGEST_SOCKET_PATH,
         "launch.forkserver_socket",
         path,
-        f"must be a path of 1 to {LONGEST_SOCKET_PATH} bytes: longer ones are no Unix socket addresses",
+        f"must be a path of 1 to {LONGEST_SOCKET_PATH} bytes, the limit of Unix socket addresses",
     )
 
 
 def check_run(run: RunConfig) -> None:
-    """A name that is one folder, a known resume policy, and nothing to start over where nothing is continued."""
+    """Check the name, which is one folder, and the resume policy."""
     one_of(("never", "must", "auto"), "run.resume", run.resume)
-    require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must be a folder")
+    require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must name a folder")
     require(
         run.name is None or RUN_NAME.fullmatch(run.name) is not None,
         "run.name",
@@ -159,27 +162,26 @@ def check_run(run: RunConfig) -> None:
         run.resume != "must" or run.name is not None,
         "run.name",
         run.name,
-        "must be given with run.resume=must: it names the run to continue",
+        "must be given with run.resume=must: it names the run to resume",
     )
     require(
         not run.start_over or run.resume == "auto",
         "run.start_over",
         show(run.start_over),
-        f"must be false with run.resume={run.resume}: it is for run.resume=auto where saved state cannot be used",
+        f"must be false with run.resume={run.resume}: only run.resume=auto can start over",
     )
 
 
 def check_telemetry(telemetry: TelemetryConfig) -> None:
-    """Refuse intervals, sinks and limits that cannot be."""
+    """Check intervals, sinks, their modes and limits of alerts."""
     for name, spec in telemetry.sinks.items():
         is_named = isinstance(spec, dict) and isinstance(spec.get("_target_"), str)
         why = "must be null, or a mapping that names the class of a sink by _target_"
         require(spec is None or is_named, f"telemetry.sinks.{name}", repr(spec), why)
     for name in ("metrics", "events"):
         is_given = telemetry.sinks.get(name) is not None
-        require(
-            is_given, f"telemetry.sinks.{name}", "null", "must be given: runs are resumed and reported from its file"
-        )
+        why = "must be given: runs are resumed and reported from its file"
+        require(is_given, f"telemetry.sinks.{name}", "null", why)
     at_least(1, "telemetry.log_interval_iterations", telemetry.log_interval_iterations)
     at_least(0, "telemetry.expert_load_interval_iterations", telemetry.expert_load_interval_iterations)
     one_of(("live", "plain", "auto"), "telemetry.progress", telemetry.progress)
@@ -194,7 +196,7 @@ def check_telemetry(telemetry: TelemetryConfig) -> None:
 
 
 def check_names(config: JobConfig) -> None:
-    """The model's name starts run names."""
+    """Check ``model.name``, which run names begin with, and ``dry_run_format``."""
     require(
         RUN_NAME.fullmatch(config.model.name) is not None,
         "model.name",
@@ -205,8 +207,41 @@ def check_names(config: JobConfig) -> None:
 
 
 def check_coming_nodes(config: JobConfig) -> None:
-    """Nodes that come by themselves know the run by its name, and its next console as one that continues it."""
+    """Check that nodes that this command does not start can find it, and the next command that resumes the run."""
     if config.launch.node_launcher == "none":
-        why = "with launch.node_launcher=none: nodes find the console, and the next one, in the folder of the run"
+        why = "with launch.node_launcher=none: nodes find the controller, also after a resume, by the run's folder"
         require(config.run.name is not None, "run.name", config.run.name, f"must be given {why}")
         require(config.run.resume != "never", "run.resume", config.run.resume, f"must be auto or must {why}")
+
+
+_LOCAL_ONLY = {
+    "interface": "ranks listen where GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say",
+    "tls_dir": "there is no control channel to encrypt",
+    "forkserver_socket": "the launcher starts the ranks",
+    "stop_timeout_seconds": "the launcher decides when ranks are killed",
+}
+"""Keys of ``launch`` that only the control plane reads, and why they have no effect with other launchers."""
+
+
+def check_launchers(config: JobConfig) -> None:
+    """Check that keys of the control plane have their defaults under torchrun, ft_launcher and srun.
+
+    ``launch.max_restarts`` is checked in ``check_launch``, keys for lost nodes and snapshots in ``recovery.py``.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    launch, detector = config.launch, config.detector
+    if launch.mode == "local":
+        return
+    for name, reason in _LOCAL_ONLY.items():
+        _is_default(f"launch.{name}", getattr(launch, name), getattr(LaunchConfig(), name), launch.mode, reason)
+    for field in dataclasses.fields(detector):
+        wanted, reason = getattr(DetectorConfig(), field.name), "no agent watches the ranks"
+        _is_default(f"detector.{field.name}", getattr(detector, field.name), wanted, launch.mode, reason)
+    if launch.mode == "torchrun":
+        _is_default("launch.master_port", launch.master_port, 0, launch.mode, "the launcher's MASTER_PORT is used")
+
+
+def _is_default(key: str, value: object, wanted: object, mode: str, reason: str) -> None:
+    require(value == wanted, key, value, f"must be left at {show(wanted)} with launch.mode={mode}: {reason}")

@@ -1,7 +1,4 @@
-"""Rules for parallel sizes, against the world and the model.
-
-Nothing ties the batch to them: padding microbatches serve what ranks do not divide.
-"""
+"""Rules for parallel sizes. The batch need not be divisible by them: padding microbatches fill it up."""
 
 from megatron_ft.config.checks.primitives import at_least, divides, one_of, require
 from megatron_ft.config.job import JobConfig
@@ -9,7 +6,7 @@ from megatron_ft.topology import Topology
 
 
 def check_parallel(config: JobConfig) -> None:
-    """Sizes fit the ranks (``Topology.of``), the layers, heads and experts."""
+    """Check that sizes fit the number of ranks, the layers, heads and experts, and the device."""
     parallel = config.parallel
     virtual = parallel.virtual_pipeline_model_parallel_size
     at_least(2, "parallel.virtual_pipeline_model_parallel_size", virtual)
@@ -28,7 +25,6 @@ def check_parallel(config: JobConfig) -> None:
 
 
 def _check_backend(config: JobConfig) -> None:
-    """What the backend of the model's groups cannot do on the device."""
     parallel, device = config.parallel, config.training.device
     key = "parallel.device_backend"
     one_of(("auto", "nccl", "gloo"), key, parallel.device_backend)
@@ -36,20 +32,20 @@ def _check_backend(config: JobConfig) -> None:
         parallel.device_backend != "nccl" or device != "cpu",
         key,
         parallel.device_backend,
-        "must be auto or gloo with training.device=cpu: NCCL moves the memory of GPUs only",
+        "must be auto or gloo with training.device=cpu: NCCL needs GPUs",
     )
     is_chosen = parallel.device_backend == "gloo"
     require(
         parallel.expert_tensor_parallel_size == 1 or not (is_chosen or device == "cpu"),
         "parallel.expert_tensor_parallel_size",
         parallel.expert_tensor_parallel_size,
-        f"must be 1 with training.device=cpu or {key}=gloo: gloo gathers no uneven sizes",
+        f"must be 1 with training.device=cpu or {key}=gloo: gloo cannot gather tensors of different sizes",
     )
     require(
         parallel.context_parallel_size == 1 or not is_chosen,
         "parallel.context_parallel_size",
         parallel.context_parallel_size,
-        f"must be 1 with {key}=gloo: attention sends parts of the sequence out of GPU memory, which gloo cannot",
+        f"must be 1 with {key}=gloo: context parallelism sends GPU memory, which gloo cannot",
     )
 
 
@@ -112,7 +108,7 @@ def _check_context(config: JobConfig) -> None:
 
 
 def check_transformer_engine(config: JobConfig) -> None:
-    """What Megatron builds with Transformer Engine only is refused where that cannot be."""
+    """Check that nothing needs Transformer Engine where it cannot be used."""
     training = config.training
     without = [
         ("training.device", training.device, "cpu"),
@@ -126,15 +122,13 @@ def check_transformer_engine(config: JobConfig) -> None:
 
 
 def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]:
-    """Key, value and constraint of everything in a configuration that Megatron's local layers cannot train.
-
-    Local experts add their bias in place to a view that autograd protects.
-    """
+    """List key, value and constraint of every key that Megatron's local layers cannot train."""
     needs: list[tuple[str, object, str]] = []
     if config.parallel.context_parallel_size > 1:
         needs.append(("parallel.context_parallel_size", config.parallel.context_parallel_size, "must be 1"))
     if config.model.multi_latent_attention:
         needs.append(("model.multi_latent_attention", True, "must be false"))
     if config.model.add_bias_linear and config.model.num_moe_experts is not None:
+        # Megatron's local experts add their bias in place to a view, which autograd refuses.
         needs.append(("model.add_bias_linear", True, "must be false in a mixture of experts"))
     return needs

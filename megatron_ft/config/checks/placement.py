@@ -1,4 +1,4 @@
-"""Replica slots fit experts, ranks and failure domains."""
+"""Rules for replica slots, against experts, ranks and failure domains."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ BACKENDS = ("reference", "cpp", "cuda")
 
 
 def check_placement(config: JobConfig) -> None:
-    """Everything about ``placement`` that needs no plan.
+    """Check ``placement`` as far as that needs no plan.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -22,12 +22,12 @@ def check_placement(config: JobConfig) -> None:
         _check_unused(config)
         return
     if model.num_moe_experts is None:
-        raise ConfigError.of("placement.algorithm", placement.algorithm, "needs a mixture model; use placement=none")
+        raise ConfigError.of("placement.algorithm", placement.algorithm, "must be null in a dense model")
     if parallel.expert_model_parallel_size != 1:
         raise ConfigError.of(
             "parallel.expert_model_parallel_size",
             parallel.expert_model_parallel_size,
-            "must be left at 1: with replica slots the expert group is every rank of the pipeline stage",
+            "must be 1 with replica slots: all ranks of a pipeline stage are one expert group",
         )
     if parallel.expert_tensor_parallel_size != 1:
         raise ConfigError.of(
@@ -44,7 +44,7 @@ def _check_unused(config: JobConfig) -> None:
         value = getattr(config.placement, name)
         if value:
             raise ConfigError.of(
-                f"placement.{name}", value, "needs a placement.algorithm, e.g. placement=overlap_search"
+                f"placement.{name}", value, "must not be set without placement.algorithm, e.g. placement=overlap_search"
             )
 
 
@@ -57,14 +57,14 @@ def _check_slots(config: JobConfig) -> None:
             raise ConfigError.of(
                 "placement.num_slots_per_rank",
                 placement.num_slots_per_rank,
-                f"must give {stage_size} ranks of a stage at least model.num_moe_experts={num_experts} slots",
+                f"must give the {stage_size} ranks of a stage at least model.num_moe_experts={num_experts} slots",
             )
     for name, value in (("min_replicas", placement.min_replicas), ("state_copies", placement.state_copies)):
         if value is not None and not 1 <= value <= num_domains:
             raise ConfigError.of(
                 f"placement.{name}",
                 value,
-                f"must lie between 1 and {num_domains}, the failure domains of a pipeline stage",
+                f"must be in 1..{num_domains}, the number of failure domains of a pipeline stage",
             )
 
 
@@ -72,10 +72,11 @@ def _check_rebalancing(config: JobConfig) -> None:
     placement = config.placement
     if placement.rebalance_interval_iterations < 0:
         raise ConfigError.of(
-            "placement.rebalance_interval_iterations", placement.rebalance_interval_iterations, "must not be negative"
+            "placement.rebalance_interval_iterations", placement.rebalance_interval_iterations, "must be at least 0"
         )
     if placement.schedule and placement.rebalance_interval_iterations:
-        raise ConfigError.of("placement.schedule", placement.schedule, "must not be combined with a rebalance interval")
+        interval = f"placement.rebalance_interval_iterations={placement.rebalance_interval_iterations}"
+        raise ConfigError.of("placement.schedule", placement.schedule, f"must be empty with {interval}")
     for name, value in (
         ("load_smoothing", placement.load_smoothing),
         ("rebalance_min_gain", placement.rebalance_min_gain),
@@ -85,7 +86,7 @@ def _check_rebalancing(config: JobConfig) -> None:
 
 
 def _stage(config: JobConfig) -> tuple[int, int]:
-    """(ranks, failure domains) of the stage that has the fewest domains."""
+    """(ranks, failure domains) of the stage with the fewest domains."""
     launch = config.launch
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     stages = [
@@ -96,10 +97,10 @@ def _stage(config: JobConfig) -> tuple[int, int]:
 
 
 def derive_placement(config: JobConfig) -> JobConfig:
-    """``config`` as it is carried out.
+    """Return ``config`` with derived values filled in.
 
-    With replica slots the expert group is every rank of a pipeline stage, and a rank has twice an even share of the
-    experts as slots, rounded up, where no number is given.
+    With replica slots all ranks of a pipeline stage are one expert group, and the default number of slots of a rank is
+    twice an even share of the experts, rounded up.
     """
     if config.placement.algorithm is None:
         return config

@@ -1,4 +1,4 @@
-"""The few forms most rules have. Each raises ``ConfigError`` naming key, value and constraint."""
+"""Common forms of rules. Each raises ``ConfigError`` naming key, value and constraint."""
 
 import dataclasses
 import math
@@ -16,35 +16,40 @@ def require(condition: bool, key: str, value: object, constraint: str) -> None:
 
 
 def at_least(smallest: float, key: str, value: float | None) -> None:
-    """A number of at least ``smallest``; null passes."""
+    """Require a number of at least ``smallest``; null passes."""
     require(value is None or value >= smallest, key, value, f"must be at least {smallest}")
 
 
 def above(bound: float, key: str, value: float | None) -> None:
-    """A number above ``bound``; null passes."""
+    """Require a number above ``bound``; null passes."""
     require(value is None or value > bound, key, value, f"must be greater than {bound}")
 
 
 def share(key: str, value: float, *, closed: bool = False) -> None:
-    """A number in [0, 1), or in [0, 1] when ``closed``."""
+    """Require a number in [0, 1), or in [0, 1] if ``closed``."""
     inside = 0 <= value <= 1 if closed else 0 <= value < 1
     require(inside, key, value, f"must be in [0, 1{']' if closed else ')'}")
 
 
 def one_of(choices: Iterable[str], key: str, value: str | None) -> None:
-    """One of the listed words; null passes."""
+    """Require one of the listed words; null passes."""
     known = list(choices)
     if value is not None and value not in known:
         raise ConfigError.of(key, value, f"must be one of {', '.join(known)}{close_matches(value, known)}")
 
 
 def divides(divisor: int, key: str, value: int, of_what: str) -> None:
-    """``value`` is a multiple of ``divisor``, which ``of_what`` names with its key."""
+    """Require a multiple of ``divisor``, which ``of_what`` names with its key."""
     require(value % divisor == 0, key, value, f"must be a multiple of {of_what}={divisor}")
 
 
+def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
+    """Require that ``needed`` does not exceed ``limit``, the value of ``key``; a limit of None passes."""
+    require(limit is None or needed <= limit, key, limit, f"must be at least {needed}, {advice}")
+
+
 def finite_numbers(group: str, values: Any) -> None:
-    """No NaN and no infinity in any field of a config dataclass."""
+    """Require that no field of a config dataclass is NaN or infinite."""
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
         numbers = value if isinstance(value, list) else [value]
@@ -54,7 +59,7 @@ def finite_numbers(group: str, values: Any) -> None:
 
 
 def show(value: object) -> str:
-    """A value as YAML writes it."""
+    """Write a value as YAML does."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,7 +12,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 def check_training(training: TrainingConfig) -> None:
-    """Iterations, batch, devices and policies."""
+    """Check iterations, batch size, device and policies."""
     for name in ("train_iterations", "micro_batch_size", "global_batch_size", "eval_iterations", "num_threads"):
         at_least(1, f"training.{name}", getattr(training, name))
     at_least(1, "training.exit_at_iteration", training.exit_at_iteration)
@@ -47,7 +47,7 @@ def _check_words(training: TrainingConfig) -> None:
 
 
 def check_optimizer(optimizer: OptimizerConfig, train_iterations: int) -> None:
-    """Learning rates, schedule, moments and clipping."""
+    """Check learning rates, schedule, moments and clipping."""
     above(0, "optimizer.lr", optimizer.lr)
     for name in ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad", "lr_warmup_iterations"):
         at_least(0, f"optimizer.{name}", getattr(optimizer, name))
@@ -85,7 +85,7 @@ def _check_schedule(optimizer: OptimizerConfig, train_iterations: int) -> None:
 
 
 def check_precision(precision: PrecisionConfig) -> None:
-    """Formats and loss scaling. FP8 is refused: no provider is part of this version."""
+    """Check formats and loss scaling. FP8 is refused: this version has no provider."""
     one_of(("fp32", "bf16", "fp16"), "precision.params_dtype", precision.params_dtype)
     one_of(("e4m3", "hybrid"), "precision.fp8", precision.fp8)
     one_of(FP8_RECIPES, "precision.fp8_recipe", precision.fp8_recipe)
@@ -114,7 +114,7 @@ def check_precision(precision: PrecisionConfig) -> None:
 
 
 def check_checkpoint(config: JobConfig) -> None:
-    """Intervals and retention."""
+    """Check intervals and retention."""
     for name in ("save_interval_iterations", "keep_last", "keep_every_iterations"):
         at_least(0, f"checkpoint.{name}", getattr(config.checkpoint, name))
     interval, keep = config.checkpoint.save_interval_iterations, config.checkpoint.keep_every_iterations

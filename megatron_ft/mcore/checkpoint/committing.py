@@ -1,4 +1,4 @@
-"""Files that rank 0 adds to those of all ranks to complete a checkpoint; the manifest comes last."""
+"""Completes the files of all ranks to a checkpoint on rank 0; the manifest comes last."""
 
 import importlib.metadata
 import io

@@ -1,1 +1,1 @@
-"""What a layout costs: parameters, bytes and microbatches per rank."""
+"""Cost models: parameters and bytes per rank, time of a pipeline, effective training time."""

@@ -1,4 +1,4 @@
-"""Bytes a rank needs. State is counted; activations and process overhead are estimated, and said so."""
+"""Memory of a rank. State is counted exactly; activations and process overhead are estimates."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ PROCESS_BYTES = 450_000_000
 class RankMemory:
     """Bytes on one rank's device.
 
-    ``weights`` .. ``moments`` are exact up to the padding of Megatron's flat buffers; ``activations``
-    is an estimate of the peak.
+    Weights, gradients, master weights and moments are exact up to the padding of Megatron's flat buffers;
+    activations are an estimate of the peak.
     """
 
     weights_bytes: int
@@ -30,22 +30,22 @@ class RankMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Without activations."""
+        """Bytes without activations."""
         return self.weights_bytes + self.gradients_bytes + self.master_bytes + self.moments_bytes
 
     @property
     def total_bytes(self) -> int:
-        """With the estimate of activations."""
+        """Bytes with the estimate of activations."""
         return self.state_bytes + self.activations_bytes
 
 
 def memory_of_stage(
     config: JobConfig, parameters: RankParameters, topology: Topology, pipeline_stage: int, vocab_size: int
 ) -> RankMemory:
-    """Memory of each rank of a stage. ``vocab_size`` is the padded one.
+    """Memory of each rank of a stage. ``vocab_size`` includes padding.
 
-    FP32 weights are their own master weights. The distributed optimizer shards master weights and the
-    two FP32 moments: dense ones over DP * CP ranks, experts over expert-DP ranks.
+    FP32 weights are their own master weights. The distributed optimizer shards master weights and the two FP32
+    moments: dense ones over DP * CP ranks, those of experts over the expert-data-parallel ranks.
     """
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     gradient_bytes = FP32_BYTES if config.precision.grad_reduce_in_fp32 else value_bytes
@@ -70,7 +70,7 @@ def expert_state_bytes(config: JobConfig) -> int:
 
 
 def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Parameters whose optimizer state one rank keeps."""
+    """Number of parameters whose optimizer state one rank holds."""
     if not config.parallel.use_distributed_optimizer:
         return parameters.total
     dense_shards = topology.data_parallel_size * topology.context_parallel_size
@@ -78,11 +78,10 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 
 
 def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:
-    """Estimate of a rank's activations at their peak.
+    """Estimate the peak bytes of a rank's activations.
 
-    Counts what each layer keeps for its backward pass, times the microbatches a stage of the 1F1B
-    schedule has in flight, plus the logits (in the compute format and in FP32) on the last stage.
-    Experts are taken as evenly loaded.
+    Sums what each layer keeps for its backward pass, times the microbatches that a stage of the 1F1B schedule has in
+    flight, plus the logits (in the compute format and in FP32) on the last stage. Assumes even loads of experts.
     """
     model, last = config.model, topology.pipeline_model_parallel_size - 1
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
@@ -100,10 +99,10 @@ def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int,
 
 
 def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
-    """Forward passes a stage runs ahead of its backward passes (Megatron's 1F1B), plus the current one.
+    """Forward passes that a stage runs ahead of its backward passes (Megatron's 1F1B), plus the current one.
 
-    An interleaved schedule runs ahead by (PP - stage - 1) * 2 + (VPP - 1) * PP chunk passes; in whole
-    passes of all chunks that is rounded up.
+    An interleaved schedule runs ahead by (PP - stage - 1) * 2 + (VPP - 1) * PP chunk passes, here rounded up to whole
+    passes of all chunks.
     """
     pp, vpp = topology.pipeline_model_parallel_size, topology.virtual_pipeline_model_parallel_size
     if vpp == 1:
@@ -112,7 +111,7 @@ def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
 
 
 def _layer_values(model: ModelConfig, layer: int, recompute: str | None) -> int:
-    """Values per token that one layer keeps for its backward pass."""
+    """Values per token that a layer keeps for its backward pass."""
     if recompute == "full":
         return model.hidden_size
     queries, keys = _attention_widths(model)

@@ -1,4 +1,4 @@
-"""How many parameters each rank holds."""
+"""Number of parameters per rank."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParameters:
-    """Parameters one rank holds; equal on all ranks of a stage.
+    """Number of parameters of a rank, equal on all ranks of a stage.
 
-    Data parallelism repeats the dense ones DP * CP times, the expert ones expert-DP times.
+    Data parallelism repeats dense parameters DP * CP times, those of experts expert-DP times.
     """
 
     num_dense: int
@@ -19,7 +19,6 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        """Both together."""
         return self.num_dense + self.num_expert
 
 
@@ -30,9 +29,9 @@ def parameters_of_stage(
     pipeline_stage: int,
     num_slots_per_rank: int | None = None,
 ) -> RankParameters:
-    """Parameters of each rank of a pipeline stage, all its virtual chunks together.
+    """Count the parameters of each rank of a pipeline stage, over all its virtual chunks.
 
-    With replica slots a rank holds at most ``num_slots_per_rank`` experts of a layer; that many are counted.
+    With replica slots a rank is counted with ``num_slots_per_rank`` experts per layer, the most that it can hold.
     """
     num_local_experts = (model.num_moe_experts or 0) // topology.expert_model_parallel_size
     if num_slots_per_rank is not None:
@@ -65,7 +64,7 @@ def _on_rank(operator: Operator, split_over: int) -> int:
 
 
 def _tied_copy(model: ModelConfig, operators: tuple[Operator, ...], topology: Topology, pipeline_stage: int) -> int:
-    """With tied embeddings the last of several stages holds a second copy of the word embedding."""
+    """Count the second copy of the word embedding, which the last of several stages holds if embeddings are tied."""
     last = topology.pipeline_model_parallel_size - 1
     if model.untie_embeddings_and_output_weights or last == 0 or pipeline_stage != last:
         return 0

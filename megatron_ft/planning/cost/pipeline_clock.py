@@ -1,8 +1,8 @@
-"""How long stages of a pipeline take for an iteration, by a virtual clock: each stage computes on a core of its own.
+"""Time of an iteration of a pipeline by a virtual clock, where each stage computes on its own device.
 
-A stage runs its passes in the order of ``planning.pipeline.order``, each as soon as the stage is free and the tensor
-that it needs is there. Stages that replay alone find every tensor of their neighbours in a log, so nothing makes them
-wait; where all stages replay, the pipeline fills and drains as in training (MoEvement, section 3.4, figure 9).
+A stage runs its passes in the order of ``planning.pipeline.order``, each as soon as the stage is free and its input has
+arrived. Stages that replay alone read their neighbours' tensors from a log and never wait for them; if all stages
+replay, the pipeline fills and drains as in training (MoEvement, section 3.4, figure 9).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,16 +20,16 @@ class PassSeconds:
 
     forward_seconds: float
     backward_seconds: float
-    """Input and weight gradients, without those that are left out."""
+    """Input gradients, and the weight gradients that are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """What one stage's core takes."""
+    """Compute times of one stage."""
 
     chunks: tuple[PassSeconds, ...]
     update_seconds: float = 0.0
-    """Once an iteration, after the last pass: gradients made ready, master weights and moments updated."""
+    """Reduction of gradients and optimizer step, once an iteration after the last pass."""
 
     def busy_seconds(self, num_microbatches: int) -> float:
         """Computing time of an iteration."""
@@ -39,17 +39,17 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSeconds:
-    """What an iteration took that some stages ran."""
+    """Times of an iteration of some stages."""
 
     makespan_seconds: float
-    """From its start until the last of them has updated its weights."""
+    """From the start of the iteration until the last stage has updated its weights."""
     busy_seconds: float
-    """Computing time, all of them together."""
+    """Compute time, summed over the stages."""
     num_executions: int
-    """Microbatches through a stage, forward and backward, all of its chunks: counted once for each stage."""
+    """Microbatches times stages, each counted once for forward and backward passes of all chunks."""
 
     def __add__(self, other: "IterationSeconds") -> "IterationSeconds":
-        """One after the other: stages agree at the end of each iteration that is replayed."""
+        # Stages synchronize at the end of each replayed iteration, so iterations do not overlap.
         return IterationSeconds(
             makespan_seconds=self.makespan_seconds + other.makespan_seconds,
             busy_seconds=self.busy_seconds + other.busy_seconds,
@@ -64,14 +64,13 @@ def run_iteration(
     replayed: Collection[int] | None = None,
     send_seconds: float = 0.0,
 ) -> IterationSeconds:
-    """One iteration of the stages ``replayed``; of all, as in training or a global rollback, without it.
+    """Simulate one iteration of the stages ``replayed``; of all stages, as in training or a global rollback, without.
 
     Args:
-        stages: of every stage of the pipeline.
-        replayed: neighbours among them exchange tensors; those of other stages come out of a log, one after the other
-            from the start on.
-        send_seconds: from the end of a pass until the other stage has its tensor, or from one tensor of a log to the
-            next.
+        stages: times of every stage of the pipeline.
+        replayed: stages that run; they exchange tensors among each other and read those of other stages from a log,
+            one after the other from the start on.
+        send_seconds: from the end of a pass until its tensor has arrived, or from one tensor of a log to the next.
     """
     own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
     assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"stages {own} of {shape.num_stages}"
@@ -88,18 +87,16 @@ def run_iteration(
 
 
 class _Run:
-    """Passes of an iteration, as far as they have come."""
-
     def __init__(
         self, shape: PipelineShape, stages: Sequence[StageSeconds], own: frozenset[int], send_seconds: float
     ) -> None:
         self._shape, self._stages, self._own, self._send_seconds = shape, stages, own, send_seconds
         self._sent: dict[tuple[Direction, int, Place], float] = {}
-        """When the tensor that a pass makes is where it is needed."""
+        """Arrival time of the output of each pass."""
         self._logged = dict(self._log())
 
     def to_the_end(self) -> dict[int, float]:
-        """When each stage has computed its last pass."""
+        """Run all passes and return the end time of each stage."""
         waiting = {stage: list(reversed(order(self._shape, stage))) for stage in self._own}
         free = dict.fromkeys(self._own, 0.0)
         while any(waiting.values()):
@@ -118,7 +115,7 @@ class _Run:
         return end
 
     def _arrival(self, stage: int, one: Pass) -> float | None:
-        """When what a pass needs is there; None while nobody knows."""
+        """Arrival time of the input of a pass; None while it is not known."""
         direction, microbatch, chunk = one
         source = origin(self._shape, stage, chunk, direction)
         if source is None:
@@ -128,7 +125,7 @@ class _Run:
         return self._logged[direction, microbatch, (stage, chunk)]
 
     def _log(self) -> Iterator[tuple[tuple[Direction, int, Place], float]]:
-        """When each tensor of a log has come, by the pass that needs it: each neighbour serves its own."""
+        """Yield the arrival time of each logged tensor by the pass that needs it; each neighbour sends its own log."""
         directions: tuple[Direction, ...] = ("forward", "backward")
         for stage in self._own:
             for direction in directions:

@@ -1,7 +1,7 @@
-"""Bytes a rank needs besides its state while it saves a dense checkpoint.
+"""Additional memory of a rank while it saves a dense checkpoint.
 
-Megatron's ``fully_reshardable`` format gathers the distributed optimizer: for a moment every rank of a
-data-parallel group holds masters and both moments of all parameters it has, not of its shard, in host memory.
+Megatron's ``fully_reshardable`` format gathers the distributed optimizer: during the save every rank of a data-parallel
+group holds master weights and moments of all its parameters, not only of its shard, in host memory.
 """
 
 from dataclasses import dataclass
@@ -12,33 +12,33 @@ from megatron_ft.planning.cost.parameters import RankParameters
 from megatron_ft.topology import Topology
 
 OPTIMIZER_BYTES = 3 * FP32_BYTES
-"""Master weight and two moments of a parameter."""
+"""Bytes of master weight and two moments of a parameter."""
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Parameters of Megatron's gradient buckets where their reduction overlaps the backward pass."""
+"""Smallest size of Megatron's gradient buckets, in parameters, where reduction overlaps the backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingMemory:
-    """Bytes one rank needs for a save, on the host but for ``device_bytes``."""
+    """Memory of one rank for a save, on the host except ``device_bytes``."""
 
     gathered_bytes: int
-    """Masters and moments of all parameters the rank holds."""
+    """Master weights and moments of all parameters of the rank."""
     gathering_bytes: int
-    """Most there is at once while they are gathered: what is gathered so far and the copies of one bucket."""
+    """Peak while they are gathered: what is gathered so far and the copies of one bucket."""
     snapshot_bytes: int
-    """The rank's own copy of what it writes, kept until it is written."""
+    """Copy of what the rank writes, kept until it is written."""
     device_bytes: int
-    """One bucket on the device, as the gather receives it; 0 on CPU, where it is among ``gathering_bytes``."""
+    """One gathered bucket on the device; 0 on CPU, where ``gathering_bytes`` includes it."""
 
     @property
     def peak_bytes(self) -> int:
-        """Most host memory at once."""
+        """Peak host memory."""
         return max(self.gathering_bytes, self.gathered_bytes + self.snapshot_bytes)
 
 
 def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Topology, device: str) -> SavingMemory:
-    """What each rank of a stage needs for a save. Buffers of virtual chunks are taken as equally large."""
+    """Memory of each rank of a stage for a save; assumes that virtual chunks have buffers of equal size."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     dense, expert = _shards(topology)
     written_dense, written_expert = (dense, expert) if config.checkpoint.fully_parallel else (1, 1)
@@ -57,12 +57,12 @@ def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Top
 
 
 def _shards(topology: Topology) -> tuple[int, int]:
-    """Ranks that share one copy of the optimizer's state: of dense parameters, of experts."""
+    """Ranks that one copy of the optimizer state is sharded over: of dense parameters, of experts."""
     return topology.data_parallel_size * topology.context_parallel_size, topology.expert_data_parallel_size
 
 
 def _buffers(parameters: RankParameters, topology: Topology) -> list[tuple[int, int]]:
-    """(parameters, ranks they are sharded over) of each flat buffer, in the order they are gathered."""
+    """(parameters, ranks they are sharded over) of each flat buffer, in the order of gathering."""
     dense, expert = _shards(topology)
     if topology.expert_model_parallel_size == 1 and dense == expert:
         return [(parameters.total, dense)]
@@ -70,11 +70,9 @@ def _buffers(parameters: RankParameters, topology: Topology) -> list[tuple[int, 
 
 
 def _gathering(config: JobConfig, buffers: list[tuple[int, int]]) -> tuple[int, int]:
-    """Most bytes at once on the host, and on the device, while one buffer after the other is gathered.
-
-    Of a bucket there are the rank's shard of all three tensors, the pieces received of one of them, and more of
-    its size: on the host the concatenations of the last tensor and of this one, on the device NCCL's buffer.
-    """
+    """(host, device) peak bytes while the buffers are gathered one after the other."""
+    # A bucket takes the rank's shard of all three tensors and the received pieces of one of them; besides, the host
+    # holds the concatenations of the previous and the current tensor, and the device NCCL's buffer.
     num_chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
     gathered = host = device = 0
     for num_parameters, num_ranks in buffers:

@@ -1,1 +1,1 @@
-"""Token loads to replica counts, to slots, to what survives and what moves."""
+"""Placement of expert replicas: replica counts, slots, survival, migration."""

@@ -1,4 +1,4 @@
-"""What a placement algorithm offers, and the steps all of them share."""
+"""Interface of placement algorithms, and the steps that they share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from megatron_ft.topology import Cluster
 
 
 class PlacementAlgorithm(Protocol):
-    """A policy: a frozen dataclass whose fields are its knobs."""
+    """Policy: a frozen dataclass, built from ``placement.algorithm``."""
 
     def place(
         self,
@@ -26,15 +26,15 @@ class PlacementAlgorithm(Protocol):
         loads: Sequence[Sequence[float]] | None = None,
         layer_numbers: Sequence[int] | None = None,
     ) -> PlacementPlan:
-        """Give every replica a slot.
+        """Assign every replica to a slot.
 
         Args:
             replica_counts: replicas of each expert of each layer, ``[L][E]``.
-            cluster: nodes, their ranks and failure domains, and which are alive.
+            cluster: nodes, their ranks and failure domains, and which nodes are alive.
             num_slots_per_rank: replicas of a layer that a rank can hold.
-            ranks: ranks with slots (those of one pipeline stage); all living ones without.
-            loads: tokens of each expert, ``[L][E]``; only ties are broken by them.
-            layer_numbers: Megatron's numbers of the layers; counted from 1 without.
+            ranks: ranks with slots (those of one pipeline stage); None for all ranks that are alive.
+            loads: tokens of each expert, ``[L][E]``; they only break ties.
+            layer_numbers: Megatron's numbers of the layers; None to count from 1.
 
         Raises:
             ConfigError: counts that do not fit the slots, or an expert without a replica.
@@ -43,15 +43,20 @@ class PlacementAlgorithm(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerwisePlacement(ABC):
-    """An algorithm that looks at one layer at a time: ``assign`` is the decision, ``place`` the same for all."""
+class PlacementBase(ABC):
+    """Algorithms that decide how many replicas each failure domain gets; ``place`` is the same for all of them."""
 
     name: ClassVar[str]
-    """What plans call the algorithm."""
+    """Name of the algorithm in plans."""
 
     @abstractmethod
-    def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        """Replicas per domain ``[E, D]`` of one layer, from replica counts ``[E]`` and slots of each domain ``[D]``."""
+    def assign_layers(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        capacities: Sequence[int],
+        loads: Sequence[Sequence[float] | None],
+    ) -> list[Counts]:
+        """Replicas per domain ``[E, D]`` of each layer, from replica counts ``[L][E]`` and slots per domain ``[D]``."""
 
     def place(
         self,
@@ -63,24 +68,37 @@ class LayerwisePlacement(ABC):
         loads: Sequence[Sequence[float]] | None = None,
         layer_numbers: Sequence[int] | None = None,
     ) -> PlacementPlan:
-        """See ``PlacementAlgorithm.place``."""
-        layout, layer_loads = prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
-        capacities = layout.capacities()
-        slots = tuple(
-            layout.deal(self.assign(counts, capacities, load), load)
-            for counts, load in zip(replica_counts, layer_loads, strict=True)
-        )
+        layout, layer_loads = _prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
+        layers = self.assign_layers(replica_counts, layout.capacities(), layer_loads)
+        slots = tuple(layout.deal(layer, load) for layer, load in zip(layers, layer_loads, strict=True))
         return PlacementPlan.of(layout, slots, len(replica_counts[0]), self.name, layer_numbers)
 
 
-def prepare(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerwisePlacement(PlacementBase):
+    """Algorithms that look at one layer at a time."""
+
+    @abstractmethod
+    def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
+        """Replicas per domain ``[E, D]`` of one layer, from replica counts ``[E]`` and slots per domain ``[D]``."""
+
+    def assign_layers(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        capacities: Sequence[int],
+        loads: Sequence[Sequence[float] | None],
+    ) -> list[Counts]:
+        return [self.assign(counts, capacities, load) for counts, load in zip(replica_counts, loads, strict=True)]
+
+
+def _prepare(
     replica_counts: Sequence[Sequence[int]],
     cluster: Cluster,
     num_slots_per_rank: int,
     ranks: Sequence[int] | None,
     loads: Sequence[Sequence[float]] | None,
 ) -> tuple[Layout, list[Sequence[float] | None]]:
-    """The layout, after counts and loads were checked against it, and the loads of each layer."""
+    """Check counts and loads against the layout; return the layout and the loads of each layer."""
     layout = Layout.of(cluster, num_slots_per_rank, ranks)
     if not replica_counts:
         raise ConfigError.of("replica_counts", "[]", "must have at least one layer")
@@ -88,7 +106,7 @@ def prepare(
         layout.check_counts(counts)
         if len(counts) != len(replica_counts[0]):
             raise ConfigError.of(
-                "replica_counts", len(counts), f"must have {len(replica_counts[0])} experts, as layer 1"
+                "replica_counts", len(counts), f"must have {len(replica_counts[0])} experts in every layer"
             )
     if loads is None:
         return layout, [None] * len(replica_counts)
@@ -98,18 +116,18 @@ def prepare(
 
 
 def ascending(replica_counts: Sequence[int]) -> list[int]:
-    """Expert ids by number of replicas, ties by id."""
+    """Sort expert ids by number of replicas, ties by id."""
     return sorted(range(len(replica_counts)), key=lambda expert: (replica_counts[expert], expert))
 
 
 def fill_vacancies(
     placed: Counts, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None
 ) -> Counts:
-    """Put the replicas that are left into free slots, on domains new to their expert as far as possible.
+    """Put the remaining replicas into free slots, as far as possible on domains without a replica of their expert.
 
-    Experts with most replicas left come first, each taking the domains with most free slots (the order that succeeds
-    whenever one does, for equal demands); equal ones by least load so far, then by position. What finds no new domain
-    goes beside a replica of its own expert.
+    Experts with most remaining replicas come first, each taking the domains with most free slots, ties by smallest
+    load so far, then by position. For equal demands this order succeeds whenever any does. If no new domain is left, a
+    replica goes to a domain that already has one of its expert.
     """
     result = placed.copy()
     totals = np.asarray(replica_counts, dtype=np.int64)
@@ -131,10 +149,10 @@ def fill_vacancies(
 
 
 def spread_to_floor(counts: Counts, floor: int) -> Counts:
-    """Swap replicas until every expert sits on ``floor`` domains, or on as many as it has replicas and there are.
+    """Swap replicas until every expert is on ``floor`` domains, or on as many as replicas and domains allow.
 
-    A replica that shares its domain with another of the same expert is swapped with a replica elsewhere whose expert
-    loses no domain by it, or can spare one. With equal domains such a partner always exists.
+    A replica that shares its domain with another one of the same expert is swapped with a replica in another domain
+    whose expert loses no domain by it, or can afford to. With domains of equal size such a partner always exists.
     """
     result = counts.copy()
     goals = np.minimum(np.minimum(result.sum(axis=1), floor), result.shape[1])

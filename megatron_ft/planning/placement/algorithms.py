@@ -1,4 +1,4 @@
-"""The placement algorithms by name."""
+"""Placement algorithms by name."""
 
 from collections.abc import Mapping
 

@@ -1,32 +1,31 @@
-"""How many replicas each expert of a layer gets: token shares in integers, with a floor that survives failures."""
+"""Replica counts of the experts of a layer: in proportion to tokens, with a minimum, in integers."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from megatron_ft.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Replica counts of one layer, and the minimum that could be kept."""
+    """Replica counts of one layer, and the minimum of an expert."""
 
     replica_counts: tuple[int, ...]
     """Replicas of each expert, by expert id."""
     min_replicas: int
-    """The floor that was kept."""
+    """Minimum that was kept."""
     requested_min_replicas: int
-    """The floor that was asked for; larger than ``min_replicas`` where slots were short."""
+    """Minimum that was requested; larger than ``min_replicas`` if there are too few slots."""
 
     @property
     def lowered(self) -> bool:
-        """Whether there were too few slots for the floor that was asked for."""
+        """Whether there were too few slots for the requested minimum."""
         return self.min_replicas < self.requested_min_replicas
 
     def validate(self) -> None:
-        """Every expert has at least the floor."""
+        """Check that every expert has the minimum."""
         for expert, count in enumerate(self.replica_counts):
             if count < max(1, self.min_replicas):
                 raise ConfigError.of(
@@ -34,46 +33,32 @@ class Allocation:
                 )
 
     def summary(self) -> str:
-        """One log line."""
         floor = f"at least {self.min_replicas}"
         if self.lowered:
             floor += f" (lowered from {self.requested_min_replicas}: too few slots)"
         counts = self.replica_counts
         return f"{sum(counts)} replicas of {len(counts)} experts, {floor}, at most {max(counts)}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "replica_counts": list(self.replica_counts),
-            "min_replicas": self.min_replicas,
-            "requested_min_replicas": self.requested_min_replicas,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Allocation":
-        """Inverse of ``to_json``."""
-        return cls(**{**content, "replica_counts": tuple(content["replica_counts"])})
-
 
 def allocate(
     loads: Sequence[float], num_slots: int, min_replicas: int, *, num_domains: int | None = None
 ) -> Allocation:
-    """Share ``num_slots`` over experts in proportion to ``loads`` (Lazarus, section 4.1, equation 1).
+    """Distribute ``num_slots`` over experts in proportion to ``loads`` (Lazarus, section 4.1, equation 1).
 
-    Experts are taken by ascending load (ties by id); each gets ``floor(t_e * S / T)`` of the S slots left, T being
-    the tokens of itself and all heavier experts, and never less than the floor. The division is of integers, so no
-    rounding of floats decides a count. The counts add up to ``num_slots``. A layer without tokens is shared evenly.
-    The floor is lowered to ``num_slots // num_experts`` where slots are short. A count may exceed the number of
-    nodes or ranks: replicas of one expert on one rank are one set of weights with a larger share of its tokens.
+    In ascending order of load (ties by id) each expert gets ``floor(t_e * S / T)`` of the S remaining slots, where T
+    counts the tokens of this expert and all heavier ones, and at least the minimum. The division is of integers, so
+    that no rounding of floats decides a count. Counts add up to ``num_slots``; a layer without tokens is distributed
+    evenly. With too few slots the minimum is lowered to ``num_slots // num_experts``. A count may exceed the number of
+    nodes or ranks: replicas of one expert on one rank share one set of weights and take more of its tokens.
 
     Args:
-        loads: tokens of each expert, ``[E]``; fractions are taken exactly.
+        loads: tokens of each expert, ``[E]``; fractions are used exactly.
         num_slots: slots of the whole layer.
-        min_replicas: the floor, 1 or more.
-        num_domains: failure domains; a floor above it could never be spread and is refused.
+        min_replicas: the minimum, 1 or more.
+        num_domains: failure domains; a larger minimum cannot be spread over them and is refused.
 
     Raises:
-        ConfigError: a load that is negative or not finite, more experts than slots, an impossible floor.
+        ConfigError: a load that is negative or not finite, more experts than slots, an impossible minimum.
     """
     if min_replicas < 1:
         raise ConfigError.of("min_replicas", min_replicas, "must be at least 1")
@@ -96,7 +81,7 @@ def allocate(
 
 
 def integer_loads(loads: Sequence[float]) -> list[int]:
-    """Loads as integers in the same proportions, exactly.
+    """Scale loads to integers of exactly the same proportions.
 
     Raises:
         ConfigError: a load that is negative or not finite.

@@ -1,4 +1,4 @@
-"""Placement by packing an expert's replicas on as few failure domains as possible: a baseline that invites loss."""
+"""Baseline placement: an expert's replicas on as few failure domains as possible."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,19 @@ from megatron_ft.planning.placement.layout import Counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compact(LayerwisePlacement):
-    """Each expert's replicas close together (baseline of Lazarus, section 6.3)."""
+    """Packs the replicas of an expert together (baseline of Lazarus, section 6.3)."""
 
     name: ClassVar[str] = "compact"
 
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        """See ``pack``."""
         return pack(replica_counts, capacities, loads)
 
 
 def pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
     """Replicas per domain of one layer, ``[E, D]``.
 
-    Experts by descending replicas. What is left of an expert goes to the domain with the least room that takes all of
-    it; where none does, the domain with most room is filled.
+    Experts by descending replicas. The remaining replicas of an expert go to the domain with the fewest free slots that
+    can take all of them; if none can, the domain with most free slots is filled.
     """
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     vacant = list(capacities)

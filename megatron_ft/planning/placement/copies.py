@@ -1,19 +1,18 @@
-"""Copies of optimizer state: who owns which shard, so that losses of failure domains leave every shard an owner.
+"""Copies of optimizer state: owners of every shard, on distinct failure domains.
 
-How many ranks compute with an operator and how many keep its optimizer state are two numbers. Here each operator's
-state is cut into one shard per holder, and every shard has f owners on f distinct failure domains. Any number of ranks
-works: ownership is cyclic, nothing has to divide anything.
+The number of ranks that compute with an operator and the number of copies of its optimizer state are independent. Each
+operator's state is cut into one shard per computing rank, and every shard has f owners on f distinct failure domains.
+Any number of ranks works, because ownership is cyclic.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
 
 NON_EXPERT = -1
-"""Stands for a layer's non-expert part in ``OperatorCopies.expert``."""
+"""Value of ``OperatorCopies.expert`` for the non-expert part of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +20,16 @@ class OperatorCopies:
     """Owners of one operator's optimizer state."""
 
     layer_number: int
-    """Megatron's number, counted from 1; 0 for what belongs to no layer."""
+    """Megatron's number, from 1; 0 for parameters outside layers."""
     expert: int
     """Expert id, or ``NON_EXPERT``."""
     num_bytes: int
     """Optimizer state of the whole operator, one copy."""
     owners: tuple[tuple[int, ...], ...]
-    """Ranks that own each shard; all shards are equal but for a remainder."""
+    """Ranks that own each shard; shards have equal size up to a remainder."""
 
     def shard_range(self, shard: int, length: int) -> tuple[int, int]:
-        """First and past-the-last of the ``length`` elements (or bytes) that belong to a shard: even to within one."""
+        """(start, stop) of a shard among ``length`` elements or bytes."""
         return length * shard // len(self.owners), length * (shard + 1) // len(self.owners)
 
     def shard_bytes(self, shard: int) -> int:
@@ -44,14 +43,14 @@ class StateCopyPlan:
     """Owners of all optimizer state."""
 
     num_state_copies: int | None
-    """Copies of every shard; None keeps one with every holder."""
+    """Copies of every shard; None keeps one on every rank that computes with the operator."""
     ranks: tuple[int, ...]
     domains: tuple[str, ...]
     """Failure domain of each rank."""
     operators: tuple[OperatorCopies, ...]
 
     def validate(self) -> None:
-        """Every shard has its copies, each on a failure domain of its own (holders may share one in the mode of all).
+        """Check that the copies of every shard are on distinct failure domains.
 
         Raises:
             ConfigError: naming layer, expert and shard.
@@ -66,14 +65,8 @@ class StateCopyPlan:
                     where = f"owners of layer {operator.layer_number}, expert {operator.expert}, shard {shard}"
                     raise ConfigError.of(where, list(owners), f"must lie on {wanted} distinct failure domains")
 
-    def owner_domains(self) -> Iterator[frozenset[str]]:
-        """For every shard the failure domains that own it: what ``survival`` asks for."""
-        domain_of = dict(zip(self.ranks, self.domains, strict=True))
-        for operator in self.operators:
-            yield from (frozenset(domain_of[rank] for rank in owners) for owners in operator.owners)
-
     def bytes_per_rank(self) -> dict[int, int]:
-        """Optimizer bytes each rank owns."""
+        """Bytes of optimizer state that each rank owns."""
         sums = dict.fromkeys(self.ranks, 0)
         for operator in self.operators:
             for shard, owners in enumerate(operator.owners):
@@ -83,42 +76,14 @@ class StateCopyPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Optimizer bytes over all ranks."""
+        """Bytes of optimizer state over all ranks."""
         return sum(self.bytes_per_rank().values())
 
     def summary(self) -> str:
-        """One log line."""
         per_rank = self.bytes_per_rank().values()
-        copies = "every holder" if self.num_state_copies is None else f"{self.num_state_copies} failure domains"
+        computing = "every rank that computes with it"
+        copies = computing if self.num_state_copies is None else f"{self.num_state_copies} failure domains"
         return f"optimizer state on {copies}: {self.num_bytes:,} bytes, at most {max(per_rank):,} on one rank"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; an operator is [layer, expert, bytes, owners of each shard]."""
-        rows = [[o.layer_number, o.expert, o.num_bytes, [list(ranks) for ranks in o.owners]] for o in self.operators]
-        return {
-            "num_state_copies": self.num_state_copies,
-            "ranks": list(self.ranks),
-            "domains": list(self.domains),
-            "operators": rows,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "StateCopyPlan":
-        """Inverse of ``to_json``; validated."""
-        operators = tuple(
-            OperatorCopies(
-                layer_number=layer, expert=expert, num_bytes=size, owners=tuple(tuple(ranks) for ranks in owners)
-            )
-            for layer, expert, size, owners in content["operators"]
-        )
-        plan = cls(
-            num_state_copies=content["num_state_copies"],
-            ranks=tuple(content["ranks"]),
-            domains=tuple(content["domains"]),
-            operators=operators,
-        )
-        plan.validate()
-        return plan
 
 
 def plan_copies(
@@ -128,18 +93,18 @@ def plan_copies(
     expert_bytes: int,
     non_expert_bytes: Sequence[tuple[int, int]] = (),
 ) -> StateCopyPlan:
-    """Owners of every expert's and every non-expert part's optimizer state.
+    """Assign owners to the optimizer state of every expert and every non-expert part.
 
-    A shard's first owner is one holder of the operator (non-expert parts: each rank in turn); the others sit on the
-    failure domains that follow in a cycle, domains of holders before others, so that losses of any
-    ``num_state_copies - 1`` domains leave an owner even where fewer ranks compute. With None every holder owns
-    everything: the mode of Lazarus, where copies and replicas are the same number.
+    The first owner of a shard is a rank that computes with the operator (for non-expert parts each rank in turn). The
+    others are on the next failure domains of a cycle that begins with those of computing ranks. So the loss of any
+    ``num_state_copies - 1`` domains leaves an owner, even if fewer ranks compute with the operator. With None every
+    computing rank owns all of it, as in Lazarus.
 
     Args:
-        plan: who computes what.
-        num_state_copies: copies of every shard, on as many failure domains.
+        plan: placement of experts.
+        num_state_copies: copies of every shard, on distinct failure domains.
         expert_bytes: optimizer state of one expert.
-        non_expert_bytes: (layer number, bytes) of each part that all of the plan's ranks hold.
+        non_expert_bytes: (layer number, bytes) of each part that all ranks of the plan hold.
 
     Raises:
         ConfigError: more copies than failure domains.
@@ -147,7 +112,7 @@ def plan_copies(
     num_domains = len(set(plan.domains))
     if num_state_copies is not None and not 1 <= num_state_copies <= num_domains:
         raise ConfigError.of(
-            "num_state_copies", num_state_copies, f"must lie between 1 and {num_domains} failure domains"
+            "num_state_copies", num_state_copies, f"must be in 1..{num_domains}, the number of failure domains"
         )
     ring = _Ring(plan, num_state_copies)
     operators = []
@@ -184,7 +149,7 @@ class _Ring:
         return OperatorCopies(layer_number=layer, expert=expert, num_bytes=num_bytes, owners=owners)
 
     def _cycle(self, holders: list[int], turn: int) -> list[str]:
-        """Domains of holders in order; where they are too few, others, from a place that moves with ``turn``."""
+        """Domains of holders in order; if they are too few, followed by others, rotated by ``turn``."""
         assert self.num_copies is not None
         own = list(dict.fromkeys(self.domains[position] for position in holders))
         others = [name for name in self.members if name not in own]

@@ -1,8 +1,8 @@
-"""Counting the losses that leave a holder in every set, without listing them: a sweep over the domains.
+"""Counting of losses that leave every set of domains a survivor, by dynamic programming over the domains.
 
-Sets that share no domain are independent, so each connected part is swept alone and the results are convolved. In a
-sweep the state is which of the sets begun have no survivor yet; what is kept for each state is the weight of the losses
-that lead there, by number of lost domains.
+Sets without a common domain are independent, so each connected component is counted alone and the results are
+convolved. The state after some domains is which sets have no survivor among them yet; its value is the weight of the
+losses that lead to it, by number of lost domains.
 """
 
 import math
@@ -12,11 +12,11 @@ MAX_STATES = 4096
 
 
 class TooManyStates(Exception):
-    """The sets are too entangled to be counted in bounded memory."""
+    """The sets overlap so much that counting would need more than ``MAX_STATES`` states."""
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Sets as bit masks without those that contain another: losing a superset implies losing the subset."""
+    """Remove masks that contain another one: the loss of a set includes the loss of its subsets."""
     kept: list[int] = []
     for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
         if not any(smaller & mask == smaller for smaller in kept):
@@ -27,12 +27,12 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 def surviving_weights(
     masks: Sequence[int], num_domains: int, max_lost: int, odds: Sequence[float] | None = None
 ) -> list[float]:
-    """Weight of the losses of 0 to ``max_lost`` domains that leave every set of ``masks`` a holder.
+    """Weights of the losses of 0 to ``max_lost`` domains that leave every set of ``masks`` a survivor.
 
-    A loss weighs the product of its domains' ``odds``; without odds the weights are exact integers, numbers of losses.
+    The weight of a loss is the product of its domains' ``odds``; without odds, losses are counted in integers.
 
     Raises:
-        TooManyStates: a connected part needs more than ``MAX_STATES`` states.
+        TooManyStates: a connected component needs more than ``MAX_STATES`` states.
     """
     touched = 0
     total: list[float] = [1]
@@ -52,7 +52,7 @@ def surviving_weights(
 
 
 def _parts(masks: Sequence[int]) -> list[list[int]]:
-    """Masks grouped so that sets of different groups share no domain."""
+    """Connected components: sets of different components have no common domain."""
     parts: list[tuple[int, list[int]]] = []
     for mask in masks:
         union, members, apart = mask, [mask], []

@@ -1,4 +1,4 @@
-"""The slots a placement may use: ranks, their failure domains, and how a domain's replicas are dealt to its ranks."""
+"""``Layout``: slots of ranks and failure domains, and the assignment of a domain's replicas to its ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of(cls, cluster: Cluster, num_slots_per_rank: int, ranks: Sequence[int] | None = None) -> "Layout":
-        """Slots of ``ranks``, or of every rank of the nodes that are alive.
+        """Make the layout of ``ranks``, or of all ranks on nodes that are alive.
 
         Raises:
             ConfigError: no slots, no ranks, or a rank of a lost node.
@@ -37,7 +37,7 @@ class Layout:
         alive = [rank for node in sorted(cluster.alive) for rank in cluster.ranks_of(node)]
         chosen = tuple(alive if ranks is None else ranks)
         if not chosen:
-            raise ConfigError.of("ranks", "[]", "must name at least one living rank")
+            raise ConfigError.of("ranks", "[]", "must name at least one rank on a node that is alive")
         for rank in chosen:
             if cluster.node_of(rank) not in cluster.alive:
                 raise ConfigError.of("ranks", rank, "must run on a node that is alive")
@@ -66,19 +66,19 @@ class Layout:
         return tuple(int(count) * self.num_slots_per_rank for count in np.bincount(self.domain_of))
 
     def check_counts(self, replica_counts: Sequence[int]) -> None:
-        """Raise ConfigError for counts that leave an expert without a replica or do not fit the slots."""
+        """Raise ConfigError for counts that leave an expert without a replica or exceed the slots."""
         for expert, count in enumerate(replica_counts):
             if count < 1:
-                raise ConfigError.of(f"replica_counts[{expert}]", count, "must be at least 1: the expert has no slot")
+                raise ConfigError.of(f"replica_counts[{expert}]", count, "must be at least 1: each expert needs a slot")
         if sum(replica_counts) > self.num_slots:
             what = f"must add up to at most {self.num_slots}: {len(self.ranks)} ranks x {self.num_slots_per_rank} slots"
             raise ConfigError.of("replica_counts", list(replica_counts), what)
 
     def deal(self, counts: Counts, loads: Sequence[float] | None = None) -> tuple[tuple[int, ...], ...]:
-        """Expert ids in the slots of each rank, ascending, from the replicas of each domain.
+        """Assign the replicas of each domain to its ranks; returns expert ids by rank, ascending.
 
-        Inside a domain the heaviest replicas are dealt first, each to the rank with the least load so far among those
-        with a free slot; equal loads go to the rank with the fewest replicas. Without ``loads`` all weigh the same.
+        The heaviest replicas come first, each to the rank of its domain with a free slot and the smallest load so far,
+        ties to the rank with the fewest replicas. Without ``loads`` all replicas weigh the same.
         """
         weights = per_replica_loads(counts, loads)
         members: list[list[int]] = [[] for _ in self.domains]

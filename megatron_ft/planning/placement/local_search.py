@@ -1,4 +1,4 @@
-"""Improving a placement by exchanging replicas between failure domains, judged by the losses it survives."""
+"""Local search: improvement of a placement by exchanges of replicas between failure domains."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ Masks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """Sets of lost domains that count, and how much."""
+    """Weighted sets of lost domains that guide a search."""
 
     masks: Masks
-    """Bit d of entry m says that domain d is lost, ``[M]``."""
+    """``[M]``: bit d of an entry is set if domain d is lost."""
     values: Floats
-    """Weight of each set, ``[M]``."""
+    """``[M]``: weight of each set."""
 
     def dead(self, held: Masks) -> Bools:
-        """Whether each loss takes all domains of each set in ``held``: ``[..., M]``."""
+        """``[..., M]``: whether each loss takes all domains of each set in ``held``."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 
@@ -38,15 +38,15 @@ class Losses:
 
 
 def support_masks(counts: Counts) -> Masks:
-    """Domains of each expert as bit masks, ``[E]``."""
+    """``[E]``: domains of each expert as bit masks."""
     bits = np.int64(1) << np.arange(counts.shape[1], dtype=np.int64)
     return np.asarray((counts > 0) @ bits, dtype=np.int64)
 
 
 class Search:
-    """One placement under improvement. Deterministic: pairs of domains in order, the best exchange of each first.
+    """Improvement of one placement. Deterministic: pairs of domains in order, the best exchange of each.
 
-    Empty slots are the replicas of one more expert that nobody misses.
+    Empty slots count as replicas of one additional expert without requirements.
     """
 
     def __init__(self, counts: Counts, capacities: Sequence[int], floor: int, losses: Losses, weights: Floats) -> None:
@@ -71,11 +71,11 @@ class Search:
         return self.counts[:-1].copy()
 
     def descend(self) -> None:
-        """Exchange replicas until no exchange survives better."""
+        """Exchange replicas until no exchange improves survival."""
         self._repeat(self._improve)
 
     def even_out(self, least_score: float) -> None:
-        """Exchange replicas until no exchange evens out the loads and keeps a score of ``least_score``."""
+        """Exchange replicas until no exchange makes loads more even with a score of at least ``least_score``."""
 
         def evened(left: int, right: int) -> bool:
             ours, theirs, gains = self._gains(left, right)
@@ -85,7 +85,7 @@ class Search:
         self._repeat(evened)
 
     def _repeat(self, attempt: Callable[[int, int], bool]) -> None:
-        """Try all pairs of domains in turn until none brings a change."""
+        """Try all pairs of domains in turn until none changes anything."""
         pairs = list(combinations(range(self.counts.shape[1]), 2))
         quiet = 0
         while quiet < len(pairs):
@@ -95,7 +95,7 @@ class Search:
                     break
 
     def kick(self, draw: random.Random, num_swaps: int) -> None:
-        """Exchange replicas at random, keeping the floor."""
+        """Exchange replicas at random, keeping the minimum number of domains."""
         for _ in range(num_swaps):
             left, right = draw.sample(range(self.counts.shape[1]), 2)
             ours, theirs, allowed = self._exchanges(left, right)
@@ -107,7 +107,7 @@ class Search:
         self._refresh()
 
     def _exchanges(self, left: int, right: int) -> tuple[Masks, Masks, Bools]:
-        """Experts in each of two domains and which of them may change places."""
+        """Experts in each of two domains, and which pairs of them may be exchanged."""
         ours, theirs = np.nonzero(self.counts[:, left])[0], np.nonzero(self.counts[:, right])[0]
         allowed = self._keeps_floor(ours, left, right)[:, None] & self._keeps_floor(theirs, right, left)[None, :]
         return ours, theirs, allowed & (ours[:, None] != theirs[None, :])
@@ -117,7 +117,7 @@ class Search:
         return np.asarray(self.support[experts] - lost >= self.goals[experts])
 
     def _moved(self, experts: Masks, source: int, target: int) -> npt.NDArray[np.int16]:
-        """Change of ``cover`` when one replica of each expert moves, ``[experts, M]``."""
+        """``[experts, M]``: change of ``cover`` when one replica of each expert moves."""
         single = self.counts[experts, source] == 1
         after = np.where(single, self.masks[experts] & ~(1 << source), self.masks[experts]) | (1 << target)
         change = self.losses.dead(after).astype(np.int16) - self.dead[experts]
@@ -125,7 +125,7 @@ class Search:
         return change
 
     def _gains(self, left: int, right: int) -> tuple[Masks, Masks, Floats]:
-        """Experts in each of two domains and what each exchange adds to the score; -inf where it is forbidden."""
+        """Experts in each of two domains, and the gain in score of each exchange; -inf where it is not allowed."""
         ours, theirs, allowed = self._exchanges(left, right)
         change = self._moved(ours, left, right)[:, None] + self._moved(theirs, right, left)[None, :]
         gains = ((self.cover + change) == 0) @ self.losses.values - self.score
@@ -144,7 +144,7 @@ class Search:
         return True
 
     def _evener(self, ours: Masks, theirs: Masks, allowed: Bools, left: int, right: int) -> int | None:
-        """Flat index of the exchange that lowers the sum of squared loads of both domains most, if any does."""
+        """Flat index of the allowed exchange that lowers the sum of squared loads most; None if none does."""
         if not allowed.any():
             return None
         moved = self.weights[ours][:, None] - self.weights[theirs][None, :]

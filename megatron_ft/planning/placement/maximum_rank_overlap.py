@@ -1,4 +1,4 @@
-"""Placement by overlapping experts of similar popularity on the same failure domains."""
+"""Maximum rank overlap: experts of similar popularity on the same failure domains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,32 +12,30 @@ from megatron_ft.planning.placement.layout import Counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaximumRankOverlap(LayerwisePlacement):
-    """The construction of Lazarus, section 4.1, with failure domains in the place of its nodes.
+    """Construction of Lazarus, section 4.1, with failure domains instead of nodes.
 
-    Best for every number of lost domains where the slots of a domain divide the number of experts, or are no fewer.
-    Elsewhere a better placement may exist, and an expert may sit on fewer domains than it has replicas even where
-    slots would allow more.
+    Optimal for every number of lost domains if the slots of a domain divide the number of experts, or are at least as
+    many. Otherwise a better placement may exist, and an expert may be on fewer domains than slots would allow.
     """
 
     name: ClassVar[str] = "maximum_rank_overlap"
 
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        """See ``overlap``."""
         return overlap(replica_counts, capacities, loads)
 
 
 def overlap(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
     """Replicas per domain of one layer, ``[E, D]``.
 
-    Experts by ascending replicas are cut into groups of c, the slots of the smallest domain. Each group gets as many
-    domains as its first expert has replicas, the last one what is left; all of a group's experts sit on all of its
-    domains. The replicas that are left fill the free slots.
+    Experts in ascending order of replicas form groups of c, the slots of the smallest domain. Each group gets as many
+    domains as its first expert has replicas, the last group the remaining ones, and all experts of a group are on all
+    its domains. The remaining replicas fill the free slots.
     """
     return overlap_groups(replica_counts, capacities, group_sizes(len(replica_counts), min(capacities)), loads)
 
 
 def group_sizes(num_experts: int, num_slots: int) -> list[int]:
-    """Full groups and, at the end, what remains."""
+    """Sizes of full groups, then of the remainder."""
     full, rest = divmod(num_experts, num_slots)
     return [num_slots] * full + ([rest] if rest else [])
 

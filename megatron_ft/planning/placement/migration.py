@@ -1,8 +1,7 @@
-"""From the placement in force to a new one: which rank plays which part, and what has to move."""
+"""Migration from the present placement to a new one: assignment of slots to ranks, and transfers of experts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +10,9 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 
 Holdings = tuple[tuple[frozenset[int], ...], ...]
-"""``[layer][rank]``: experts whose state each rank has now, ranks in a plan's order; a new rank has none."""
+"""``[layer][rank]``: experts whose state each rank holds, ranks in a plan's order; a joining rank holds none."""
 
 Costs = npt.NDArray[np.int64]
-Mapping = tuple[int, ...]
-"""For each rank of the plan, in order, the position of the rank whose slots it takes over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +28,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationPlan:
-    """Every transfer that turns the holdings into a placement."""
+    """Transfers that turn holdings into a placement."""
 
     placement: PlacementPlan
-    """What holds afterwards."""
+    """Placement after the migration."""
     transfers: tuple[Transfer, ...]
 
     @property
@@ -43,22 +40,14 @@ class MigrationPlan:
         return sum(transfer.num_bytes for transfer in self.transfers)
 
     def sent_bytes(self) -> dict[int, int]:
-        """Bytes each sending rank sends."""
-        return self._sums("source_rank")
-
-    def received_bytes(self) -> dict[int, int]:
-        """Bytes each receiving rank receives."""
-        return self._sums("target_rank")
-
-    def _sums(self, side: str) -> dict[int, int]:
+        """Bytes that each sending rank sends."""
         sums: dict[int, int] = {}
         for transfer in self.transfers:
-            rank = getattr(transfer, side)
-            sums[rank] = sums.get(rank, 0) + transfer.num_bytes
+            sums[transfer.source_rank] = sums.get(transfer.source_rank, 0) + transfer.num_bytes
         return dict(sorted(sums.items()))
 
     def validate(self) -> None:
-        """Every transfer ends where the placement wants the expert, once."""
+        """Check that every transfer brings an expert to a slot of the placement, once."""
         wanted = set()
         for layer, by_rank in zip(self.placement.layer_numbers, self.placement.slots, strict=True):
             for rank, experts in zip(self.placement.ranks, by_rank, strict=True):
@@ -67,36 +56,20 @@ class MigrationPlan:
         for transfer in self.transfers:
             target = (transfer.layer_number, transfer.expert, transfer.target_rank)
             if target not in wanted or target in seen or transfer.source_rank == transfer.target_rank:
-                raise ConfigError.of(
-                    "transfer", transfer, "must bring an expert once to a rank that wants and lacks it"
-                )
+                raise ConfigError.of("transfer", transfer, "must bring an expert to a rank that needs it, once")
             seen.add(target)
 
     def summary(self) -> str:
-        """One log line."""
         largest = max(self.sent_bytes().values(), default=0)
         return f"{len(self.transfers)} expert states move, {self.num_bytes:,} bytes, at most {largest:,} from one rank"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; a transfer is [layer, expert, source rank, target rank, bytes]."""
-        rows = [[t.layer_number, t.expert, t.source_rank, t.target_rank, t.num_bytes] for t in self.transfers]
-        return {"placement": self.placement.to_json(), "transfers": rows}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "MigrationPlan":
-        """Inverse of ``to_json``; validated."""
-        names = ("layer_number", "expert", "source_rank", "target_rank", "num_bytes")
-        transfers = tuple(Transfer(**dict(zip(names, row, strict=True))) for row in content["transfers"])
-        plan = cls(placement=PlacementPlan.from_json(content["placement"]), transfers=transfers)
-        plan.validate()
-        return plan
-
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:
-    """What ranks hold under ``plan``.
+    """Holdings of ranks under ``plan``.
 
-    ``previous`` gives, for each rank of the next membership in order, the rank that it was under ``plan``, or None
-    for one that is new; without it the ranks are the same.
+    Args:
+        previous: rank under ``plan`` of each rank of the next membership, in order, None for a joining rank; without
+            it the ranks are those of ``plan``.
     """
     position = {rank: index for index, rank in enumerate(plan.ranks)}
     wanted: Sequence[int | None] = plan.ranks if previous is None else previous
@@ -107,32 +80,28 @@ def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) 
 
 
 def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int] = 1) -> PlacementPlan:
-    """``plan`` with its ranks permuted so that as few bytes as possible move, over all layers together.
+    """Permute the ranks of ``plan`` so that as few bytes as possible move, over all layers together.
 
-    Failure domains change places only with domains that have as many ranks, and ranks inside their domain: survival
-    stays what it was. The optimum of both levels is found as linear assignment problems.
+    Only domains with equal numbers of ranks are exchanged, and ranks inside a domain, so that survival does not change.
+    Both levels are solved exactly as linear assignment problems.
     """
-    return _permuted(plan, _mapping(plan, held, expert_bytes, _optimal))
-
-
-def remap_greedily(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int] = 1) -> PlacementPlan:
-    """``remap`` as Lazarus, section 4.3: one after another, the pair that moves least."""
-    return _permuted(plan, _mapping(plan, held, expert_bytes, _greedy))
+    mapping = _mapping(plan, held, expert_bytes)
+    slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
+    return plan.replacing(slots)
 
 
 def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> MigrationPlan:
-    """Transfers that bring every missing expert to its ranks, spread evenly over those that hold it.
+    """Plan the transfers that bring every missing expert to its ranks, distributed evenly over the ranks that hold it.
 
-    Of an expert's holders none serves two ranks more than another; among those that have served least, the one that
-    sends the fewest bytes altogether is taken, then the lowest rank.
+    The sender is the holder that has sent this expert least often, ties by fewest bytes sent so far, then by rank.
 
     Args:
-        plan: the new placement, mapped to ranks.
-        held: what ``plan.ranks`` hold now, in order.
+        plan: new placement, mapped to ranks.
+        held: holdings of ``plan.ranks``, in order.
         expert_bytes: state of one expert, or of one expert of each layer.
 
     Raises:
-        ConfigError: an expert that nobody holds any more.
+        ConfigError: an expert that no rank holds.
     """
     sizes = _sizes(plan, expert_bytes)
     sent = dict.fromkeys(plan.ranks, 0)
@@ -147,7 +116,7 @@ def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequ
             for expert in sorted(set(experts) - has):
                 if not owners[expert]:
                     where = f"expert {expert} of layer {plan.layer_numbers[layer]}"
-                    raise ConfigError.of(where, "lost", "must be held by at least one living rank to be moved")
+                    raise ConfigError.of(where, "lost", "must be held by at least one surviving rank to be moved")
                 counts = served[expert]
                 source = min(owners[expert], key=lambda owner: (counts[owner], sent[owner], owner))
                 counts[source] += 1
@@ -173,16 +142,8 @@ def _sizes(plan: PlacementPlan, expert_bytes: int | Sequence[int]) -> list[int]:
     return sizes
 
 
-def _permuted(plan: PlacementPlan, mapping: Mapping) -> PlacementPlan:
-    slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
-    return plan.replacing(slots)
-
-
-Assign = Callable[[Costs], list[tuple[int, int]]]
-
-
-def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int], assign: Assign) -> Mapping:
-    """Which position's slots each position takes over."""
+def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> tuple[int, ...]:
+    """Position of the slots that each position takes over."""
     costs = _missing_bytes(plan, held, _sizes(plan, expert_bytes))
     members: dict[str, list[int]] = {}
     for position, name in enumerate(plan.domains):
@@ -192,28 +153,26 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
         alike = [positions for positions in members.values() if len(positions) == size]
         if size == 1:
             single = [positions[0] for positions in alike]
-            for actual, part in assign(costs[np.ix_(single, single)]):
+            for actual, part in _assign(costs[np.ix_(single, single)]):
                 mapping[single[actual]] = single[part]
             continue
-        inner = [[_inner(costs, actual, part, assign) for part in alike] for actual in alike]
+        inner = [[_inner(costs, actual, part) for part in alike] for actual in alike]
         outer = np.asarray([[cost for cost, _ in row] for row in inner], dtype=np.int64)
-        for actual, part in assign(outer):
+        for actual, part in _assign(outer):
             for position, taken in inner[actual][part][1]:
                 mapping[position] = taken
     return tuple(mapping)
 
 
-def _inner(
-    costs: Costs, actual: Sequence[int], part: Sequence[int], assign: Assign
-) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes and pairs when the ranks at ``actual`` take over the slots at ``part``."""
+def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
+    """(bytes, pairs) if the ranks at ``actual`` take over the slots at ``part``."""
     block = costs[np.ix_(actual, part)]
-    pairs = assign(block)
+    pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]
 
 
 def _missing_bytes(plan: PlacementPlan, held: Holdings, sizes: Sequence[int]) -> Costs:
-    """``[N, N]``: bytes that the rank in a row lacks to take over the slots in a column."""
+    """``[N, N]``: bytes that the rank of a row needs to take over the slots of a column."""
     costs = np.zeros((len(plan.ranks), len(plan.ranks)), dtype=np.int64)
     for by_rank, owned, size in zip(plan.slots, held, sizes, strict=True):
         wants = _incidence(by_rank, plan.num_experts)
@@ -229,19 +188,8 @@ def _incidence(by_rank: Sequence[Sequence[int] | frozenset[int]], num_experts: i
     return matrix
 
 
-def _optimal(costs: Costs) -> list[tuple[int, int]]:
-    from scipy.optimize import linear_sum_assignment  # a third of a second that only migrations need
+def _assign(costs: Costs) -> list[tuple[int, int]]:
+    from scipy.optimize import linear_sum_assignment  # importing it takes a third of a second
 
     rows, columns = linear_sum_assignment(costs)
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
-
-
-def _greedy(costs: Costs) -> list[tuple[int, int]]:
-    left = costs.astype(np.float64)
-    pairs = []
-    for _ in range(len(costs)):
-        row, column = np.unravel_index(int(left.argmin()), left.shape)
-        pairs.append((int(row), int(column)))
-        left[row, :] = np.inf
-        left[:, column] = np.inf
-    return pairs

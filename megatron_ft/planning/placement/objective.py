@@ -1,4 +1,4 @@
-"""What a placement is judged by: which losses of failure domains matter, and how much."""
+"""Objective of placements: expected survival over losses of failure domains."""
 
 import math
 from collections.abc import Sequence
@@ -12,38 +12,38 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.frontier import minimal_masks, surviving_weights
 
 NEGLIGIBLE = 1e-4
-"""Numbers of lost domains that weigh less than this, before they are made to add up, are left out."""
+"""Numbers of lost domains with a smaller weight, before normalization, are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalObjective:
-    """Expected survival over the number of domains lost together."""
+    """Expected survival over the number of domains that are lost together."""
 
     lost_weights: tuple[float, ...] = ()
     """Weight of losing 1, 2, ... domains; empty makes each further domain ``lost_ratio`` times as likely."""
     lost_ratio: float = 0.5
     """Used where ``lost_weights`` is empty."""
     failure_rates: tuple[float, ...] = ()
-    """Chance of each domain's failure, in order, where they differ: which domains a loss takes. Empty: all equal."""
+    """Failure probability of each domain, in order; empty if all are equal."""
 
     def validate(self, num_domains: int | None = None) -> None:
-        """Raise ConfigError for weights or rates that mean nothing."""
+        """Raise ConfigError for impossible weights or rates."""
         if any(not math.isfinite(weight) or weight < 0 for weight in self.lost_weights):
             raise ConfigError.of("lost_weights", list(self.lost_weights), "must be finite numbers, 0 or more")
         if self.lost_weights and not any(self.lost_weights):
             raise ConfigError.of("lost_weights", list(self.lost_weights), "must not all be 0")
         for key, value in (("lost_ratio", self.lost_ratio), *(("failure_rates", rate) for rate in self.failure_rates)):
             if not 0 < value < 1:
-                raise ConfigError.of(key, value, "must lie between 0 and 1, both excluded")
+                raise ConfigError.of(key, value, "must be above 0 and below 1")
         if num_domains is not None and self.failure_rates and len(self.failure_rates) != num_domains:
             raise ConfigError.of("failure_rates", list(self.failure_rates), f"must have {num_domains} entries")
 
     def odds(self) -> tuple[float, ...] | None:
-        """``q / (1 - q)`` of each domain; None where all are equal."""
+        """``q / (1 - q)`` of each domain; None if all are equal."""
         return tuple(rate / (1 - rate) for rate in self.failure_rates) or None
 
     def weights(self, num_domains: int) -> tuple[float, ...]:
-        """Weight of losing 0, 1, ... domains, at most ``num_domains``; they add up to 1, the last is not 0."""
+        """Weights of losing 0, 1, ... domains, at most ``num_domains``; they add up to 1, and the last is not 0."""
         geometric = (self.lost_ratio**lost for lost in range(1, num_domains + 1))
         chosen = self.lost_weights or tuple(weight for weight in geometric if weight > NEGLIGIBLE)
         raw = [0.0, *chosen][: num_domains + 1]
@@ -55,8 +55,7 @@ class SurvivalObjective:
     def losses(self, num_domains: int, limit: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Sets of lost domains as bit masks, fewest domains first, and the weight of each.
 
-        Whole numbers of lost domains are left out from the first on that would bring more than ``limit`` sets; then
-        the weights add up to less than 1.
+        Stops before the number of lost domains whose sets would exceed ``limit``; weights then add up to less than 1.
         """
         weights, odds = self.weights(num_domains), self.odds()
         masks: list[int] = []
@@ -73,10 +72,10 @@ class SurvivalObjective:
         return np.asarray(masks, dtype=np.int64), np.asarray(values, dtype=np.float64)
 
     def score(self, masks: Sequence[int], num_domains: int) -> float:
-        """Expected survival of pieces of state held by the domains in each of ``masks``; exact up to rounding.
+        """Expected survival of state that the domains of each mask hold; exact up to rounding.
 
         Raises:
-            TooManyStates: the sets are too entangled to be counted.
+            TooManyStates: the sets overlap too much to be counted.
         """
         weights, odds = self.weights(num_domains), self.odds()
         last = len(weights) - 1

@@ -1,81 +1,77 @@
-"""Placement by search: keeps a floor of distinct failure domains and is never worse than maximum rank overlap."""
+"""Placement by search: keeps a minimum of distinct failure domains and survives at least as well as maximum rank
+overlap."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, combinations_with_replacement
+from typing import ClassVar
 
 import numpy as np
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement import exhaustive
-from megatron_ft.planning.placement.algorithm import domain_loads, prepare, spread_to_floor
-from megatron_ft.planning.placement.alignment import align
+from megatron_ft.planning.placement.algorithm import PlacementBase, domain_loads, spread_to_floor
 from megatron_ft.planning.placement.frontier import TooManyStates
 from megatron_ft.planning.placement.layout import Counts, per_replica_loads
-from megatron_ft.planning.placement.local_search import EPSILON, Losses, Search
+from megatron_ft.planning.placement.local_search import EPSILON, Bools, Losses, Search, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import group_sizes, overlap, overlap_groups
 from megatron_ft.planning.placement.objective import SurvivalObjective
-from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.relabel import even_out
-from megatron_ft.topology import Cluster
 
 MAX_SEARCHED_DOMAINS = 62
+MAX_SWEEPS = 4
+"""Sweeps of ``align`` over all layers."""
+MAX_EXCHANGES = 100
+NEGLIGIBLE = 1e-9
+"""``even_out`` makes no exchange that lowers the squared total load by less than this share."""
+Column = tuple[int, ...]
+"""Experts in the slots of one domain, ascending; the number of experts stands for an empty slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapSearch:
-    """Starts from maximum rank overlap and its variants and improves them under an objective.
+class OverlapSearch(PlacementBase):
+    """Improves maximum rank overlap and its variants under an objective.
 
-    * Every expert sits on ``min_domains`` distinct failure domains, or on as many as its replicas and the cluster
-      allow.
-    * Where the slots of a domain divide the number of experts, or are no fewer, the construction is best already and
-      is kept. Elsewhere small layers are solved by trying every placement, medium ones by exchanging replicas, large
-      ones by the best of several groupings.
-    * Layers are then turned against each other for joint survival.
+    * Every expert is on ``min_domains`` distinct failure domains, or on as many as its replicas and the cluster allow.
+    * If the slots of a domain divide the number of experts, or are at least as many, maximum rank overlap is optimal
+      and kept. Otherwise small layers are solved by enumeration of all placements, medium ones by exchanges of
+      replicas, large ones by the best of several groupings.
+    * Domains of layers are then permuted for joint survival.
     """
 
+    name: ClassVar[str] = "overlap_search"
     objective: SurvivalObjective = field(default_factory=SurvivalObjective)
     min_domains: int | None = None
-    """Floor of distinct failure domains of every expert; None keeps the smallest replica count of the layer."""
+    """Minimum number of distinct failure domains of an expert; None for the smallest replica count of the layer."""
     num_exhaustive_slots: int = 15
-    """Layers with at most so many slots are solved exactly."""
+    """Largest number of slots of a layer that is solved by enumeration."""
     num_losses: int = 1024
-    """Sets of lost domains that guide the exchanges: fewest domains first, whole numbers of domains only."""
+    """Largest number of sets of lost domains that guide the exchanges, fewest domains first."""
     num_kicks: int = 4
-    """Restarts from a disturbed best placement."""
+    """Restarts from a perturbed best placement."""
     seed: int = 0
     balance: bool = True
-    """Whether loads of domains are evened out, where loads are given, as far as ``survival_budget`` goes."""
+    """Whether loads of domains are made even, if loads are given."""
     survival_budget: float = 0.0
-    """Share of a layer's survival, as the objective weighs it, that evening out loads may cost. Above 0, rare experts
-    overlap in smaller groups that leave room beside them for popular ones; the placement may then survive less than
-    maximum rank overlap. The floor of domains is kept."""
+    """Share of a layer's survival, under the objective, that even loads may cost. Above 0, rare experts overlap in
+    smaller groups, which leaves slots beside them for popular ones, and the placement may survive less well than
+    maximum rank overlap. The minimum number of domains is kept."""
 
-    def place(
+    def assign_layers(
         self,
         replica_counts: Sequence[Sequence[int]],
-        cluster: Cluster,
-        *,
-        num_slots_per_rank: int,
-        ranks: Sequence[int] | None = None,
-        loads: Sequence[Sequence[float]] | None = None,
-        layer_numbers: Sequence[int] | None = None,
-    ) -> PlacementPlan:
-        """See ``PlacementAlgorithm.place``."""
-        layout, layer_loads = prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
-        capacities = layout.capacities()
+        capacities: Sequence[int],
+        loads: Sequence[Sequence[float] | None],
+    ) -> list[Counts]:
         self.objective.validate(len(capacities))
         if not 0 <= self.survival_budget < 1:
             raise ConfigError.of("survival_budget", self.survival_budget, "must be at least 0 and below 1")
         losses = self._losses(len(capacities))
         layers = [
-            self.assign(counts, capacities, load, losses)
-            for counts, load in zip(replica_counts, layer_loads, strict=True)
+            self.assign(counts, capacities, load, losses) for counts, load in zip(replica_counts, loads, strict=True)
         ]
         if losses is not None and len(layers) > 1:
-            layers = self._joint(layers, replica_counts, capacities, layer_loads, losses)
-        slots = tuple(layout.deal(layer, load) for layer, load in zip(layers, layer_loads, strict=True))
-        return PlacementPlan.of(layout, slots, len(replica_counts[0]), "overlap_search", layer_numbers)
+            layers = self._joint(layers, replica_counts, capacities, loads, losses)
+        return layers
 
     def assign(
         self,
@@ -99,7 +95,7 @@ class OverlapSearch:
     def _even_out(
         self, counts: Counts, capacities: Sequence[int], floor: int, loads: Sequence[float], losses: Losses | None
     ) -> Counts:
-        """The same survival with loads of domains as even as exchanges make them."""
+        """Make loads of domains even by exchanges that keep survival."""
         evened = even_out(counts, loads)
         if losses is None:
             return evened
@@ -116,7 +112,7 @@ class OverlapSearch:
         loads: Sequence[float],
         best_score: float,
     ) -> list[Counts]:
-        """Overlaps in smaller groups, which leave room for popular experts beside rare ones, within the budget."""
+        """Overlaps in smaller groups whose survival is within the budget."""
         options = []
         for size in range(min(capacities) - 1, 0, -1):
             sizes = group_sizes(len(replica_counts), size)
@@ -137,7 +133,7 @@ class OverlapSearch:
         loads: Sequence[float] | None,
         losses: Losses | None,
     ) -> Counts:
-        """The placement that survives best, loads aside."""
+        """Find the placement with the best survival, regardless of loads."""
         built = overlap(replica_counts, capacities, loads)
         start = spread_to_floor(built, floor)
         if self._known_best(replica_counts, capacities) and (start == built).all():
@@ -162,11 +158,11 @@ class OverlapSearch:
         return equal and sum(capacities) <= self.num_exhaustive_slots
 
     def _solve(self, replica_counts: Sequence[int], capacities: Sequence[int], floor: int, start: Counts) -> Counts:
-        """The best of all placements; ``start`` where none is better."""
+        """Best of all placements; ``start`` if none is better."""
         losses = self._losses(len(capacities), limit=1 << len(capacities))
         assert losses is not None, "a small layer has few losses"
         best, best_score = start, losses.score(start)
-        for counts in exhaustive.placements(replica_counts, capacities[0], len(capacities), floor):
+        for counts in placements(replica_counts, capacities[0], len(capacities), floor):
             score = losses.score(counts)
             if score > best_score + EPSILON:
                 best, best_score = counts, score
@@ -180,7 +176,7 @@ class OverlapSearch:
         loads: Sequence[float] | None,
         start: Counts,
     ) -> list[Counts]:
-        """Placements by groups of other sizes, best first: the short group first, or all groups even."""
+        """Overlaps with other group sizes, best first: the short group first, or all groups of equal size."""
         full = group_sizes(len(replica_counts), min(capacities))
         size, longer = divmod(len(replica_counts), len(full))
         even = [size + 1] * longer + [size] * (len(full) - longer)
@@ -192,7 +188,7 @@ class OverlapSearch:
         return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
 
     def _improve(self, starts: Sequence[Counts], capacities: Sequence[int], floor: int, losses: Losses) -> Counts:
-        """The best that exchanges find from any start, then from disturbed bests."""
+        """Best placement that exchanges find from any start, then from perturbed best placements."""
         weights = np.ones(len(starts[0]))
         draw = random.Random(self.seed)
         best = Search(starts[0], capacities, floor, losses, weights)
@@ -214,7 +210,7 @@ class OverlapSearch:
         loads: Sequence[Sequence[float] | None],
         losses: Losses,
     ) -> list[Counts]:
-        """Layers turned for joint survival, or the construction's layers where those survive better together."""
+        """Align the layers for joint survival; use maximum rank overlap in all layers if that survives better."""
         turned = align(layers, capacities, losses)
         plain = [
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
@@ -226,7 +222,7 @@ class OverlapSearch:
         return [layer if load is None or not self.balance else even_out(layer, load) for layer, load in pairs]
 
     def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
-        """The losses that guide a search; None where they would be too many, single domains aside."""
+        """Losses that guide a search; None if there would be too many beyond single domains."""
         if num_domains > MAX_SEARCHED_DOMAINS:
             return None
         masks, values = self.objective.losses(num_domains, limit or self.num_losses)
@@ -234,7 +230,7 @@ class OverlapSearch:
         return None if single_only or not len(masks) else Losses(masks=masks, values=values)
 
     def _score(self, layers: Iterable[Counts]) -> float:
-        """Joint survival under the whole objective; by the guiding losses where that cannot be counted."""
+        """Joint survival under the objective; under the guiding losses if it cannot be counted."""
         kept = list(layers)
         num_domains = kept[0].shape[1]
         masks = [_mask(held) for counts in kept for held in counts > 0]
@@ -250,3 +246,121 @@ class OverlapSearch:
 
 def _mask(held: np.ndarray) -> int:
     return int.from_bytes(np.packbits(held, bitorder="little").tobytes(), "little")
+
+
+def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, floor: int) -> Iterator[Counts]:
+    """Yield replicas per domain ``[E, D]`` of every placement that keeps each expert on ``floor`` domains if possible.
+
+    Domains with ``num_slots`` each are interchangeable, so only one of all orders of the same columns is yielded.
+    """
+    num_experts = len(replica_counts)
+    left = [*replica_counts, num_slots * num_domains - sum(replica_counts)]
+    columns = list(combinations_with_replacement(range(num_experts + 1), num_slots))
+    goals = np.minimum(np.minimum(replica_counts, floor), num_domains)
+    for chosen in _fill(columns, 0, left, num_domains):
+        counts = np.zeros((num_experts + 1, num_domains), dtype=np.int64)
+        for domain, column in enumerate(chosen):
+            np.add.at(counts[:, domain], list(column), 1)
+        if ((counts[:-1] > 0).sum(axis=1) >= goals).all():
+            yield counts[:-1]
+
+
+def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) -> Iterator[tuple[Column, ...]]:
+    """Yield columns in order, none before ``first``, that use exactly what is ``left``."""
+    if not num_domains:
+        yield ()
+        return
+    smallest = next(expert for expert, count in enumerate(left) if count)
+    for position in range(first, len(columns)):
+        column = columns[position]
+        if column[0] > smallest:
+            return
+        if any(column.count(expert) > left[expert] for expert in set(column)):
+            continue
+        rest = left.copy()
+        for expert in column:
+            rest[expert] -= 1
+        for others in _fill(columns, position, rest, num_domains - 1):
+            yield (column, *others)
+
+
+def align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -> list[Counts]:
+    """Exchange domains of equal capacity, one layer at a time, as long as joint survival grows.
+
+    An exchange leaves the survival of its own layer alone, but a model survives only where all its layers do.
+    """
+    result = [layer.copy() for layer in layers]
+    lethal = [_lethal(layer, losses) for layer in result]
+    pairs = [(a, b) for a, b in combinations(range(len(capacities)), 2) if capacities[a] == capacities[b]]
+    cover = np.sum(lethal, axis=0, dtype=np.int32)
+    for _ in range(MAX_SWEEPS):
+        changed = False
+        for position in range(len(result)):
+            others = (cover - lethal[position]) == 0
+            improved = _turn(result[position], others, pairs, losses)
+            if improved is not None:
+                cover = cover - lethal[position]
+                result[position], lethal[position] = improved
+                cover = cover + lethal[position]
+                changed = True
+        if not changed:
+            break
+    return result
+
+
+def _lethal(counts: Counts, losses: Losses) -> Bools:
+    return np.asarray(losses.dead(support_masks(counts)).any(axis=0))
+
+
+def _turn(
+    counts: Counts, others: Bools, pairs: Sequence[tuple[int, int]], losses: Losses
+) -> tuple[Counts, Bools] | None:
+    """Exchange domains of a layer, each exchange as soon as it improves joint survival; None if none does."""
+    values = np.where(others, losses.values, 0.0)
+    best, best_lethal = counts, _lethal(counts, losses)
+    score, changed, quiet = float(values[~best_lethal].sum()), False, 0
+    while quiet < len(pairs):
+        for left, right in pairs:
+            turned = best.copy()
+            turned[:, [left, right]] = turned[:, [right, left]]
+            lethal = _lethal(turned, losses)
+            gain = float(values[~lethal].sum()) - score
+            if gain > EPSILON:
+                best, best_lethal, score, changed, quiet = turned, lethal, score + gain, True, 0
+            else:
+                quiet += 1
+            if quiet >= len(pairs):
+                break
+    return (best, best_lethal) if changed else None
+
+
+def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EXCHANGES) -> Counts:
+    """Even out the loads of domains: exchange whole rows of ``counts`` ``[E, D]`` between experts of equal replicas.
+
+    Each exchange is the one that lowers the sum of squared loads most. The sets of domains that hold some expert stay
+    as they are, so the placement survives exactly as before, alone and jointly with other layers.
+    """
+    weights = per_replica_loads(counts, loads)
+    totals = counts.sum(axis=1)
+    left, right = np.nonzero(np.triu(totals[:, None] == totals[None, :], k=1))
+    if not left.size:
+        return counts
+    held = counts.astype(np.float64)
+    overlaps = held @ held.T
+    distances = overlaps[left, left] + overlaps[right, right] - 2 * overlaps[left, right]
+    along = held @ (weights @ held)
+    enough = -NEGLIGIBLE * float((weights @ held).sum()) ** 2
+    expert_of = np.arange(len(totals))  # expert of each row
+    for _ in range(max_exchanges):
+        standing = weights[expert_of]
+        moved = standing[right] - standing[left]
+        change = moved * (2 * (along[left] - along[right]) + moved * distances)
+        best = int(change.argmin())
+        if change[best] >= enough:
+            break
+        first, second = left[best], right[best]
+        along += moved[best] * (overlaps[first] - overlaps[second])
+        expert_of[[first, second]] = expert_of[[second, first]]
+    result = np.empty_like(counts)
+    result[expert_of] = counts
+    return result

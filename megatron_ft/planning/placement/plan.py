@@ -1,4 +1,4 @@
-"""``PlacementPlan``: which expert sits in which slot of which rank, layer by layer."""
+"""``PlacementPlan``: experts in the slots of every rank and layer."""
 
 import dataclasses
 from collections import Counter
@@ -18,9 +18,10 @@ Slots = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """Slots of every rank and layer. Several slots of a rank may hold the same expert: one set of weights, more tokens.
+    """Experts in the slots of every rank and layer.
 
-    The same plan on every rank: it is data, ordered, without hidden state.
+    Several slots of a rank may hold the same expert: they share one set of weights and take more of its tokens. The
+    plan is the same on every rank.
     """
 
     num_experts: int
@@ -44,7 +45,7 @@ class PlacementPlan:
         algorithm: str,
         layer_numbers: Sequence[int] | None = None,
     ) -> "PlacementPlan":
-        """A valid plan over a layout. Layers are numbered from 1 without ``layer_numbers``."""
+        """Make a valid plan over a layout. Without ``layer_numbers`` layers count from 1."""
         plan = cls(
             num_experts=num_experts,
             num_slots_per_rank=layout.num_slots_per_rank,
@@ -58,7 +59,7 @@ class PlacementPlan:
         return plan
 
     def validate(self) -> None:
-        """Every expert of every layer has a slot, no rank holds more than its slots.
+        """Check that every expert of every layer has a slot and no rank holds more than its slots.
 
         Raises:
             ConfigError: naming layer, rank or expert.
@@ -70,7 +71,7 @@ class PlacementPlan:
         everyone = set(range(self.num_experts))
         for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True):
             if len(by_rank) != len(self.ranks):
-                raise ConfigError.of(f"slots of layer {layer}", len(by_rank), f"must be of {len(self.ranks)} ranks")
+                raise ConfigError.of(f"slots of layer {layer}", len(by_rank), f"must be for {len(self.ranks)} ranks")
             for rank, experts in zip(self.ranks, by_rank, strict=True):
                 if len(experts) > self.num_slots_per_rank:
                     where = f"slots of layer {layer}, rank {rank}"
@@ -79,10 +80,9 @@ class PlacementPlan:
             if foreign := sorted(held - everyone):
                 raise ConfigError.of(f"expert of layer {layer}", foreign[0], f"must be below {self.num_experts}")
             if missing := sorted(everyone - held):
-                raise ConfigError.of(f"expert of layer {layer}", missing[0], "must have at least one slot; it has none")
+                raise ConfigError.of(f"expert of layer {layer}", missing[0], "must have at least one slot")
 
     def summary(self) -> str:
-        """One log line."""
         layers = range(len(self.slots))
         num_replicas = max((sum(self.replica_counts(layer)) for layer in layers), default=0)
         fewest = min((len(held) for held in self.all_expert_domains()), default=0)
@@ -93,7 +93,7 @@ class PlacementPlan:
         )
 
     def of_rank(self, position: int) -> frozenset[tuple[int, int]]:
-        """(layer number, expert) of everything on the rank at ``position`` of the plan's order."""
+        """(layer number, expert) of all experts on the rank at ``position`` of the plan's order."""
         return frozenset(
             (layer, expert)
             for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True)
@@ -106,7 +106,7 @@ class PlacementPlan:
         return tuple(held[expert] for expert in range(self.num_experts))
 
     def replicas_per_rank(self, layer: int) -> npt.NDArray[np.int64]:
-        """``R[E, N]``: replicas of each expert on each rank, what the dispatcher needs."""
+        """``R[E, N]``: replicas of each expert on each rank, for the dispatcher."""
         matrix = np.zeros((self.num_experts, len(self.ranks)), dtype=np.int64)
         for position, experts in enumerate(self.slots[layer]):
             np.add.at(matrix[:, position], list(experts), 1)
@@ -121,18 +121,17 @@ class PlacementPlan:
         return tuple(frozenset(names) for names in held)
 
     def all_expert_domains(self) -> Iterator[frozenset[str]]:
-        """Failure domains that hold each expert of each layer: what the model's survival hangs on."""
+        """Failure domains that hold each expert, over all layers."""
         for layer in range(len(self.slots)):
             yield from self.expert_domains(layer)
 
     def replacing(self, slots: Slots, algorithm: str | None = None) -> "PlacementPlan":
-        """The same ranks and layers with other slots, validated."""
+        """Return a valid plan of the same ranks and layers with other slots."""
         plan = dataclasses.replace(self, slots=slots, algorithm=algorithm or self.algorithm)
         plan.validate()
         return plan
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "num_experts": self.num_experts,
             "num_slots_per_rank": self.num_slots_per_rank,
@@ -145,10 +144,10 @@ class PlacementPlan:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "PlacementPlan":
-        """Inverse of ``to_json``; validated.
+        """Read and check a plan.
 
         Raises:
-            ConfigError: a plan that does not hold together.
+            ConfigError: the plan is inconsistent.
         """
         slots = tuple(tuple(tuple(experts) for experts in by_rank) for by_rank in content["slots"])
         names = ("ranks", "domains", "layer_numbers")

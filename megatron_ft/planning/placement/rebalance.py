@@ -1,4 +1,4 @@
-"""Whether a new placement pays: what it saves against what it moves. Integers, so that every rank decides alike."""
+"""Rebalancing: whether the tokens that a new placement saves justify the bytes that it moves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 def smooth(
     previous: Sequence[Sequence[float]] | None, newest: Sequence[Sequence[int]], weight: float
 ) -> list[list[float]]:
-    """Exponentially smoothed loads [layers][experts]; ``weight`` of the past, the newest alone when there is none."""
+    """Exponentially smoothed loads [layers][experts], with ``weight`` for the past; without a past the newest."""
     if previous is None:
         return [[float(tokens) for tokens in layer] for layer in newest]
     return [
@@ -23,9 +23,9 @@ def smooth(
 
 
 def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Tokens of the busiest rank, summed over layers: what the stage waits for.
+    """Tokens of the busiest rank, summed over layers.
 
-    Every layer's exchange is a meeting of all ranks, so each layer costs its own busiest rank.
+    The all-to-all of a layer synchronizes all ranks, so each layer takes as long as its own busiest rank.
     """
     total = 0.0
     for layer, load in enumerate(loads):
@@ -36,33 +36,31 @@ def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalance:
-    """The verdict on a new placement."""
+    """Decision about a new placement."""
 
     pays: bool
     reason: str
     gain: float
-    """Share of the busiest ranks' tokens that it saves."""
+    """Share of the busiest ranks' tokens that the new placement saves."""
     moved_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebalancePolicy:
-    """Decides whether to carry out a migration.
-
-    ``min_gain`` is the least share of the critical tokens a new plan must save; ``bytes_per_saved_token`` is how many
-    bytes may be moved for each token that the busiest ranks are spared until the next chance to rebalance.
-    """
+    """Decides whether to carry out a migration."""
 
     interval_iterations: int
     min_gain: float
+    """Smallest share of the busiest ranks' tokens that a new plan must save."""
     bytes_per_saved_token: float
+    """Bytes that may move per token that the busiest ranks save until the next rebalancing."""
 
     def due(self, iteration: int) -> bool:
-        """Whether a plan is made before iteration ``iteration + 1``."""
+        """Whether a new placement is planned after ``iteration``."""
         return self.interval_iterations > 0 and iteration > 0 and iteration % self.interval_iterations == 0
 
-    def judge(self, now: PlacementPlan, migration: MigrationPlan, loads: Sequence[Sequence[float]]) -> Rebalance:
-        """Compare the plan in force with ``migration`` under ``loads`` [layers][experts] of one iteration."""
+    def decide(self, now: PlacementPlan, migration: MigrationPlan, loads: Sequence[Sequence[float]]) -> Rebalance:
+        """Compare the present plan with ``migration`` under ``loads`` [layers][experts] of one iteration."""
         before, after = critical_tokens(now, loads), critical_tokens(migration.placement, loads)
         gain = 1.0 - after / before if before else 0.0
         saved = (before - after) * self.interval_iterations
@@ -80,7 +78,7 @@ class RebalancePolicy:
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Busiest rank over mean rank, worst layer; 1 is even."""
+    """Largest ratio over all layers of the busiest rank's tokens to the mean; 1 for even loads."""
     worst = 1.0
     for layer, load in enumerate(loads):
         copies = plan.replicas_per_rank(layer)

@@ -1,7 +1,7 @@
-"""What a job's first placement amounts to: slots, survival of its state, bytes of its copies."""
+"""Report of a job's first placement: slots, survival of its state, bytes of its copies."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_ft.config.inputs import JobInputs
@@ -19,38 +19,38 @@ Domains = frozenset[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementReport:
-    """The first placement of a job with replica slots.
+    """First placement of a job with replica slots.
 
-    Survival is that of all state of a kind together (every expert of every layer, and what is not an expert) when so
-    many failure domains are lost at once: 1 up to the replicas that were asked for.
+    Survival is the probability that all state of a kind survives (every expert of every layer, and all other state),
+    for losses of one failure domain up to as many as the requested replicas.
     """
 
     min_replicas: int
-    """Replicas of each expert that were asked for."""
+    """Requested replicas of each expert."""
     kept_min_replicas: int
-    """Replicas the rarest expert has; fewer than asked for where slots are short."""
+    """Replicas of the rarest expert; fewer than requested if there are too few slots."""
     stages: tuple[PlacementPlan, ...]
     weights_survival: tuple[Survival, ...]
-    """Of compute weights: where they compute."""
+    """Survival of compute weights."""
     state_survival: tuple[Survival, ...]
-    """Of optimizer state: with computing copies, or in ``num_state_copies``."""
+    """Survival of optimizer state, with ``num_state_copies`` copies if given."""
     num_state_copies: int | None
     expert_weights_bytes: int
-    """Compute weights of experts on all holders."""
+    """Compute weights of all replicas of experts."""
     expert_state_bytes: int
-    """Optimizer state of experts with every holder."""
+    """Optimizer state of all replicas of experts."""
     expert_copies_bytes: int | None
     """Optimizer state of experts in ``num_state_copies`` copies."""
     non_expert_state_bytes: int
-    """Optimizer state of all else as data parallelism keeps it: one sharded copy, or one on every rank."""
+    """Optimizer state of other parameters under data parallelism: one sharded copy, or one on every rank."""
     non_expert_copies_bytes: int | None
-    """The same in ``num_state_copies`` copies."""
+    """Optimizer state of other parameters in ``num_state_copies`` copies."""
 
     def validate(self) -> None:
-        """Every plan holds together.
+        """Check every plan.
 
         Raises:
-            ConfigError: one does not.
+            ConfigError: a plan is inconsistent.
         """
         for plan in self.stages:
             plan.validate()
@@ -64,64 +64,20 @@ class PlacementReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What differs from what was asked for."""
+        """Differences from the configuration."""
         if self.kept_min_replicas >= self.min_replicas:
             return ()
-        asked = f"placement.min_replicas={self.min_replicas}"
-        return (f"{asked}: slots are short, the rarest expert has {self.kept_min_replicas}",)
-
-    def summary(self) -> str:
-        """One log line."""
-        worst = self.weights_survival[-1]
-        return (
-            f"{self.num_slots_per_rank} slots per rank and layer, at least {self.kept_min_replicas} replicas; all "
-            f"weights survive the loss of {worst.num_lost} failure domains with probability {worst.probability:.4f}"
-        )
+        requested = f"placement.min_replicas={self.min_replicas}"
+        return (f"{requested}: there are too few slots, the rarest expert has {self.kept_min_replicas} replicas",)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; with its ``stages`` it is a file that ``placement.schedule`` can name."""
-        values = {name: getattr(self, name) for name in _PLAIN}
-        return {
-            "num_slots_per_rank": self.num_slots_per_rank,
-            **values,
-            "weights_survival": [value.to_json() for value in self.weights_survival],
-            "state_survival": [value.to_json() for value in self.state_survival],
-            "stages": [plan.to_json() for plan in self.stages],
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "PlacementReport":
-        """Inverse of ``to_json``; validated."""
-        report = cls(
-            **{name: content[name] for name in _PLAIN},
-            weights_survival=_survival_from_json(content["weights_survival"]),
-            state_survival=_survival_from_json(content["state_survival"]),
-            stages=tuple(PlacementPlan.from_json(plan) for plan in content["stages"]),
-        )
-        report.validate()
-        return report
-
-
-_PLAIN = (
-    "min_replicas",
-    "kept_min_replicas",
-    "num_state_copies",
-    "expert_weights_bytes",
-    "expert_state_bytes",
-    "expert_copies_bytes",
-    "non_expert_state_bytes",
-    "non_expert_copies_bytes",
-)
-
-
-def _survival_from_json(rows: Sequence[dict[str, Any]]) -> tuple[Survival, ...]:
-    return tuple(
-        Survival(**{**row, "interval": None if row["interval"] is None else tuple(row["interval"])}) for row in rows
-    )
+        """Convert to plain values, which are a valid file for ``placement.schedule``."""
+        stages = [plan.to_json() for plan in self.stages]
+        return {"num_slots_per_rank": self.num_slots_per_rank, **asdict(self), "stages": stages}
 
 
 def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
-    """Optimizer state of one expert, and of a stage's non-expert weights, once; ``num_dense`` of them on each rank."""
+    """Optimizer state of one expert, and of all non-expert weights of a stage with ``num_dense`` on each rank."""
     full_precision = BYTES_PER_VALUE[config.precision.params_dtype] == FP32_BYTES
     state_bytes = (2 if full_precision else 3) * FP32_BYTES
     num_parts = config.parallel.tensor_model_parallel_size
@@ -129,28 +85,27 @@ def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
 
 
 def expert_parameters(config: JobConfig) -> int:
-    """Parameters of one routed expert of one layer."""
+    """Number of parameters of one routed expert of one layer."""
     operators = operators_of(config.model, 1)
     return next(operator.num_parameters for operator in operators if operator.id.kind == "expert")
 
 
 def plan_state_copies(config: JobConfig, plan: PlacementPlan, num_dense: int) -> StateCopyPlan | None:
-    """Who keeps copies of a stage's optimizer state; None where only the ranks that compute with it keep it.
-
-    Without the distributed optimizer every rank has all of the non-expert state already.
-    """
+    """Plan the copies of a stage's optimizer state; None without ``placement.state_copies``."""
     if config.placement.state_copies is None:
         return None
+    # Without the distributed optimizer every rank has all non-expert state already.
     expert_bytes, dense_bytes = optimizer_bytes(config, num_dense)
     dense = [(0, dense_bytes)] if config.parallel.use_distributed_optimizer else []
     return plan_copies(plan, config.placement.state_copies, expert_bytes=expert_bytes, non_expert_bytes=dense)
 
 
 def report_placement(config: JobConfig, inputs: JobInputs, num_dense: Sequence[int]) -> PlacementReport:
-    """Plan the first placement of a job with replica slots (derived already), and check every scripted one.
+    """Plan the first placement of a job with replica slots, and check every scheduled one.
 
     Args:
-        num_dense: parameters that are no experts' on each rank, by pipeline stage.
+        config: with derived values.
+        num_dense: non-expert parameters on each rank, by pipeline stage.
 
     Raises:
         ConfigError, DataError: loads or placements that do not fit the job.
@@ -182,18 +137,18 @@ def report_placement(config: JobConfig, inputs: JobInputs, num_dense: Sequence[i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """State of one pipeline stage: who holds it, how large it is."""
+    """Holders and sizes of the state of one pipeline stage."""
 
     plan: PlacementPlan
     num_tensor_parts: int
     """Ranks that split the non-expert weights."""
     sharded: bool
-    """Whether each rank keeps a part of the non-expert optimizer state (the distributed optimizer), or all of it."""
+    """Whether the non-expert optimizer state is sharded (distributed optimizer)."""
     expert_weights_bytes: int
     expert_state_bytes: int
-    """Of one expert: moments, and master weights where compute weights are not their own."""
+    """Moments of one expert, and its master weights if they differ from the compute weights."""
     dense_state_bytes: int
-    """Optimizer state of all non-expert weights of the stage, once."""
+    """Optimizer state of all non-expert weights of the stage, one copy."""
     copies: StateCopyPlan | None
 
     @classmethod
@@ -212,22 +167,22 @@ class _Stage:
 
     @property
     def num_held(self) -> int:
-        """Sets of expert weights: several slots of a rank with one expert are one."""
+        """Number of sets of expert weights; slots of a rank with the same expert share one."""
         return sum(len(set(experts)) for by_rank in self.plan.slots for experts in by_rank)
 
     @property
     def non_expert_bytes(self) -> int:
-        """Non-expert optimizer state as data parallelism keeps it."""
+        """Non-expert optimizer state under data parallelism."""
         num_whole = 1 if self.sharded else len(self.plan.ranks) // self.num_tensor_parts
         return self.dense_state_bytes * num_whole
 
     def weight_holders(self) -> Iterator[Domains]:
-        """Failure domains of every expert, and of every tensor-parallel part of the rest."""
+        """Failure domains of every expert, and of every tensor-parallel part of other weights."""
         yield from self.plan.all_expert_domains()
         yield from self._dense_holders()
 
     def state_holders(self) -> Iterator[Domains]:
-        """Failure domains of every shard of optimizer state. Holders of an expert keep all of its state."""
+        """Failure domains of every shard of optimizer state. Every replica of an expert has all its state."""
         domain_of = dict(zip(self.plan.ranks, self.plan.domains, strict=True))
         if not self.sharded:
             yield from self._dense_holders()
@@ -242,8 +197,8 @@ class _Stage:
             yield from (held | {domain_of[rank] for rank in owners} for owners in operator.owners)
 
     def copies_bytes(self, *, experts: bool) -> int:
-        """Optimizer state in the copies that were asked for: of experts or of all else."""
-        assert self.copies is not None, "there are copies to count"
+        """Bytes of the requested copies of optimizer state, of experts or of all other parameters."""
+        assert self.copies is not None, "state copies are requested"
         return sum(
             operator.shard_bytes(shard) * len(owners)
             for operator in self.copies.operators
@@ -252,6 +207,6 @@ class _Stage:
         )
 
     def _dense_holders(self) -> Iterator[Domains]:
-        """Tensor-parallel ranks are neighbours: every so many hold the same part."""
+        # Tensor-parallel ranks are adjacent.
         for part in range(self.num_tensor_parts):
             yield frozenset(self.plan.domains[part :: self.num_tensor_parts])

@@ -1,4 +1,4 @@
-"""Placement by dealing replicas round-robin over failure domains: a baseline that ignores overlap."""
+"""Baseline placement: replicas round-robin over failure domains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +12,18 @@ from megatron_ft.planning.placement.layout import Counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread(LayerwisePlacement):
-    """Each expert's replicas on different domains, in turn (baseline of Lazarus, section 6.3)."""
+    """Spreads the replicas of an expert over different domains (baseline of Lazarus, section 6.3)."""
 
     name: ClassVar[str] = "spread"
 
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        """See ``deal_round``."""
         return deal_round(replica_counts, capacities, loads)
 
 
 def deal_round(
     replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None
 ) -> Counts:
-    """Replicas per domain of one layer, ``[E, D]``: experts by id, the next replica to the next domain with room."""
+    """Replicas per domain of one layer, ``[E, D]``: by expert id, each replica to the next domain with a free slot."""
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     vacant = list(capacities)
     domain = 0

@@ -1,6 +1,6 @@
-"""The placements of a job's pipeline stages: from loads to slots, over all layers of a stage.
+"""Placements of a job's pipeline stages, from loads to slots.
 
-The door and every rank plan with these, so that what a dry run prints is what is trained with.
+The dry run and every rank call the same functions, so that the printed placement is the one that is used.
 """
 
 from collections.abc import Sequence
@@ -19,30 +19,30 @@ from megatron_ft.topology import Cluster, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRequest:
-    """What does not change from one plan of a stage to the next."""
+    """Fixed inputs of all placements of a stage."""
 
     cluster: Cluster
     ranks: tuple[int, ...]
     """Ranks of the stage, ascending."""
     layer_numbers: tuple[int, ...]
-    """Mixture layers of the stage, Megatron's numbers, ascending."""
+    """Mixture layers of the stage, in Megatron's numbering, ascending."""
     num_experts: int
     num_slots_per_rank: int
     min_replicas: int
 
     @property
     def num_domains(self) -> int:
-        """Failure domains the stage's ranks live in."""
+        """Number of failure domains of the stage's ranks."""
         return len({self.cluster.failure_domains[self.cluster.node_of(rank)] for rank in self.ranks})
 
 
 def place_stage(
     request: StageRequest, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]]
 ) -> tuple[PlacementPlan, tuple[Allocation, ...]]:
-    """Replica counts from ``loads`` [layers][experts], then slots.
+    """Allocate replica counts from ``loads`` [layers][experts] and assign slots.
 
     Raises:
-        ConfigError: loads, slots and failure domains that do not fit each other.
+        ConfigError: loads, slots and failure domains do not fit each other.
     """
     num_slots = request.num_slots_per_rank * len(request.ranks)
     allocations = tuple(
@@ -60,7 +60,7 @@ def place_stage(
 
 
 def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
-    """What every stage's plans must fit: its ranks, its mixture layers, its slots."""
+    """Requests of all stages: ranks, mixture layers, slots."""
     topology = Topology.of(config.parallel, world_size)
     launch, model = config.launch, config.model
     cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, launch.member_domains)
@@ -80,10 +80,10 @@ def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
 
 
 def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
-    """The algorithm that a configuration names.
+    """Build the algorithm that a configuration names.
 
     Raises:
-        ConfigError: it names none that can be built, or something else.
+        ConfigError: it cannot be built, or is not a placement algorithm.
     """
     spec = config.placement.algorithm or {}
     algorithm: PlacementAlgorithm = build_policy("placement.algorithm", spec)
@@ -93,10 +93,10 @@ def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
 
 
 def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: JobInputs) -> list[PlacementPlan]:
-    """The plan of each stage that a job starts with: scripted for iteration 1, or made from recorded or even loads.
+    """Plans of all stages at the start of a job: the schedule's for iteration 1, or from recorded or even loads.
 
     Raises:
-        ConfigError, DataError: recorded loads or a scripted placement that do not fit the job.
+        ConfigError, DataError: recorded loads or a scheduled placement do not fit the job.
     """
     if 1 in inputs.schedule:
         return scripted_plans(requests, inputs.schedule[1])
@@ -105,10 +105,10 @@ def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: Job
 
 
 def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> Sequence[Sequence[float]]:
-    """Loads [layers][experts] of a stage before any are seen: recorded ones, or even.
+    """Loads [layers][experts] of a stage at the start: recorded or even.
 
     Raises:
-        ConfigError: recorded loads of another model.
+        ConfigError: the recorded loads do not fit the model.
     """
     if inputs.loads is None:
         return [[1.0] * request.num_experts for _ in request.layer_numbers]
@@ -126,14 +126,15 @@ def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> 
 
 
 def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlacement) -> list[PlacementPlan]:
-    """The plan of each stage as a file has it.
+    """Plans of all stages from a file of ``placement.schedule``.
 
     Raises:
-        DataError: plans that do not hold together, or that do not fit the job.
+        DataError: plans that are inconsistent or do not fit the job.
     """
     key = f"placement.schedule={scheduled.path}"
     if len(scheduled.stages) != len(requests):
-        raise DataError(f"{key}: stages={len(scheduled.stages)}: must be {len(requests)}, the pipeline stages")
+        constraint = f"must be {len(requests)}, the number of pipeline stages"
+        raise DataError(f"{key}: stages={len(scheduled.stages)}: {constraint}")
     plans = []
     for stage, (content, request) in enumerate(zip(scheduled.stages, requests, strict=True)):
         try:
@@ -142,13 +143,13 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
         except ConfigError as error:
             raise DataError(f"{key}: stage {stage}: {error}") from None
         except (TypeError, KeyError, ValueError) as error:
-            raise DataError(f"{key}: stage {stage}: is no placement ({type(error).__name__}: {error})") from None
+            raise DataError(f"{key}: stage {stage}: must be a placement ({type(error).__name__}: {error})") from None
         plans.append(plan)
     return plans
 
 
 def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
-    """Raise ConfigError where a plan is for other ranks, domains, layers, experts or slots, or a rank has no expert."""
+    """Raise ConfigError if ranks, domains, layers, experts or slots differ, or a rank has no expert."""
     domains = tuple(request.cluster.failure_domains[request.cluster.node_of(rank)] for rank in request.ranks)
     for name in ("ranks", "layer_numbers", "num_experts"):
         found, wanted = getattr(plan, name), getattr(request, name)
@@ -167,7 +168,7 @@ def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
 
 
 def fits(plan: PlacementPlan, request: StageRequest) -> bool:
-    """Whether a plan can be used as it is."""
+    """Whether ``check_fit`` accepts a plan."""
     try:
         check_fit(plan, request)
     except ConfigError:

@@ -1,9 +1,8 @@
-"""The probability that a model's state outlives the loss of failure domains.
+"""Probability that a model's state survives the loss of failure domains.
 
-A state *survives* when every piece of it (an expert of a layer, a shard of non-expert state) has a holder left. Pieces
-are given as the sets of domains that hold them, so one family of sets speaks for all layers at once: their losses are
-not independent, because they sit on the same domains. Counting is exact; sampling happens only where counting gives up,
-and says so.
+State survives if every piece of it (an expert of a layer, a shard of non-expert state) has a holder left. A piece is
+given as the set of domains that hold it, for all layers together, because losses of layers on the same domains are not
+independent. Counting is exact; sampling is used only where counting would take too much memory, and results say so.
 """
 
 import math
@@ -11,7 +10,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +19,14 @@ from megatron_ft.planning.placement.frontier import TooManyStates, minimal_masks
 from megatron_ft.planning.placement.plan import PlacementPlan
 
 MAX_ENUMERATED_DOMAINS = 16
-"""Up to here every set of lost domains is tried; above, only those that matter are counted."""
+"""Largest number of domains for which all sets of lost domains are enumerated."""
 CONFIDENCE_DEVIATIONS = 3.2905
 """Two-sided 99.9 % of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """Probability of survival when exactly ``num_lost`` domains are lost, all such losses being equally likely."""
+    """Probability of survival if exactly ``num_lost`` domains are lost, all such losses being equally likely."""
 
     num_lost: int
     probability: float
@@ -39,18 +37,8 @@ class Survival:
 
     @property
     def exact(self) -> bool:
-        """Whether the probability is no estimate."""
+        """Whether the probability is exact, not an estimate."""
         return self.method != "monte_carlo"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        interval = None if self.interval is None else list(self.interval)
-        return {
-            "num_lost": self.num_lost,
-            "probability": self.probability,
-            "method": self.method,
-            "interval": interval,
-        }
 
 
 def survival(
@@ -65,32 +53,32 @@ def survival(
     """Survival for each number of lost domains.
 
     Args:
-        holders: for each piece of state, the domains that hold it; experts of all layers, and shards.
-        domains: every domain that may be lost, each once.
-        lost: numbers of domains lost together.
-        odds: of each domain's failure, where rates differ: ``q / (1 - q)``. A loss of k domains then happens in
-            proportion to the product of their odds; equal odds change nothing.
-        num_samples: draws where counting gives up.
-        seed: of those draws.
+        holders: domains that hold each piece of state.
+        domains: all domains that may be lost.
+        lost: numbers of domains that are lost together.
+        odds: odds ``q / (1 - q)`` of each domain's failure, if they differ; the weight of a loss is the product of its
+            domains' odds.
+        num_samples: samples where counting would take too much memory.
+        seed: seed of the samples.
 
     Raises:
-        ConfigError: more domains lost than there are, or a piece that nobody holds.
+        ConfigError: more lost domains than there are, or a piece without a holder.
     """
     index = {name: position for position, name in enumerate(domains)}
     masks = minimal_masks(sum(1 << index[name] for name in set(held)) for held in holders)
     wanted = sorted(set(lost))
     for count in wanted:
         if not 0 <= count <= len(index):
-            raise ConfigError.of("lost domains", count, f"must lie between 0 and the {len(index)} failure domains")
+            raise ConfigError.of("lost domains", count, f"must be in 0..{len(index)}, the number of failure domains")
     if 0 in masks:
         raise ConfigError.of("holders", "{}", "must name at least one failure domain for every piece of state")
     return tuple(_survival(masks, len(index), count, odds, num_samples, seed) for count in wanted)
 
 
 def single_loss_survival(plans: Sequence[PlacementPlan], *, min_ranks: int = 0) -> float | None:
-    """Probability that a job goes on in its ranks when one failure domain is lost, each domain being as likely.
+    """Probability that a job continues by expert replicas when one failure domain, chosen at random, is lost.
 
-    It goes on where every expert of all stages has a copy left and at least ``min_ranks`` ranks are left. None where
+    It continues if every expert of all stages has a replica left and at least ``min_ranks`` ranks are left. None if
     there is only one domain.
     """
     num_ranks = Counter(domain for plan in plans for domain in plan.domains)
@@ -127,7 +115,7 @@ def popcounts(num_domains: int) -> npt.NDArray[np.int64]:
 
 
 def lethal(masks: Iterable[int], num_domains: int) -> npt.NDArray[np.bool_]:
-    """Whether losing each of the ``2**num_domains`` sets of domains loses one of ``masks`` whole."""
+    """Whether each of the ``2**num_domains`` sets of lost domains includes one of ``masks``."""
     bad = np.zeros(1 << num_domains, dtype=np.bool_)
     bad[list(masks)] = True
     for bit in range(num_domains):

@@ -1,1 +1,1 @@
-"""What a job continues from after a failure, and how it gets there."""
+"""Recovery: the state that a job continues from after a failure, and how ranks reach it."""

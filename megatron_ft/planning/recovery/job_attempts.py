@@ -1,6 +1,6 @@
-"""What a batch job does when its console has ended: starts another on the same nodes, goes back to the queue, or ends.
+"""Decision of a batch job when its training command has ended: another attempt on the same nodes, requeue, or end.
 
-Pure. A console that ends is an attempt; what is known of each is in ``attempts.jsonl`` of the run's folder.
+Pure. Every run of the command is an attempt, recorded in ``attempts.jsonl`` of the run's folder.
 """
 
 import enum
@@ -11,86 +11,86 @@ from dataclasses import dataclass
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 MOST_FAILURES = 2
-"""A node with so many, in the newest attempts, is not used again while there are others."""
+"""A node with this many failures in the newest attempts is not used while there are enough others."""
 MEMORY = 10
-"""Attempts that failures are remembered for: in weeks every machine fails at some time."""
+"""Number of newest attempts whose failures count: over weeks every machine fails at some time."""
 
 
 class Asked(enum.Enum):
-    """Why the batch script was asked to stop."""
+    """Signal that the batch script received."""
 
     TO_GO_ON_LATER = "SIGUSR1"
-    """The time limit is near, or the nodes are wanted by somebody else."""
+    """The time limit is near, or the job is preempted."""
     TO_END = "SIGTERM"
 
 
 class Next(enum.Enum):
-    """What follows an attempt."""
+    """Step after an attempt."""
 
     END = "end"
     AGAIN = "again"
-    """Another console, in the same allocation."""
+    """Another attempt in the same allocation."""
     REQUEUE = "requeue"
-    """The job goes back to the queue and gets another allocation."""
+    """Requeue the job, which gets another allocation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One console's life."""
+    """One run of the training command."""
 
     job_id: str
     hosts: tuple[str, ...]
-    """Of the allocation, in the order of our node numbers."""
+    """Hosts of the allocation, in the order of node numbers."""
     exit_code: int | None
-    """Negative: the signal that ended it. None where nobody has seen its end, as when its node died."""
+    """Negative for the signal that ended it; None if its end was not seen, as when its node died."""
     asked: Asked | None
     iteration: int
-    """Newest that the run had reported when it ended; 0 for none."""
+    """Newest iteration that the run had reported at its end; 0 for none."""
     lost_hosts: tuple[str, ...] = ()
-    """Those of nodes that were lost whole."""
+    """Hosts of nodes that were lost."""
     failed_hosts: tuple[str, ...] = ()
-    """Those where a rank was the first to fail. A host may be in there more than once."""
+    """Hosts on which a rank was the first to fail; may repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPolicy:
-    """What a job may do."""
+    """Limits of attempts."""
 
     num_nodes: int
-    """Fewest that it starts with."""
+    """Fewest nodes of an attempt."""
     max_fruitless: int = 3
-    """Attempts in a row that get no further than an earlier one, until no other is made."""
+    """Attempts in a row without progress after which the job gives up."""
     on_warning: Next = Next.REQUEUE
-    """After ``Asked.TO_GO_ON_LATER``: ``REQUEUE``, or ``END`` where another job takes over."""
+    """Step after ``Asked.TO_GO_ON_LATER``: ``REQUEUE``, or ``END`` where another job takes over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What follows, and why."""
+    """Step after an attempt and the reason for it."""
 
     next: Next
     reason: str
     is_final: bool = False
-    """The run is over, or goes on only when somebody has mended something: no other job need try."""
+    """Whether the run is complete, or cannot continue without a change by the user: no other job should try."""
 
 
 def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[str]) -> Verdict:
-    """What follows the last of ``attempts``.
+    """Decide the step after the last of ``attempts``.
 
     Args:
-        hosts: those that the allocation has now.
+        hosts: present hosts of the allocation.
     """
     last = attempts[-1]
-    assert last.exit_code is not None, "who asks has seen its end"
+    assert last.exit_code is not None, "the last attempt has ended"
     if last.exit_code == EXIT_OK:
         return Verdict(Next.END, "the run has ended as planned", is_final=True)
     if last.exit_code in FINAL_EXIT_CODES:
         return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end alike", is_final=True)
     if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
         return Verdict(Next.END, "it was asked to end", is_final=True)
-    hopeless = why_hopeless(attempts, policy.max_fruitless)
-    if hopeless is not None:
-        return Verdict(Next.END, hopeless, is_final=True)
+    no_progress = why_hopeless(attempts, policy.max_fruitless)
+    if no_progress is not None:
+        return Verdict(Next.END, no_progress, is_final=True)
     if last.asked is Asked.TO_GO_ON_LATER:
         return Verdict(policy.on_warning, "it was warned that its nodes will be taken away")
     usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
@@ -102,11 +102,7 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
-    """Why no other attempt is made: so many in a row got the run no further. None where another may.
-
-    Args:
-        max_fruitless: as in ``AttemptPolicy``.
-    """
+    """Reason to give up because of attempts without progress; None if another attempt is allowed."""
     fruitless = num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None
@@ -115,7 +111,7 @@ def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
 
 
 def num_fruitless(attempts: Sequence[Attempt]) -> int:
-    """Attempts at the end of the list that came no further than one before them; the first one has to get anywhere."""
+    """Number of last attempts without progress beyond any earlier one; the first one must complete an iteration."""
     count, reached = 0, 0
     for attempt in attempts:
         count = 0 if attempt.iteration > reached else count + 1
@@ -124,13 +120,13 @@ def num_fruitless(attempts: Sequence[Attempt]) -> int:
 
 
 def to_exclude(attempts: Sequence[Attempt]) -> list[str]:
-    """Hosts that have failed too often, in the order of their names."""
+    """Hosts that have failed too often, sorted."""
     failures = _failures(attempts)
     return sorted(host for host, count in failures.items() if count >= MOST_FAILURES)
 
 
 def in_order_of_trust(hosts: Sequence[str], attempts: Sequence[Attempt]) -> list[str]:
-    """Hosts with the fewest failures first, in their own order where equal; those that were lost just now come last."""
+    """Sort hosts by number of failures, in a stable order; those of nodes lost in the last attempt come last."""
     failures = _failures(attempts)
     lost = set(attempts[-1].lost_hosts) if attempts else set()
     return sorted(hosts, key=lambda host: (host in lost, failures[host]))

@@ -1,4 +1,4 @@
-"""Which parallel layout the living processes take: the same one, or fewer or more lanes. TP, CP and PP degrees stay.
+"""Parallel layout that the living processes take: the same one, or fewer or more lanes. TP, CP and PP degrees stay.
 
 Processes have numbers that outlive a change of the membership: those of ``former`` for its members, others for
 processes that have come since.

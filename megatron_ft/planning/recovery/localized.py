@@ -1,8 +1,8 @@
-"""``LocalizedPlan``: which pipeline stages go back after a loss, and who serves them. Rung 2 of the ladder. Pure.
+"""Localized replay: which pipeline stages go back after a loss, and which stages send them their logged tensors.
 
-A stage with a rank that lacks the state after the target goes back as a whole, to the newest committed window. Stages
-that stand side by side replay jointly; regions apart from each other at the same time. A healthy stage beside a region
-gives what it had sent there; it keeps its state and runs nothing (MoEvement, section 3.4 and appendix A).
+A stage with a rank that lacks the state after the target goes back as a whole, to the newest committed window. Adjacent
+stages replay jointly; separate regions replay at the same time. A healthy stage next to a region sends the tensors that
+it has logged; it keeps its state and computes nothing (MoEvement, section 3.4 and appendix A).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,35 +14,33 @@ from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.snapshot.plan import WindowKey
 
 RUNG = "localized"
-"""Name of this rung of the ladder."""
+"""Name of this recovery strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What one rank says when it comes to a membership that keeps the layout."""
+    """State that one rank reports when a membership in the same layout begins."""
 
     stage: int
     iteration: int | None
-    """Newest iteration of its state: everybody who has state is at the same one. None without state."""
+    """Newest iteration of its state, the same on all ranks that have state; None without state."""
     window: WindowKey | None = None
-    """The newest that it knows to be committed: others may have learned of a newer one with the last vote."""
+    """Newest window that the rank knows to be committed; another rank may know a newer one from the last vote."""
     logged: tuple[int, ...] = ()
-    """Iterations whose sends it has kept, rising."""
+    """Iterations in its upstream log, ascending."""
     voted: tuple[int, ...] = ()
-    """Iterations of which it knows the vote, rising."""
+    """Iterations whose vote it has kept, ascending."""
 
     @property
     def has_state(self) -> bool:
-        """Whether it can go on from where it is."""
+        """Whether the rank has the state after ``iteration``."""
         return self.iteration is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Standing":
-        """Inverse of ``to_json``."""
         window = None if content["window"] is None else WindowKey(**content["window"])
         lists = {name: tuple(content[name]) for name in ("logged", "voted")}
         return cls(**{**content, **lists, "window": window})
@@ -50,26 +48,26 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalizedPlan:
-    """How all ranks come to the state after ``target``."""
+    """Plan that brings all ranks to the state after ``target``."""
 
     num_stages: int
     is_ring: bool
-    """Whether the last stage also sends to the first one: with virtual stages."""
+    """Whether the last stage also sends to the first one, as with virtual stages."""
     window: WindowKey | None
-    """The newest committed one; None where there is none yet, and nobody needs any."""
+    """Newest committed window; None if there is none yet and no rank needs one."""
     target: int
-    """Newest iteration of the state that everybody has next."""
+    """Iteration of the state that all ranks continue with."""
     regions: tuple[tuple[int, ...], ...]
-    """Contiguous stages that replay jointly, rising within each region; none where nobody lacks state."""
+    """Groups of adjacent stages that replay jointly, ascending within each group; empty if all ranks have state."""
 
     @property
     def iterations(self) -> range:
-        """That a region runs again."""
+        """Iterations that a region runs again."""
         start = self.target if self.window is None else self.window.start_iteration
         return range(start + 1, self.target + 1)
 
     def region_of(self, stage: int) -> tuple[int, ...] | None:
-        """The region of a stage that replays; None of a healthy one."""
+        """Region of a stage that replays; None for a healthy stage."""
         return next((region for region in self.regions if stage in region), None)
 
     def replays(self, stage: int) -> bool:
@@ -77,59 +75,47 @@ class LocalizedPlan:
         return self.region_of(stage) is not None
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
-        """Stage that each direction's tensors go to from ``stage``."""
+        """Receiver of the tensors of ``stage``, by direction."""
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
-        """What a healthy stage sends from its log: direction and stage."""
+        """(direction, receiving stage) of the tensors that a healthy stage sends from its log."""
         if self.replays(stage):
             return ()
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
     def validate(self) -> None:
-        """Assert that regions are apart, and that what runs again begins after the window's start."""
+        """Assert that regions are separate and that the window starts at or before the target."""
         stages = [stage for region in self.regions for stage in region]
         assert len(stages) == len(set(stages)) and set(stages) <= set(range(self.num_stages)), "a stage in two regions"
-        assert self.window is not None or not stages, "nothing to go back to"
-        assert self.window is None or self.target >= self.window.start_iteration, "the window begins after the target"
+        assert self.window is not None or not stages, "stages replay without a window"
+        assert self.window is None or self.target >= self.window.start_iteration, "the window starts after the target"
         for region in self.regions:
             beside = {to for stage in region for to in self.neighbours(stage).values()} - set(region)
-            assert not any(self.replays(stage) for stage in beside), f"regions touch at {region}"
+            assert not any(self.replays(stage) for stage in beside), f"region {region} is adjacent to another one"
 
     def summary(self) -> str:
-        """One log line."""
         if not self.regions or self.window is None:
-            return f"no stage lacks the state after iteration {self.target}"
+            return f"all stages have the state after iteration {self.target}"
         regions = " and ".join(_named(region) for region in self.regions)
         first, count = self.window.start_iteration, len(self.iterations)
         return f"{regions} of {self.num_stages} replay from window {first}: {count} iterations to {self.target}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "LocalizedPlan":
-        """Inverse of ``to_json``."""
-        regions = tuple(tuple(region) for region in content["regions"])
-        window = None if content["window"] is None else WindowKey(**content["window"])
-        return cls(**{**content, "window": window, "regions": regions})
-
 
 def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> LocalizedPlan | Declined:
-    """Decide which stages go back.
+    """Decide which stages go back, or why none can.
 
     Args:
-        standings: of every rank; one of them at least has state.
+        standings: report of every rank; at least one rank has state.
         is_ring: see ``LocalizedPlan``.
     """
     targets = {standing.iteration for standing in standings if standing.iteration is not None}
-    assert len(targets) == 1, f"ranks that stay are at iterations {sorted(targets)}"
+    assert len(targets) == 1, f"surviving ranks are at different iterations: {sorted(targets)}"
     target = targets.pop()
     behind = sorted({standing.stage for standing in standings if not standing.has_state})
     windows = [standing.window for standing in standings if standing.window is not None]
     if behind and not windows:
-        return Declined(rung=RUNG, reason="no window has been committed that a stage could go back to")
+        return Declined(rung=RUNG, reason="no window has been committed yet")
     window = max(windows, key=lambda kept: kept.start_iteration, default=None)
     plan = LocalizedPlan(
         num_stages=num_stages,
@@ -140,11 +126,11 @@ def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: b
     )
     unknown = sorted(set(plan.iterations).difference(*(standing.voted for standing in standings))) if behind else []
     if unknown:
-        return Declined(rung=RUNG, reason=f"nobody has kept what was voted in iterations {_span(unknown)}")
+        return Declined(rung=RUNG, reason=f"no rank has kept the votes of iterations {_span(unknown)}")
     for rank, standing in enumerate(standings):
         lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
         if lacking:
-            reason = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which a stage beside it needs"
+            reason = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
             return Declined(rung=RUNG, reason=reason)
     plan.validate()
     return plan
@@ -160,7 +146,7 @@ def _neighbours(stage: int, num_stages: int, is_ring: bool) -> dict[Direction, i
 
 
 def _regions(stages: Sequence[int], num_stages: int, is_ring: bool) -> tuple[tuple[int, ...], ...]:
-    """``stages``, joined where they stand side by side."""
+    """Group adjacent stages."""
     left, regions = set(stages), []
     while left:
         region, reached = set[int](), {min(left)}

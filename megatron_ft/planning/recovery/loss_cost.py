@@ -1,6 +1,5 @@
-"""``LossCost``: what follows when nodes are lost, in words and as plain values."""
+"""``LossCost``: the recovery from a loss of nodes and its cost."""
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -9,36 +8,38 @@ from megatron_ft.planning.recovery.replicas import Declined
 
 Rung = Literal["replicas", "localized", "memory", "persisted", "checkpoint", "nothing"]
 RUNGS: tuple[Rung, ...] = ("replicas", "localized", "memory", "persisted", "checkpoint", "nothing")
-"""In order. Only jobs that keep their layout have the second."""
+"""Recovery strategies in the order in which they are tried; ``localized`` only with ``launch.keep_layout``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCost:
-    """What follows when nodes are lost together."""
+    """Cost of losing nodes together."""
 
     lost_nodes: tuple[int, ...]
     is_gone: bool
-    """Whether the nodes with their memory are gone, or only their ranks have died."""
+    """Whether the nodes are lost with their memory; otherwise only their ranks have died."""
     rung: Rung
+    """Strategy that recovers the job."""
     is_automatic: bool
-    """Whether the job goes on by itself, in its processes or in new ones; else it ends, and ``run.resume=auto``
+    """Whether the job continues by itself, in its processes or new ones; otherwise it ends, and ``run.resume=auto``
     continues it on all nodes."""
     declined: tuple[Declined, ...]
-    """Why earlier rungs do not serve, in order."""
+    """Why earlier strategies cannot recover, in order."""
     lost_operators: tuple[OperatorId, ...]
-    """Of whose present state not all is on a living rank."""
+    """Operators whose state is not complete on the surviving ranks."""
     max_iterations: int | None
-    """Committed iterations that are run again, at most; None where the size of a window is measured first."""
+    """Upper bound of committed iterations that run again; None where the size of a window is measured first."""
     moved_bytes: int | None
-    """Experts' state that goes from living ranks to others; None where it was not planned or nothing is moved."""
+    """Expert state that surviving ranks send; None if it was not planned or nothing moves."""
     is_bitwise: bool
-    """Whether the run ends with the bits of one left alone; else sums have another order: it agrees to a tolerance."""
+    """Whether the run ends with the bits of an undisturbed run; otherwise sums have another order, and it agrees within
+    a tolerance."""
     stages: tuple[int, ...] = ()
-    """Pipeline stages that go back where the others keep their state; empty where all or none do."""
+    """Pipeline stages that go back while the others keep their state; empty if all or none do."""
     restarted_by: str = "hand"
-    """Who starts a job again that has ended: ``hand``, or ``Slurm`` where its batch job does."""
+    """How a job that has ended is started again: by ``hand``, or by ``Slurm``."""
     max_windows: int = 2
-    """Windows of iterations that are run again, at most, where ``max_iterations`` is not known."""
+    """Upper bound of windows of iterations that run again, where ``max_iterations`` is not known."""
 
     @property
     def is_recoverable(self) -> bool:
@@ -46,25 +47,24 @@ class LossCost:
         return self.rung != "nothing"
 
     def validate(self) -> None:
-        """Assert that what is said fits together."""
-        assert self.rung in RUNGS, f"{self.rung} is no rung"
+        """Assert that the fields are consistent."""
+        assert self.rung in RUNGS, f"unknown strategy {self.rung}"
         earlier = RUNGS[: RUNGS.index(self.rung)]
         found = tuple(declined.rung for declined in self.declined)
         without = tuple(rung for rung in earlier if rung != "localized")
-        assert found in (earlier, without), f"{self.rung} after {found}: every earlier rung declines, in order"
+        assert found in (earlier, without), f"{self.rung} after {found}: every earlier strategy declines, in order"
         if self.rung == "replicas":
             assert self.is_automatic and not self.lost_operators and self.max_iterations == 0, "replicas lose nothing"
-        assert not (self.is_gone and self.rung == "memory"), "memory of nodes that are gone"
+        assert not (self.is_gone and self.rung == "memory"), "the memory of lost nodes is gone"
 
     def summary(self) -> str:
-        """One log line."""
         nodes = ", ".join(map(str, self.lost_nodes))
         what = "loss of" if self.is_gone else "death of all ranks of"
         return f"{what} nodes {nodes}: {self.source}; iterations run again: {self.iterations}; {self.result}"
 
     @property
     def source(self) -> str:
-        """What is continued from, in words."""
+        """Source of the state, as text."""
         if self.rung == "nothing":
             return "starts over" if self.is_automatic else f"starts over, by {self.restarted_by}"
         where = f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
@@ -72,33 +72,15 @@ class LossCost:
 
     @property
     def iterations(self) -> str:
-        """``max_iterations`` in words."""
+        """``max_iterations`` as text."""
         if self.max_iterations is None:
             return f"<= {self.max_windows} windows"
         return "0" if self.max_iterations == 0 else f"<= {self.max_iterations}"
 
     @property
     def result(self) -> str:
-        """``is_bitwise`` in words."""
+        """``is_bitwise`` as text."""
         return "bitwise" if self.is_bitwise else "tolerance"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "LossCost":
-        """Inverse of ``to_json``; validated."""
-        declined = tuple(
-            Declined(rung=each["rung"], reason=each["reason"], missing=_operators(each["missing"]))
-            for each in content["declined"]
-        )
-        parts = {"declined": declined, "lost_operators": _operators(content["lost_operators"])}
-        numbers = {name: tuple(content[name]) for name in ("lost_nodes", "stages")}
-        cost = cls(**{**content, **parts, **numbers})
-        cost.validate()
-        return cost
-
-
-def _operators(rows: Iterable[dict[str, Any]]) -> tuple[OperatorId, ...]:
-    return tuple(OperatorId(**row) for row in rows)

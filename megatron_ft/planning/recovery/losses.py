@@ -1,10 +1,10 @@
-"""What the loss of nodes costs: the rung that serves, why earlier ones do not, and what is run again.
+"""Cost of losing nodes: the strategy that recovers, why earlier ones cannot, and the iterations that run again.
 
-The ladder is that of the product as it is. Ranks that go on without lost nodes need copies of everything
-(``replicas``). Where the layout is kept, others take their places, and the stages that lost ranks go back
-(``localized``). Otherwise ranks are started again: where the nodes' processes live, on all of them, from windows in
-their memory, persisted ones, or a dense checkpoint; where nodes are gone, on those left, if they are enough, from a
-dense checkpoint, for windows are of one size. Else the job ends, and somebody starts it again.
+Strategies are those of the control plane. Continuing on fewer nodes needs a replica of everything (``replicas``). With
+``launch.keep_layout`` other nodes take the places of lost ones, and the stages that lost ranks go back
+(``localized``). Otherwise ranks are restarted: if only ranks have died, on all nodes, from windows in memory, persisted
+windows or a dense checkpoint; if nodes are lost, on the remaining ones, if they are enough, from a dense checkpoint,
+because a window fits one number of ranks only. Otherwise the job ends and has to be started again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,58 +14,57 @@ from typing import Literal
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.survival import Survival, survival
 from megatron_ft.planning.recovery.loss_cost import RUNGS, LossCost, Rung
-from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
+from megatron_ft.planning.recovery.replicas import NO_HOLDER, Declined, plan_replicas
 
-NOT_RUNNING = "the job does not run: nobody lives"
+NOT_RUNNING = "the job is not running"
 
 Place = Callable[[tuple[int, ...]], PlacementPlan]
-"""From the nodes that go on to the placement wanted for their ranks."""
+"""Plans the placement of the ranks of the given nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOperator:
-    """One operator's state and who has it. Ranks are those of the present membership."""
+    """State of one operator and the ranks of the present membership that hold it."""
 
     operator: OperatorId
     holders: tuple[frozenset[int], ...]
-    """Of each part of the state the ranks that hold it; the whole is there while each part has a living rank."""
+    """Ranks that hold each part of the state."""
 
     def lives_on(self, ranks: frozenset[int]) -> bool:
-        """Whether ``ranks`` have all of it together."""
+        """Whether ``ranks`` together hold every part."""
         return all(held & ranks for held in self.holders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What a run has, as its own records say: used where it is known, bounds of the configuration where it is not."""
+    """Saved state of a run, by its own records."""
 
     iteration: int
-    """Newest committed one."""
+    """Newest committed iteration."""
     memory_start: int | None = None
-    """State that the newest committed window in memory starts from."""
+    """Start iteration of the newest committed window in memory."""
     persisted_start: int | None = None
-    """State that the newest complete persisted window starts from."""
+    """Start iteration of the newest complete persisted window."""
     checkpoint: int | None = None
     """Iteration of the newest complete dense checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryMeans:
-    """What a job can continue with: pure data, made by ``means.means_of``."""
+    """Recovery capabilities of a job, made by ``means.means_of``."""
 
     nodes: tuple[int, ...]
-    """Those present, ascending, by the numbers they have had since the job began."""
+    """Present nodes, ascending, by their original numbers."""
     ranks_per_node: int
     failure_domains: tuple[str, ...]
-    """Of each node that the job began with."""
+    """Failure domain of each node that the job started with."""
     stages: tuple[tuple[int, ...], ...]
-    """Of each present node the pipeline stages that its ranks belong to."""
+    """Pipeline stages of the ranks of each present node."""
     operators: tuple[HeldOperator, ...]
     min_nodes: int | None
     uncovered: tuple[str, ...]
-    """Keys that keep ranks from going on without lost nodes, each with its value."""
+    """Keys that keep ranks from continuing on fewer nodes, each with its value."""
     placement: PlacementPlan | None
     num_slots_per_rank: int
     expert_bytes: int
@@ -73,7 +72,7 @@ class RecoveryMeans:
     max_restarts: int
     takes_snapshots: bool
     peers: tuple[tuple[int, ...], ...]
-    """Of each node that the job began with the nodes that keep its windows' copies; empty without snapshots."""
+    """Nodes that hold the peer copies of each node that the job started with; empty without snapshots."""
     window_iterations: int | None
     """W; None where it is measured first."""
     interval_iterations: int | None
@@ -82,29 +81,29 @@ class RecoveryMeans:
     train_iterations: int
     keeps_layout: bool = False
     commit_lag_iterations: int = 0
-    """From a window's last slice to the vote that commits it, at most."""
+    """Largest number of iterations from a window's last slice to the vote that commits it."""
     num_spare_nodes: int = 0
     restarts_lost_nodes: bool = False
     runs_in_slurm: bool = False
-    """Whether the batch job starts another console, or has the job requeued, when the job has ended."""
+    """Whether a batch job restarts or requeues the job when it has ended."""
     is_running: bool = True
-    """Whether there is anybody whom a loss would leave."""
+    """Whether the job has running ranks, which could continue after a loss."""
 
     def ranks_on(self, nodes: Iterable[int]) -> frozenset[int]:
-        """Present ranks of ``nodes``."""
+        """Ranks of ``nodes``."""
         size = self.ranks_per_node
         places = [self.nodes.index(node) for node in nodes]
         return frozenset(rank for place in places for rank in range(place * size, (place + 1) * size))
 
     def domain_of(self, node: int) -> str:
-        """The failure domain of a node."""
+        """Failure domain of a node."""
         return self.failure_domains[node]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes losses dearer than they need be."""
+        """Properties of the layout that make losses more expensive."""
         spans = [
-            f"node {node} spans pipeline stages {', '.join(map(str, stages))}: its loss hits all of them"
+            f"node {node} spans pipeline stages {', '.join(map(str, stages))}: its loss affects all of them"
             for node, stages in zip(self.nodes, self.stages, strict=True)
             if len(stages) > 1
         ]
@@ -125,16 +124,16 @@ def cost_of_loss(
     place: Place | None = None,
     stored: Stored | None = None,
 ) -> LossCost:
-    """What losing ``lost`` together costs.
+    """Compute the cost of losing the nodes ``lost`` together.
 
     Args:
-        lost: node numbers, each once.
-        is_gone: the nodes' own processes and memory are gone, too.
-        place: plans the survivors' placement, for the bytes that move; without it they are not known.
-        stored: what the run has; without it bounds of the configuration are given.
+        lost: node numbers.
+        is_gone: whether the nodes are lost with their memory; otherwise only their ranks have died.
+        place: planner of the survivors' placement, for the bytes that move; without it they are not known.
+        stored: saved state of the run; without it the bounds of the configuration are used.
 
     Raises:
-        ConfigError: a node that is none of the job's present ones.
+        ConfigError: a node that is not present.
     """
     if foreign := sorted(set(lost) - set(means.nodes)):
         raise ConfigError.of("lost nodes", foreign[0], f"must be one of the present nodes {list(means.nodes)}")
@@ -156,7 +155,7 @@ def cost_of_loss(
         if isinstance(found, _Served):
             break
         declined.append(found)
-    assert isinstance(found, _Served), "the last rung serves always"
+    assert isinstance(found, _Served), "the last strategy never declines"
     cost = LossCost(
         lost_nodes=gone,
         is_gone=is_gone,
@@ -176,18 +175,6 @@ def cost_of_loss(
     return cost
 
 
-def joint_survival(means: RecoveryMeans, num_lost: Sequence[int]) -> tuple[Survival, ...]:
-    """Probability that the whole state lives on when so many nodes are lost at once, all such losses being as likely.
-
-    Of all layers together, for what they hold sits on the same nodes. Whether ranks may go on is another question.
-    """
-    size = means.ranks_per_node
-    parts = [
-        {str(means.nodes[rank // size]) for rank in held} for operator in means.operators for held in operator.holders
-    ]
-    return survival(parts, [str(node) for node in means.nodes], num_lost)
-
-
 @dataclass(frozen=True, slots=True)
 class _Served:
     max_iterations: int | None
@@ -197,7 +184,7 @@ class _Served:
 def _restart(
     means: RecoveryMeans, lost: tuple[int, ...], remaining: tuple[int, ...], is_gone: bool
 ) -> Literal["all", "fewer"] | None:
-    """The nodes on which the job starts its ranks again by itself; None where it ends."""
+    """Nodes on which the job restarts its ranks by itself; None where it ends."""
     if not means.is_running or not means.max_restarts:
         return None
     if not is_gone:
@@ -218,13 +205,13 @@ def _replicas(
     elif means.min_nodes is None:
         reason = "launch.min_nodes=null: all nodes are needed"
     elif len(remaining) < means.min_nodes:
-        reason = f"{len(remaining)} nodes are left of launch.min_nodes={means.min_nodes}"
+        reason = f"{len(remaining)} nodes are left, fewer than launch.min_nodes={means.min_nodes}"
     elif not remaining:
         reason = "no node is left"
     if reason:
         return Declined(rung="replicas", reason=reason)
     if missing:
-        return Declined(rung="replicas", reason="no living rank holds", missing=missing)
+        return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)
     if place is None:
         return _Served(0)
     assert means.placement is not None, "checked above"
@@ -241,17 +228,17 @@ def _replicas(
 def _localized(
     means: RecoveryMeans, lost: tuple[int, ...], remaining: tuple[int, ...], *, is_gone: bool, stored: Stored | None
 ) -> _Served | Declined:
-    """Others take the lost places; windows of their ranks are in memory, their own nodes' or a peer's."""
+    # The windows of lost ranks are in the memory of their own node, if only ranks have died, or of a peer.
     reason = ""
     alone = [node for node in lost if not set(means.peers[node]) & set(remaining)] if means.peers else list(lost)
     if not means.is_running:
         reason = NOT_RUNNING
     elif not remaining:
-        reason = "no rank is left that knows what was voted"
+        reason = "no rank is left that has the votes"
     elif is_gone and not means.restarts_lost_nodes and len(lost) > means.num_spare_nodes:
-        reason = f"launch.num_spare_nodes={means.num_spare_nodes}: {len(lost)} places are to be filled"
+        reason = f"launch.num_spare_nodes={means.num_spare_nodes}: {len(lost)} nodes need a replacement"
     elif is_gone and alone:
-        reason = f"windows of nodes {alone} are gone with their peers"
+        reason = f"nodes {alone} are lost together with their peers, which held copies of their windows"
     elif stored is not None and stored.memory_start is None:
         reason = "no window has been committed yet"
     if reason:
@@ -263,9 +250,9 @@ def _localized(
 
 
 def _has_unusable_windows(means: RecoveryMeans, stored: Stored | None) -> bool:
-    """Whether ranks that start again, and can use no state, find windows with committed iterations.
+    """Whether restarted ranks that can use no state find windows with committed iterations.
 
-    Ranks do not start at iteration 0 beside such windows unless ``run.start_over`` says so.
+    Ranks do not start at iteration 0 then, unless ``run.start_over=true``.
     """
     if stored is None:
         return means.takes_snapshots
@@ -279,7 +266,7 @@ def _stages_of(means: RecoveryMeans, nodes: tuple[int, ...]) -> tuple[int, ...]:
 def _store(
     means: RecoveryMeans, rung: Rung, restart: Literal["all", "fewer"] | None, *, is_gone: bool, stored: Stored | None
 ) -> _Served | Declined:
-    """A rung that goes back to state which was put away earlier."""
+    """Recover from saved state: windows in memory, persisted windows or a dense checkpoint."""
     match rung:
         case "memory":
             reason = _no_memory(means, restart, is_gone)
@@ -290,7 +277,7 @@ def _store(
         case "checkpoint":
             start, bound = (None if stored is None else stored.checkpoint), means.save_interval_iterations
             reason = (
-                "" if start is not None or bound else "checkpoint.save_interval_iterations=0: saved at the end only"
+                "" if start is not None or bound else "checkpoint.save_interval_iterations=0: saves at the end only"
             )
         case _:
             return _Served(means.train_iterations if stored is None else stored.iteration)
@@ -303,7 +290,7 @@ def _store(
     return _Served(max(0, stored.iteration - start))
 
 
-_OTHER_SIZE = "ranks start again on fewer nodes, and windows are of one size"
+_OTHER_SIZE = "ranks restart on fewer nodes, and windows fit the previous number of ranks only"
 _NO_SNAPSHOTS = "snapshot.policy=null: nothing is captured"
 
 
@@ -315,10 +302,10 @@ def _no_memory(means: RecoveryMeans, restart: str | None, is_gone: bool) -> str:
     if restart == "fewer":
         return _OTHER_SIZE
     if is_gone and restart == "all":
-        return "windows of lost nodes are gone with their peers, or none has been committed"
+        return "the windows of lost nodes and their peer copies are lost, or no window has been committed"
     if is_gone:
-        return "a lost node ends the job, and windows in memory with it"
-    return "" if restart else "launch.max_restarts=0: ranks are not started again while the job lives"
+        return "the loss of a node ends the job, and windows in memory are lost with it"
+    return "" if restart else "launch.max_restarts=0: the job does not restart its ranks"
 
 
 def _no_persisted(means: RecoveryMeans, restart: str | None, *, is_there: bool) -> str:
@@ -329,7 +316,7 @@ def _no_persisted(means: RecoveryMeans, restart: str | None, *, is_there: bool) 
     if not means.takes_snapshots:
         return _NO_SNAPSHOTS
     if not means.persist_interval_windows:
-        return "snapshot.persist_interval_windows=0: written on request only"
+        return "snapshot.persist_interval_windows=0: windows are written on request only"
     return ""
 
 
@@ -338,8 +325,8 @@ def _persists(means: RecoveryMeans) -> int:
 
 
 def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
-    """Iterations from the start of a window until the one ``num_windows`` later is complete and known to be."""
+    """Iterations from the start of a window until the window ``num_windows`` later is complete."""
     if means.window_iterations is None:
         return None
-    assert means.interval_iterations is not None, "of the same plan"
+    assert means.interval_iterations is not None, "both are of the same plan"
     return num_windows * means.interval_iterations + means.window_iterations

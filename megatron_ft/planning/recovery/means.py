@@ -1,4 +1,4 @@
-"""From a configuration and the placement in force to what a job can continue with when nodes are lost."""
+"""Recovery capabilities of a job, from its configuration and present placement."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,6 +6,7 @@ from megatron_ft.config.checks.primitives import show
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, unmet, value_of
 from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -16,7 +17,7 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.topology import Topology
 
 MAX_PLANNED_NODES = 16
-"""Placements of survivors are planned for losses of so many nodes; of others the bytes that move are not told."""
+"""Number of nodes whose loss is planned with the survivors' placement; others are listed without bytes that move."""
 
 
 def means_of(
@@ -25,13 +26,14 @@ def means_of(
     snapshot: SnapshotReport | None,
     nodes: Sequence[int] | None = None,
 ) -> RecoveryMeans:
-    """What ``config`` can continue with.
+    """Determine the recovery capabilities of ``config``.
 
     Args:
-        config: of the whole job, derived already, with ``training.device`` decided; ``auto`` counts as ``cpu``.
-        plans: the placement in force, of each pipeline stage; empty without replicas.
-        snapshot: the estimate of its windows; None without snapshots.
-        nodes: those present, ascending; all without it.
+        config: of the whole job, with derived values, and with ``training.device`` resolved; ``auto`` counts as
+            ``cpu``.
+        plans: present placement of each pipeline stage; empty without replicas.
+        snapshot: estimate of its windows; None without snapshots.
+        nodes: present nodes, ascending; all nodes if None.
     """
     launch = config.launch
     present = tuple(range(launch.num_nodes) if nodes is None else nodes)
@@ -57,7 +59,7 @@ def means_of(
         persist_interval_windows=config.snapshot.persist_interval_windows,
         save_interval_iterations=config.checkpoint.save_interval_iterations,
         train_iterations=config.training.train_iterations,
-        keeps_layout=launch.keep_layout and config.training.device != "cuda",
+        keeps_layout=launch.keep_layout and not unmet(config, KEPT_LAYOUT),
         commit_lag_iterations=config.upstream_log.commit_lag_iterations,
         num_spare_nodes=launch.num_spare_nodes,
         restarts_lost_nodes=launch.restart_lost_nodes,
@@ -66,48 +68,48 @@ def means_of(
 
 
 def why_no_replicas(config: JobConfig) -> str:
-    """Why a lost node is never survived by expert replicas, whatever lives on; empty where it can be.
+    """Why no lost node is survived by expert replicas; empty where one can be.
 
     Args:
-        config: with ``training.device`` decided.
+        config: with ``training.device`` resolved.
     """
     if config.placement.algorithm is None:
         return "placement.algorithm=null"
     if config.launch.min_nodes is None or not config.launch.may_lose_nodes:
-        return "launch.min_nodes=null: a lost node ends the job"
+        return "launch.min_nodes=null: the loss of a node ends the job"
     return "; ".join(_uncovered(config))
 
 
 def idle_copies(config: JobConfig) -> tuple[str, ...]:
-    """Copies that a job keeps on other nodes although no recovery from a lost node reads them, each as a sentence."""
+    """Notes on copies that a job keeps on other nodes although no recovery from a lost node reads them."""
     launch, notes = config.launch, []
     if config.placement.state_copies is not None:
         copies = f"placement.state_copies={config.placement.state_copies}"
-        notes.append(f"{copies}: no recovery reads these copies; they take memory and time")
+        notes.append(f"{copies}: no recovery reads these copies, which cost memory and time")
     if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not launch.keep_layout:
-        after = "a lost node ends the job, and windows in memory with it"
+        after = "the loss of a node ends the job, and windows in memory are lost with it"
         if not why_no_replicas(config):
-            after = "after a lost node the job goes on by replicas, or from a dense checkpoint"
+            after = "after the loss of a node the job continues by replicas, or from a dense checkpoint"
         copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
-        notes.append(f"{copies}: copies in peers' memory serve where a node's own window is damaged; {after}")
+        notes.append(f"{copies}: peer copies are read only where a node's own window is damaged; {after}")
     return tuple(notes)
 
 
 def windows_serve(config: JobConfig) -> str:
-    """Which failures the windows of a job's snapshots serve, in words."""
+    """Failures that the windows of a job's snapshots are used for, as text."""
     launch, snapshot = config.launch, config.snapshot
     served = []
     if launch.keep_layout:
-        served.append("stages that lose a rank or a node (launch.keep_layout=true)")
+        served.append("the loss of a rank or a node (launch.keep_layout=true)")
     if launch.max_restarts:
-        served.append(f"ranks that die while all nodes live (launch.max_restarts={launch.max_restarts})")
+        served.append(f"the death of ranks on running nodes (launch.max_restarts={launch.max_restarts})")
     if snapshot.persist_interval_windows:
-        served.append("run.resume, from those on storage, on as many ranks")
-    return "; ".join(served) or "no failure: launch.max_restarts=0, and none is written to storage"
+        served.append("run.resume on the same number of ranks, from persisted windows")
+    return "; ".join(served) or "no failure: launch.max_restarts=0 and snapshot.persist_interval_windows=0"
 
 
 def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -> tuple[LossCost, ...]:
-    """What the loss of each present node alone costs; last, where ranks are started again, the death of all ranks."""
+    """Cost of losing each present node alone and, where ranks are restarted, of the death of all ranks."""
     wanted = placer(config, inputs)
     gone = tuple(
         cost_of_loss(means, [node], place=wanted if position < MAX_PLANNED_NODES else None)
@@ -117,7 +119,7 @@ def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -
 
 
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]] | None = None) -> Place:
-    """Plans placements of survivors from ``loads`` [layers][experts], or from those that a job starts with."""
+    """Make a planner of survivors' placements from ``loads`` [layers][experts], or from the loads at the start."""
 
     def place(nodes: tuple[int, ...]) -> PlacementPlan:
         remaining = config_of(config, nodes)
@@ -129,25 +131,14 @@ def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]
 
 
 def _domains(job: JobConfig, nodes: Iterable[int]) -> tuple[str, ...]:
-    """Failure domains of nodes by their numbers; those without a name are their own."""
     names = job.launch.failure_domains
     return tuple(names[node] if node < len(names) else f"node{node}" for node in nodes)
 
 
 def _uncovered(config: JobConfig) -> tuple[str, ...]:
-    """Keys with which the ranks of other nodes cannot go on. ``config/checks/survival.py`` refuses them beside
-    ``launch.min_nodes``."""
-    parallel, launch = config.parallel, config.launch
-    wanted: tuple[tuple[str, object, object], ...] = (
-        *((("training.device", "cuda", "cpu"),) if config.training.device == "cuda" else ()),
-        ("launch.mode", launch.mode, "local"),
-        ("parallel.pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, 1),
-        ("parallel.tensor_model_parallel_size", parallel.tensor_model_parallel_size, 1),
-        ("parallel.context_parallel_size", parallel.context_parallel_size, 1),
-        ("parallel.use_distributed_optimizer", parallel.use_distributed_optimizer, False),
-        ("placement.state_copies", config.placement.state_copies, None),
-    )
-    return tuple(f"{key}={show(value)}" for key, value, covered in wanted if value != covered)
+    # The missing placement algorithm is reported on its own, by ``why_no_replicas`` and ``cost_of_loss``.
+    keys = [requirement.key for requirement in unmet(config, REPLICAS)]
+    return tuple(f"{key}={show(value_of(config, key))}" for key in keys if key != "placement.algorithm")
 
 
 def _stages(topology: Topology, ranks: range) -> tuple[int, ...]:
@@ -155,7 +146,7 @@ def _stages(topology: Topology, ranks: range) -> tuple[int, ...]:
 
 
 def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan]) -> Iterator[HeldOperator]:
-    """Every operator with the ranks that hold its state: weights, moments and master weights together."""
+    """Yield every operator with the ranks that hold its state: weights, moments and master weights together."""
     sharded = config.parallel.use_distributed_optimizer
     stage_of = _stage_of_layers(config, topology)
     for operator in operators_of(config.model, 1):
@@ -170,7 +161,7 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
 
 
 def _stage_of_layers(config: JobConfig, topology: Topology) -> dict[int, int]:
-    """Stage by layer number; the embedding is in the first, the head in the last."""
+    """Stage of each layer number; the embedding is in the first stage, the head in the last."""
     num_layers, num_stages = config.model.num_layers, topology.pipeline_model_parallel_size
     found = {layer: stage for stage in range(num_stages) for layer in topology.stage_layers(num_layers, stage)}
     return {**found, 0: 0, num_layers + 1: num_stages - 1}
@@ -188,8 +179,8 @@ def _dense_groups(topology: Topology, stage: int) -> list[frozenset[int]]:
 def _expert_groups(
     config: JobConfig, topology: Topology, stage: int, operator: OperatorId, plans: Sequence[PlacementPlan]
 ) -> list[frozenset[int]]:
-    """Ranks that hold the same part of an expert: by placement, or as Megatron deals experts out."""
-    assert operator.expert is not None, f"{operator} is no expert"
+    """Ranks that hold the same part of an expert, by the placement or in Megatron's own layout."""
+    assert operator.expert is not None, f"{operator} is not an expert"
     if plans:
         plan = plans[stage]
         by_rank = plan.slots[plan.layer_numbers.index(operator.layer)]

@@ -1,8 +1,7 @@
-"""``ReplayPlan``: from the slices of a window to a dense state, one slice and one iteration at a time."""
+"""``ReplayPlan``: conversion of a window to dense state by loading slices and running iterations again."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_ft.errors import RecoveryError
 from megatron_ft.operators import OperatorId
@@ -12,32 +11,32 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayStep:
-    """Load slice ``load``, if any is left; then, if there is a ``vote``, run its iteration again."""
+    """Loading of a slice, then another run of an iteration."""
 
     load: int | None
-    """None behind the last slice: the state is dense."""
+    """Slice to load; None after the last one, when the state is dense."""
     active: tuple[OperatorId, ...]
-    """Operators of which anything has its full state now."""
+    """Operators with at least a part in full state."""
     frozen: tuple[OperatorId, ...]
-    """Operators that have nothing but compute weights: they compute outputs and input gradients, and no update."""
+    """Operators with compute weights only: they compute outputs and input gradients and are not updated."""
     vote: Vote | None
-    """What the job knew of the iteration when it committed it; None where the replay ends."""
+    """Committed vote of the iteration to run; None at the end of the replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
-    """How the dense state after iteration ``final_iteration`` comes from a window (MoEvement, section 3.3).
+    """Steps from a window to the dense state after ``final_iteration`` (MoEvement, section 3.3).
 
-    With the last slice the state is dense; iterations behind the window are run again as they were at first.
+    The state is dense once the last slice is loaded; later iterations run again as in training.
     """
 
     start_iteration: int
-    """The iteration whose state slice 0 was captured from."""
+    """Iteration whose state slice 0 was captured from."""
     steps: tuple[ReplayStep, ...]
 
     @property
     def final_iteration(self) -> int:
-        """The iteration whose state is dense at the end."""
+        """Iteration of the state at the end of the replay."""
         return self.start_iteration + len(self.iterations)
 
     @property
@@ -46,14 +45,14 @@ class ReplayPlan:
         return tuple(step.vote.iteration for step in self.steps if step.vote is not None)
 
     def validate(self) -> None:
-        """Assert that slices are loaded in order, iterations follow each other, and nothing frozen is left."""
+        """Assert that slices are loaded in order, iterations are consecutive, and no operator stays frozen."""
         assert self.steps, "a replay has at least one slice"
         loads = [step.load for step in self.steps if step.load is not None]
         assert loads and loads == list(range(len(loads))), "slices are loaded in order"
         assert all(step.load is None for step in self.steps[len(loads) :]), "slices are loaded one after the other"
         expected = tuple(range(self.start_iteration + 1, self.final_iteration + 1))
         assert self.iterations == expected, f"replays {self.iterations}, not {expected}"
-        assert all(step.vote is not None for step in self.steps[:-1]), "only the last step may run nothing"
+        assert all(step.vote is not None for step in self.steps[:-1]), "only the last step may have no iteration"
         assert not self.steps[len(loads) - 1].frozen, "the last slice makes the state dense"
         for before, after in self._pairs():
             assert set(before.active) <= set(after.active), f"slice {after.load} freezes what was active"
@@ -62,7 +61,6 @@ class ReplayPlan:
             assert not set(before.active) & set(before.frozen), f"slice {before.load} has an operator twice"
 
     def summary(self) -> str:
-        """One log line."""
         frozen = sum(len(step.frozen) for step in self.steps if step.vote is not None)
         total = sum(len(step.frozen) + len(step.active) for step in self.steps if step.vote is not None)
         share = f", {100 * frozen / total:.0f} % of operators frozen on average" if total else ""
@@ -71,24 +69,6 @@ class ReplayPlan:
             f"{len(self.iterations)} iterations replayed to {self.final_iteration}{share}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "ReplayPlan":
-        """Inverse of ``to_json``."""
-        steps = tuple(
-            ReplayStep(
-                load=step["load"],
-                active=tuple(OperatorId(**operator) for operator in step["active"]),
-                frozen=tuple(OperatorId(**operator) for operator in step["frozen"]),
-                vote=None if step["vote"] is None else Vote.from_record(step["vote"]),
-            )
-            for step in content["steps"]
-        )
-        return cls(start_iteration=content["start_iteration"], steps=steps)
-
     def _pairs(self) -> Iterator[tuple[ReplayStep, ReplayStep]]:
         return zip(self.steps, self.steps[1:], strict=False)
 
@@ -96,26 +76,28 @@ class ReplayPlan:
 def plan_replay(
     window: WindowPlan, start_iteration: int, votes: Mapping[int, Vote], *, until: int | None = None
 ) -> ReplayPlan:
-    """The replay of a window whose slice 0 is of the state after ``start_iteration``.
+    """Plan the replay of a window whose slice 0 was captured after ``start_iteration``.
 
-    An operator of which one part is captured computes its gradients whole: parts are ranges of the same tensors.
+    An operator with one captured part computes all its gradients, because parts are ranges of the same tensors.
 
     Args:
-        votes: logged vote by iteration; those after ``start_iteration`` up to the end are needed.
-        until: last iteration to run again, in or behind the window's last; None for the window's last.
+        votes: logged votes by iteration, for all iterations to run.
+        until: last iteration to run, at or after the window's last; None for the window's last.
 
     Raises:
-        RecoveryError: a vote is missing, or the window is not whole by ``until``.
+        RecoveryError: a vote is missing, or the window is not complete by ``until``.
     """
     dense = start_iteration + window.num_iterations - 1
     last = dense if until is None else until
     if last < dense:
-        raise RecoveryError(f"the window of iteration {start_iteration} is dense after iteration {dense}, not {last}")
+        raise RecoveryError(
+            f"window of iteration {start_iteration}: its state is dense after iteration {dense}, later than {last}"
+        )
     steps = []
     for index in range(max(window.num_iterations, last - start_iteration)):
         iteration, slice_index = start_iteration + index + 1, min(index, window.num_iterations - 1)
         if iteration <= last and iteration not in votes:
-            raise RecoveryError(f"no logged vote of iteration {iteration}: {sorted(votes)} are there")
+            raise RecoveryError(f"vote of iteration {iteration} is not logged; logged are iterations {sorted(votes)}")
         active = {unit.operator for unit in window.active(slice_index)}
         frozen = {unit.operator for unit in window.frozen(slice_index)} - active
         steps.append(

@@ -1,30 +1,32 @@
-"""Rung 1: the living copies of what was lost. A pure decision over the placement in force and who goes on."""
+"""Recovery from expert replicas: what moves when ranks are lost, leave or join. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
-from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.plan import PlacementPlan, Slots
+
+NO_HOLDER = "no surviving rank holds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """Why a rung cannot serve."""
+    """Why a recovery strategy cannot be used."""
 
     rung: str
+    """Name of the strategy."""
     reason: str
     missing: tuple[OperatorId, ...] = ()
-    """Operators of which no state lives."""
+    """Operators whose state no surviving rank holds."""
 
     def summary(self) -> str:
-        """One log line."""
         named = f": {', '.join(map(str, self.missing))}" if self.missing else ""
         return f"{self.rung}: {self.reason}{named}"
 
 
 def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int | None]) -> tuple[OperatorId, ...]:
-    """Experts that none of ``previous_ranks``, ranks of ``plan`` that go on, holds."""
+    """Experts that no rank in ``previous_ranks``, the surviving ranks of ``plan``, holds."""
     return tuple(
         OperatorId(layer=layer, kind="expert", expert=expert)
         for layer, of_layer in zip(plan.layer_numbers, holdings(plan, previous_ranks), strict=True)
@@ -40,19 +42,19 @@ def plan_replicas(
     num_slots_per_rank: int,
     expert_bytes: int | Sequence[int],
 ) -> MigrationPlan | Declined:
-    """What has to move so that the survivors train with a placement of their own, or why they cannot.
+    """Plan the migration to a placement of the next membership, or say why it cannot continue.
 
-    Everything but experts is whole on every rank: this is about experts alone.
+    Only experts move: every rank holds all other state.
 
     Args:
-        plan: the placement in force.
-        previous_ranks: for each rank of the next membership, in order, the rank it was under ``plan``; None: no state.
-        place: the placement wanted for them; asked where it is needed only.
+        plan: present placement.
+        previous_ranks: rank under ``plan`` of each rank of the next membership, in order; None without state.
+        place: planner of the next placement, called only if it is needed.
         num_slots_per_rank: of the next membership.
         expert_bytes: state of one expert, or of one expert of each layer.
     """
     if missing := lost_experts(plan, previous_ranks):
-        return Declined(rung="replicas", reason="no living rank holds", missing=missing)
+        return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)
     num_slots = num_slots_per_rank * len(previous_ranks)
     if num_slots < plan.num_experts:
         return Declined(
@@ -62,3 +64,49 @@ def plan_replicas(
         )
     held = holdings(plan, previous_ranks)
     return plan_migration(remap(place(), held, expert_bytes), held, expert_bytes)
+
+
+def plan_drain(
+    plan: PlacementPlan,
+    staying: Sequence[int],
+    place: Callable[[], PlacementPlan],
+    *,
+    expert_bytes: int | Sequence[int],
+) -> MigrationPlan | None:
+    """Plan the migration before ranks leave, after which the ranks that stay hold every expert.
+
+    None if they hold every expert already: further moves can follow once the others have left.
+
+    Args:
+        plan: present placement.
+        staying: ranks of ``plan`` that stay, ascending.
+        place: planner of the placement of the staying ranks, called only if it is needed.
+        expert_bytes: state of one expert, or of one expert of each layer.
+    """
+    if not lost_experts(plan, staying):
+        return None
+    wanted = remap(place(), holdings(plan, staying), expert_bytes)
+    position = {rank: index for index, rank in enumerate(staying)}
+    slots: Slots = tuple(
+        tuple(new[position[rank]] if rank in position else kept for rank, kept in zip(plan.ranks, old, strict=True))
+        for old, new in zip(plan.slots, wanted.slots, strict=True)
+    )
+    return plan_migration(plan.replacing(slots), holdings(plan), expert_bytes)
+
+
+def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    """Distribute the tensors for joining ranks over the sending ``ranks``, about the same number of bytes each.
+
+    Args:
+        sizes: bytes by name.
+
+    Returns:
+        Sorted names of the tensors that each rank sends.
+    """
+    shares: dict[int, list[str]] = {rank: [] for rank in ranks}
+    num_bytes = dict.fromkeys(ranks, 0)
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = min(ranks, key=lambda rank: (num_bytes[rank], rank))
+        shares[rank].append(name)
+        num_bytes[rank] += sizes[name]
+    return {rank: tuple(sorted(names)) for rank, names in shares.items()}

@@ -1,4 +1,4 @@
-"""The memberships of a scripted history: a pure function of the configuration, so nobody has to be told."""
+"""Memberships of ``launch.membership_schedule``: a pure function of the configuration, the same on every rank."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from megatron_ft.planning.recovery.target import Target
 def scripted_memberships(
     changes: Sequence[MembershipChange], num_nodes: int, ranks_per_node: int
 ) -> tuple[NextMembership, ...]:
-    """What follows generation 0, which is of all nodes. They share one store: none has an address of its own."""
+    """Memberships after generation 0, which has all nodes. They share one store, so none has its own address."""
     nodes = list(nodes_over_time(num_nodes, changes))
     return tuple(
         _following(generation, change, nodes[generation - 1], nodes[generation], ranks_per_node)

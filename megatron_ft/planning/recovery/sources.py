@@ -1,12 +1,12 @@
-"""What a job that starts at the same logical layout continues from: the newest state that every rank can have.
+"""State that a restarted job of the same layout continues from: the newest one that is available to every rank.
 
-A window in memory, a persisted window or a dense checkpoint: the one that contains most iterations. What is not used
-says why (rungs 3 and 4 of the ladder).
+Candidates are windows in memory, persisted windows and the newest dense checkpoint; the one with most iterations is
+chosen, and a reason is given for every other one.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.strict_json import JsonValue, decode
@@ -21,31 +21,31 @@ class StoredWindow:
 
     start_iteration: int
     generation: int
-    """Membership that captured it."""
+    """Membership that captured it; windows of different generations are never mixed."""
     num_slices: int
     num_held: int
-    """Slices of it that are there, with their hashes."""
+    """Slices that are stored, with their hashes."""
     where: Where
     node: int = -1
     """Node whose memory holds it; -1 for storage."""
     committed: bool = False
-    """Whether the whole job has replicated it."""
+    """Whether all ranks have replicated it."""
     buffer: int | None = None
     """Buffer that holds it, of the rank's own memory, or of the memory for its copies; None elsewhere."""
 
     @property
     def key(self) -> WindowKey:
-        """What ranks have in common of one window."""
+        """Identity of the window, the same on all ranks."""
         return WindowKey(start_iteration=self.start_iteration, generation=self.generation)
 
     @property
     def complete(self) -> bool:
-        """Whether all of its slices are there."""
+        """Whether all of its slices are stored."""
         return self.num_held == self.num_slices
 
     @property
     def last_iteration(self) -> int:
-        """Last iteration that the state contains once it is dense."""
+        """Iteration of the dense state."""
         return self.start_iteration + self.num_slices - 1
 
     @classmethod
@@ -60,44 +60,26 @@ class StoredWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverySource:
-    """Where the job continues.
-
-    ``places`` holds, for each rank, who gives it its window; empty for a checkpoint and for nothing.
-    """
+    """State that the job continues from."""
 
     kind: Literal["memory", "persisted", "checkpoint", "nothing"]
     iteration: int
-    """Last iteration that the state contains once it is dense; 0 for nothing."""
+    """Iteration of the dense state; 0 for ``nothing``."""
     places: tuple[StoredWindow, ...] = ()
+    """Window of each rank; empty for ``checkpoint`` and ``nothing``."""
     declined: tuple[str, ...] = ()
+    """Reasons why other candidates are not used."""
 
     def validate(self) -> None:
-        """Assert that a window is one window, and that ranks have it where the kind says."""
+        """Assert that ranks have one and the same window where the kind is a window."""
         assert bool(self.places) == (self.kind in ("memory", "persisted")), (
             f"{self.kind} with {len(self.places)} places"
         )
         assert len({place.key for place in self.places}) <= 1, "ranks take different windows"
 
     def summary(self) -> str:
-        """One log line."""
         declined = f"; not used: {'; '.join(self.declined)}" if self.declined else ""
         return f"continue from {self.kind}, iteration {self.iteration}{declined}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        places = [asdict(place) for place in self.places]
-        return {"kind": self.kind, "iteration": self.iteration, "places": places, "declined": list(self.declined)}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "RecoverySource":
-        """Inverse of ``to_json``."""
-        places = tuple(StoredWindow.from_json(place) for place in content["places"])
-        return cls(
-            kind=content["kind"],
-            iteration=content["iteration"],
-            places=places,
-            declined=tuple(content["declined"]),
-        )
 
 
 def choose_source(
@@ -106,12 +88,12 @@ def choose_source(
     *,
     reasons: Sequence[str] = (),
 ) -> RecoverySource:
-    """The newest state that all ranks can have; a checkpoint where it is as new, for it needs no replay.
+    """Choose the newest state that is available to all ranks; of equals a checkpoint, which needs no replay.
 
     Args:
-        windows_by_rank: what is held for each rank, wherever it is.
-        checkpoint_iteration: that of the newest dense checkpoint that verifies; None without one.
-        reasons: why windows that are not listed any more were not used, to be told.
+        windows_by_rank: stored windows of each rank.
+        checkpoint_iteration: iteration of the newest valid dense checkpoint; None without one.
+        reasons: reasons why windows that are not listed cannot be used.
     """
     declined = list(reasons)
     candidates = sorted({window.key for windows in windows_by_rank for window in windows}, reverse=True)
@@ -135,7 +117,7 @@ def choose_source(
 def _places(
     windows_by_rank: Sequence[Sequence[StoredWindow]], key: WindowKey, kind: str
 ) -> tuple[tuple[StoredWindow, ...] | None, str]:
-    """Who gives each rank that window; None and a reason where somebody lacks it."""
+    """Stored window of each rank; None and a reason if a rank has none."""
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
         same = [window for window in windows if window.key == key and window.complete]

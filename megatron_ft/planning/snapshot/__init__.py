@@ -1,1 +1,1 @@
-"""Which operators are captured at which iteration, and where the captured bytes go."""
+"""Snapshots: which operators are captured at which iteration, and where copies go."""

@@ -1,7 +1,7 @@
-"""How often experts were activated, and when that has changed enough to order operators anew."""
+"""Activation counts of experts, and when their change calls for another order of operators."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.config.model import ModelConfig
@@ -10,22 +10,22 @@ from megatron_ft.operators import is_moe_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Tokens that every expert received, over the whole job: the same on every rank."""
+    """Tokens that every expert received in the whole job, the same on every rank."""
 
     layers: tuple[int, ...]
-    """Megatron's numbers (from 1) of the layers that have experts."""
+    """Layers with experts, in Megatron's numbering (from 1)."""
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
-    """[record][layer][expert], oldest record first; a record is an iteration or several."""
+    """[record][layer][expert], oldest record first; a record is one or several iterations."""
 
     @classmethod
     def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
-        """From records of tokens [layer of the model][expert], oldest first; None without any."""
+        """Make activations from records of tokens [layer of the model][expert], oldest first; None without any."""
         layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
         records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
         return cls(layers=layers, tokens=records) if records else None
 
     def validate(self) -> None:
-        """Assert that every record has a row for each layer, equally long, of counts."""
+        """Assert that every record has a row of counts for each layer, all of equal length."""
         assert self.tokens, "activations have at least one record"
         width = len(self.tokens[0][0]) if self.layers else 0
         for rows in self.tokens:
@@ -35,22 +35,17 @@ class Activations:
 
     @property
     def totals(self) -> tuple[tuple[int, ...], ...]:
-        """[layer][expert] over all records."""
+        """[layer][expert]: tokens over all records."""
         return tuple(
             tuple(sum(column) for column in zip(*rows, strict=True)) for rows in zip(*self.tokens, strict=True)
         )
 
     def collapsed(self) -> "Activations":
-        """The same totals as one record."""
+        """Return the totals as one record."""
         return Activations(layers=self.layers, tokens=(self.totals,))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Activations":
-        """Inverse of ``to_json``."""
         return cls(
             layers=tuple(content["layers"]),
             tokens=tuple(tuple(tuple(row) for row in rows) for rows in content["tokens"]),
@@ -59,19 +54,19 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderTrigger:
-    """When popularity has moved so far that operators are ordered anew (MoEvement, section 3.5).
+    """Decides when the popularity of experts has changed so much that operators are ordered again (MoEvement, 3.5).
 
-    An expert's frequency is its share of its layer's tokens. What is compared is always the popularity that the order
-    in force was made from, not the last one looked at: values that swing around it do not add up, slow drift does.
+    The frequency of an expert is its share of its layer's tokens. It is compared with the popularity that the present
+    order was made from, not with the previous value, so that oscillation does not trigger and slow drift does.
     """
 
     min_change: float = 0.10
-    """Relative change of an expert's frequency above which it counts as moved."""
+    """Relative change of an expert's frequency above which the expert counts as changed."""
     min_share: float = 0.25
-    """Share of all experts that must have moved; above 1 keeps the first order for good."""
+    """Share of all experts that must have changed; above 1 keeps the first order."""
 
     def fires(self, before: Activations | None, now: Activations | None) -> bool:
-        """Whether the order made from ``before`` is out of date."""
+        """Whether the order made from ``before`` is outdated."""
         if now is None:
             return False
         if self.min_share > 1:

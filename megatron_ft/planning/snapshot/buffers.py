@@ -1,4 +1,4 @@
-"""Which buffer the next window is captured into: the triple buffer's rule, the same on every rank."""
+"""Triple buffering of windows: which buffer the next window is captured into, the same on every rank."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -6,36 +6,36 @@ from dataclasses import dataclass, field
 from megatron_ft.planning.commit import WindowReport
 
 NUM_BUFFERS = 3
-"""Of each rank, in its node's memory."""
+"""Buffers of each rank, in its node's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStates:
-    """What the keeper says of a rank's buffers. It may lag behind what the rank has told it."""
+    """State of a rank's buffers that the snapshot server reports; it may lag behind the rank's messages."""
 
     replicated: Mapping[int, int] = field(default_factory=dict)
-    """Buffer to the start iteration of the window in it that is replicated."""
+    """Start iteration of the replicated window in each buffer."""
     given_up: Mapping[int, int] = field(default_factory=dict)
-    """Buffer to the start iteration of the window in it that a peer will never have."""
+    """Start iteration of the window in each buffer that some peer will never receive."""
     pinned: frozenset[int] = frozenset()
-    """Buffers that must not change, and may not be given to a window: storage reads them."""
+    """Buffers that storage reads: they must not be changed or reused."""
     knows_commits: bool = True
-    """Whether the keeper has taken in every commit it was told: one that it has not may pin a buffer."""
+    """Whether the server has processed every commit; one that it has not may still pin a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowBuffers:
-    """Windows and the buffers that hold them: one committed, one being captured, one being replicated in between."""
+    """Windows of a rank by buffer: one committed, one being replicated, one being captured."""
 
     held: dict[int, int] = field(default_factory=dict)
-    """Start iteration of each window that is kept, to its buffer."""
+    """Buffer of each kept window, by start iteration."""
     committed: int = -1
-    """Start iteration of the newest window that the whole job has replicated; -1 before the first."""
+    """Start iteration of the newest committed window; -1 before the first."""
 
     def report(self, states: BufferStates) -> WindowReport:
-        """What this rank says of the windows held; ``after_vote`` reads what all say together."""
+        """Report the windows of this rank for the vote, whose result is the input of ``after_vote``."""
         held = sorted(self.held.items())
-        # With every buffer held the next window gets that of the oldest one, for a commit lets that go.
+        # If all buffers are in use, the next window takes that of the oldest one, which the next commit releases.
         spare = self._unheld() or {held[0][1]}
         return WindowReport(
             replicated_windows=_bits(states.replicated.get(buffer) == start for start, buffer in held),
@@ -44,10 +44,10 @@ class WindowBuffers:
         )
 
     def after_vote(self, vote: WindowReport) -> "WindowBuffers":
-        """Once the job knows what every rank reported of the windows held here.
+        """Return the windows after a vote.
 
-        The newest window that every rank has replicated is committed, and older ones are let go. A newer one that a
-        rank has given up will never be committed, and is let go too.
+        The newest window that every rank has replicated is committed, and older ones are released. A newer one that
+        some rank has given up cannot be committed and is released as well.
         """
         starts = sorted(self.held)
         replicated = [start for index, start in enumerate(starts) if vote.replicated_windows >> index & 1]
@@ -58,24 +58,24 @@ class WindowBuffers:
         return after
 
     def after_commit(self, committed: int) -> "WindowBuffers":
-        """Once the window that started at ``committed`` is the newest committed one: older ones are let go."""
+        """Return the windows after the commit of the window that started at ``committed``; older ones are released."""
         if committed <= self.committed:
             return self
         held = {start: buffer for start, buffer in self.held.items() if start >= committed}
         return WindowBuffers(held=held, committed=committed)
 
     def free(self, pinned: Set[int] = frozenset()) -> int | None:
-        """A buffer that holds nothing that is needed and is not ``pinned``; None without."""
+        """A buffer without a kept window that is not ``pinned``; None if there is none."""
         return min(self._unheld() - pinned, default=None)
 
     def begin(self, start_iteration: int, pinned: Set[int] = frozenset()) -> "WindowBuffers":
-        """With a new window in the free buffer."""
+        """Return the windows with a new one in the free buffer."""
         buffer = self.free(pinned)
         assert buffer is not None, f"no buffer is free for the window of iteration {start_iteration}: {self.held}"
         return WindowBuffers(held={**self.held, start_iteration: buffer}, committed=self.committed)
 
     def abandon(self, start_iteration: int) -> "WindowBuffers":
-        """Without a window that will not be completed."""
+        """Return the windows without one that will not be completed."""
         held = {start: buffer for start, buffer in self.held.items() if start != start_iteration}
         return WindowBuffers(held=held, committed=self.committed)
 

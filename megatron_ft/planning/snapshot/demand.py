@@ -1,4 +1,4 @@
-"""What a job has to capture: the shards of every rank, and their bytes as matrices of units by ranks."""
+"""``Demand``: state that a job has to capture, as shards of every rank, and its bytes as matrices of units by ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class UnitBytes:
     """Bytes of units on ranks, without alignment."""
 
     full: Matrix
-    """[units, ranks]: captured in full."""
+    """[units, ranks]: bytes of the full state."""
     frozen: Matrix
-    """[units, ranks]: compute weights only."""
+    """[units, ranks]: bytes of compute weights only."""
 
     def take(self, rows: Sequence[int]) -> "UnitBytes":
-        """The units ``rows``, in that order."""
+        """Select the units ``rows``, in that order."""
         return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
 
     def distinct_ranks(self) -> "UnitBytes":
-        """One column for all ranks that capture the same bytes of every unit."""
+        """Merge the columns of ranks that capture the same bytes of every unit."""
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
         return UnitBytes(
@@ -39,19 +39,19 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What every rank has to capture."""
+    """State that every rank has to capture."""
 
     shards_by_rank: tuple[tuple[StateShard, ...], ...]
-    """Index is the rank."""
+    """Shards of each rank; the index is the rank."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return len(self.shards_by_rank)
 
     @cached_property
     def operators(self) -> tuple[OperatorId, ...]:
-        """Operators of which any rank has a shard, sorted by layer, kind and expert."""
+        """Operators of all shards, sorted by layer, kind and expert."""
         found = {shard.operator for shards in self.shards_by_rank for shard in shards}
         return tuple(sorted(found, key=lambda operator: (operator.layer, operator.kind, operator.expert or 0)))
 
@@ -62,16 +62,16 @@ class Demand:
 
     @cached_property
     def rounding_bytes(self) -> Matrix:
-        """[operators, ranks]: most that a part of an operator can have above an equal share, in full.
+        """[operators, ranks]: largest excess of a part of an operator over an equal share of its full state.
 
-        Ranges are rounded to whole elements, and what a shard has once is captured with every part of it.
+        Ranges are rounded to whole elements, and components without elements are captured with every part.
         """
         values, found = self._table.values, np.zeros((len(self.operators), self.num_ranks), dtype=np.int64)
         np.add.at(found, (self._table.operators, values[:, 1]), values[:, 2] + values[:, 3])
         return found
 
     def bytes_of(self, units: Sequence[Unit]) -> UnitBytes:
-        """Bytes of ``units``, equal to ``unit_bytes`` of every rank's shards."""
+        """Bytes of ``units`` on every rank."""
         part = np.array([unit.part for unit in units], dtype=np.int64)
         num_parts = np.array([unit.num_parts for unit in units], dtype=np.int64)
         rows, shards = self._pairs(units)
@@ -85,7 +85,7 @@ class Demand:
         return UnitBytes(full=full, frozen=frozen)
 
     def _pairs(self, units: Sequence[Unit]) -> tuple[Indices, Indices]:
-        """(row of the unit, shard) of all shards of each unit's operator."""
+        """(rows of units, shards) for all shards of each unit's operator."""
         row_of = {operator: row for row, operator in enumerate(self.operators)}
         of_unit = np.array([row_of[unit.operator] for unit in units], dtype=np.intp)
         by_operator = np.argsort(self._table.operators, kind="stable")
@@ -115,7 +115,7 @@ class _ShardTable:
     operators: Indices
     """[shards]: row of the operator."""
     values: Matrix
-    """[shards, 6]: elements, rank, bytes per element and per shard in full, the same frozen."""
+    """[shards, 6]: elements, rank, bytes per element and per shard of the full state, the same of compute weights."""
 
 
 def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:
@@ -138,6 +138,6 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence
 
 
 def component_bytes(components: Sequence[Component]) -> tuple[int, int]:
-    """Bytes (of each element, of a shard once)."""
+    """(bytes per element, bytes per shard) of components."""
     per_element = sum(component.item_bytes for component in components if component.per_element)
     return per_element, sum(component.item_bytes for component in components if not component.per_element)

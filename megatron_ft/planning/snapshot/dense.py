@@ -1,4 +1,4 @@
-"""Dense snapshots: everything at once, every so many iterations. Baselines of sparse windows."""
+"""Dense snapshots, the baselines of sparse windows: the whole state in one slice, at an interval."""
 
 import math
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseInterval:
-    """A dense snapshot at a given interval."""
+    """Dense snapshots at a given interval."""
 
     interval_iterations: int
-    """From one snapshot to the next."""
+    """Iterations from one snapshot to the next."""
     replan_drift: float = 0.2
-    """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
+    """Relative change of bytes per iteration, or of the snapshot, above which another plan is made."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
-        """See ``SnapshotPolicy``.
+        """Plan dense snapshots at ``interval_iterations``.
 
         Raises:
             ConfigError: an interval below 1, or measurements out of range.
@@ -29,25 +29,25 @@ class DenseInterval:
         if self.interval_iterations < 1:
             raise ConfigError.of("snapshot.policy.interval_iterations", self.interval_iterations, "must be at least 1")
         context.validate()
-        return _dense(demand, context, self.interval_iterations, "dense at a given interval")
+        return _dense(demand, context, self.interval_iterations, "dense, at a given interval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverheadBounded:
-    """The smallest interval whose stalls stay within a share of the time (CheckFreq; MoEvement, section 5.2).
+    """Dense snapshots at the smallest interval with bounded stalls (CheckFreq; MoEvement, section 5.2).
 
-    A snapshot is captured beside one iteration; what that does not hide is the stall. The interval is the smallest n
-    with ``stall / (n * iteration) <= max_overhead``.
+    A snapshot is captured during one iteration; the time beyond that iteration is the stall. The interval is the
+    smallest n with ``stall / (n * iteration) <= max_overhead``.
     """
 
     max_overhead: float = 0.03
-    """Largest share of the time that stalls may add."""
+    """Largest share of time for stalls."""
     replan_drift: float = 0.2
-    """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
+    """Relative change of bytes per iteration, or of the snapshot, above which another plan is made."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
-        """See ``SnapshotPolicy``.
+        """Plan dense snapshots at the smallest interval within ``max_overhead``.
 
         Raises:
             ConfigError: an overhead that is not above 0, or measurements out of range.
@@ -62,25 +62,25 @@ class OverheadBounded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeminiStyle:
-    """The interval with the largest share of useful time for a given time between failures.
+    """Dense snapshots at the interval with the largest share of useful time for a given MTBF.
 
     MoEvement, section 2.4: ``ETTR = 1 / (1 + stall / (n * T)) * 1 / (1 + n * T / (2 * MTBF))`` for an interval of n
     iterations of T seconds, half of which a failure costs on average. The product of the two denominators is convex in
-    n and smallest at ``n = sqrt(2 * stall * MTBF) / T``; the better whole number beside it is taken. In section 5.2
-    the paper gives Gemini the interval that is best in hindsight; this is the one that can be known before.
+    n with its minimum at ``n = sqrt(2 * stall * MTBF) / T``; the better of the two nearest integers is used. In section
+    5.2 the paper gives Gemini the interval that is best in hindsight; this one is known in advance.
     """
 
     mtbf_seconds: float
     """Mean time between failures of the whole job."""
     replan_drift: float = 0.2
-    """Relative change of bytes per iteration, or of the snapshot, that makes another plan."""
+    """Relative change of bytes per iteration, or of the snapshot, above which another plan is made."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
-        """See ``SnapshotPolicy``.
+        """Plan dense snapshots at the interval with the largest share of useful time.
 
         Raises:
-            ConfigError: a time between failures that is not above 0, or measurements out of range.
+            ConfigError: an MTBF that is not above 0 and finite, or measurements out of range.
         """
         if not 0 < self.mtbf_seconds < math.inf:
             raise ConfigError.of("snapshot.policy.mtbf_seconds", self.mtbf_seconds, "must be above 0 and finite")
@@ -97,7 +97,7 @@ class GeminiStyle:
 def useful_time_ratio(
     interval_iterations: int, stall_seconds: float, iteration_seconds: float, mtbf_seconds: float
 ) -> float:
-    """Share of the time that trains, ETTR (MoEvement, section 2.4)."""
+    """Share of time for useful training, ETTR (MoEvement, section 2.4)."""
     seconds = interval_iterations * iteration_seconds
     return 1.0 / ((1.0 + stall_seconds / seconds) * (1.0 + seconds / (2.0 * mtbf_seconds)))
 

@@ -1,4 +1,4 @@
-"""What a configuration will have to capture, before there is a model: a ``Demand`` from parameter counts."""
+"""Estimate of a ``Demand`` from a configuration, by parameter counts, before there is a model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,21 +10,21 @@ from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.topology import Topology
 
 Span = tuple[Operator, int, int]
-"""Elements [start, stop) of all parameters of an operator, one after the other."""
+"""Elements [start, stop) of the concatenated parameters of an operator."""
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Parameters of Megatron's gradient buckets where their reduction overlaps the backward pass."""
+"""Smallest size of Megatron's gradient buckets, in parameters, where reduction overlaps the backward pass."""
 
 
 def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size: int | None = None) -> Demand:
-    """One shard per operator and rank that captures some of it, with the operator's name for a parameter.
+    """Estimate one shard for every operator and rank that captures a part of it; the operator's name is its parameter.
 
-    Every parameter is counted once. With the distributed optimizer a rank captures its part of each gradient bucket,
-    in the order of Megatron's buffers; buckets are taken to end with operators, not with parameters. Otherwise
-    operators are cut evenly over the ranks that hold them, and so are experts where a placement gives them replicas,
-    whichever ranks those will be. A tied embedding is cut over the first and the last stage.
+    Every parameter is counted once. With the distributed optimizer a rank captures its part of each gradient bucket, in
+    the order of Megatron's buffers; buckets are assumed to end with operators, not with parameters. Otherwise operators
+    are split evenly over the ranks that hold them, and experts with replica slots over all ranks of the stage. A tied
+    embedding is split over the first and the last stage.
     """
     operators = operators_of(config.model, tokenizer_vocab_size)
     components = _components(config.precision.params_dtype)
@@ -61,7 +61,7 @@ def _shard(
 def _groups(
     config: JobConfig, topology: Topology, operators: Sequence[Operator]
 ) -> Iterator[tuple[Sequence[int], list[Span]]]:
-    """Ranks that share the state of the same elements, and those elements in the order of their buffer."""
+    """Yield ranks that share the state of the same elements, with these elements in the order of their buffer."""
     for stage in range(topology.pipeline_model_parallel_size):
         ranks = topology.stage_ranks(stage)
         for chunk in range(topology.virtual_pipeline_model_parallel_size):
@@ -100,7 +100,7 @@ def _in_one_buffer(config: JobConfig, topology: Topology) -> bool:
 def _spans_of_chunk(
     config: JobConfig, topology: Topology, operators: Sequence[Operator], stage: int, chunk: int
 ) -> list[Span]:
-    """What a chunk of a stage holds, last parameter first as in Megatron's buffers."""
+    """Elements of a chunk of a stage, last parameter first as in Megatron's buffers."""
     model = config.model
     last_stage, last_chunk = (
         topology.pipeline_model_parallel_size - 1,
@@ -127,7 +127,7 @@ def _part(spans: Iterable[Span], part: int, num_parts: int) -> list[Span]:
 
 
 def _deal(config: JobConfig, ranks: Sequence[int], spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Spans to the ranks that share them."""
+    """Distribute spans over the ranks that share them."""
     if config.parallel.use_distributed_optimizer:
         bucket_size = sum(stop - start for _, start, stop in spans)
         if config.parallel.overlap_grad_reduce:
@@ -140,7 +140,7 @@ def _deal(config: JobConfig, ranks: Sequence[int], spans: Sequence[Span]) -> Ite
 
 
 def _buckets(spans: Sequence[Span], bucket_size: int) -> Iterator[list[Span]]:
-    """Spans up to ``bucket_size`` elements, whole operators at least."""
+    """Group spans into buckets of at least ``bucket_size`` elements, which end with an operator."""
     bucket: list[Span] = []
     size = 0
     for operator, start, stop in spans:
@@ -154,7 +154,7 @@ def _buckets(spans: Sequence[Span], bucket_size: int) -> Iterator[list[Span]]:
 
 
 def _cut_evenly(ranks: Sequence[int], bucket: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """The elements of a bucket, one after the other, in as many equal ranges as there are ranks."""
+    """Split the concatenated elements of a bucket into equal ranges, one for each rank."""
     total = sum(stop - start for _, start, stop in bucket)
     bounds = [total * place // len(ranks) for place in range(len(ranks) + 1)]
     place = position = 0

@@ -1,4 +1,4 @@
-"""Host memory that windows take on every node: its own, and the copies it keeps for others."""
+"""Host memory of every node for its own windows and for peer copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
 NUM_OWN_BUFFERS = 3
-"""Windows of a rank at once: committed, being replicated, being captured."""
+"""Buffers for a rank's windows: committed, being replicated, being captured."""
 NUM_COPY_BUFFERS = 2
-"""Windows of a peer's rank at once: committed, incoming."""
+"""Buffers for copies of a peer's rank: committed, incoming."""
 STATUS_BYTES = 4096
-"""The status page before a rank's buffers."""
+"""Size of the status page before a rank's buffers."""
 _PAGE_BYTES = 4096
-_ROOM_FOR_OTHER_PLANS = (5, 4)
-"""Buffers are so much larger than a window where later plans may order operators otherwise."""
+_MARGIN_FOR_OTHER_PLANS = (5, 4)
+"""Size of a buffer over the size of a window, where later plans may have another order of operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """Bytes of one node."""
+    """Bytes of windows on one node."""
 
     own_bytes: int
     """Windows of its own ranks."""
     copies_bytes: int
-    """Copies kept for other nodes."""
+    """Copies for other nodes."""
     device_bytes: int = 0
-    """On the devices: slices are copied straight from the state."""
+    """Memory on the devices: none, as slices are copied directly from the state."""
 
     @property
     def total_bytes(self) -> int:
-        """Host memory."""
+        """Total host memory."""
         return self.own_bytes + self.copies_bytes
 
 
@@ -44,7 +44,7 @@ def host_bytes(
     *,
     plans_again: bool = False,
 ) -> tuple[NodeMemory, ...]:
-    """Memory of every node; ranks are numbered node by node."""
+    """Memory of every node."""
     num_nodes = len(assignment.peers)
     assert len(shards_by_rank) == num_nodes * ranks_per_node, f"{len(shards_by_rank)} ranks on {num_nodes} nodes"
     window = [buffer_bytes(plan, shards, plans_again=plans_again) for shards in shards_by_rank]
@@ -59,9 +59,9 @@ def host_bytes(
 
 
 def buffer_bytes(plan: WindowPlan, shards: Sequence[StateShard], *, plans_again: bool) -> int:
-    """Bytes of one buffer of the rank with ``shards``: a window, and room for those of later plans."""
-    more, than = _ROOM_FOR_OTHER_PLANS if plans_again else (1, 1)
-    return _whole_pages(max(1, -(-window_bytes(plan, shards) * more // than)))
+    """Size of one buffer of the rank with ``shards``: a window, with a margin for later plans if ``plans_again``."""
+    numerator, denominator = _MARGIN_FOR_OTHER_PLANS if plans_again else (1, 1)
+    return _whole_pages(max(1, -(-window_bytes(plan, shards) * numerator // denominator)))
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""In which order operators are captured within a window: popular ones last, so that replays keep them frozen longest.
+"""Order of operators within a window: popular ones last, so that they stay frozen longest in a replay.
 
 A frozen operator computes no weight gradients, so a replay is cheaper the longer busy operators stay frozen (MoEvement,
-section 3.5). Everything that is no routed expert sees every token and comes after the experts (its figure 6), from the
-last layer to the first: a backward pass ends at the first active operator (appendix E).
+section 3.5). Operators other than routed experts process every token and come after the experts (its figure 6), from
+the last layer to the first, because a backward pass ends at the first active operator (appendix E).
 """
 
 from collections.abc import Sequence
@@ -19,37 +19,32 @@ class OperatorOrder(Protocol):
 
     @property
     def uses_activations(self) -> bool:
-        """Whether the order can change with what experts received."""
+        """Whether the order depends on activations."""
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """All of ``operators``, first captured first. Without ``activations`` all experts are equally popular."""
+        """Order ``operators``, the first to capture first. Without ``activations`` all experts are equally popular."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardCount:
-    """Tokens routed to the expert, over all records (MoEvement, section 3.5)."""
+    """Orders experts by tokens over all records (MoEvement, section 3.5)."""
 
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """See ``OperatorOrder``."""
         return _ascending(operators, activations, [] if activations is None else activations.totals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeDecayed:
-    """Moving average over records: ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (appendix B)."""
+    """Orders experts by a moving average: ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (appendix B)."""
 
     decay: float = 0.9
-    """The paper's alpha: weight of the past, 0 (the newest record alone) to below 1."""
+    """Weight of the past (alpha in the paper), from 0 (newest record only) to below 1."""
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """See ``OperatorOrder``.
-
-        Raises:
-            ConfigError: a decay outside [0, 1).
-        """
+        """Order operators; raises ConfigError for a decay outside [0, 1)."""
         if not 0 <= self.decay < 1:
             raise ConfigError.of("snapshot.policy.order.decay", self.decay, "must be at least 0 and below 1")
         scores: list[list[float]] = []
@@ -64,19 +59,14 @@ class TimeDecayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityAware:
-    """Tokens relative to the capacity of the expert, for experts of different capacities (appendix B)."""
+    """Orders experts by tokens over capacity, for experts of different capacities (appendix B)."""
 
     capacities: tuple[float, ...]
-    """Tokens each expert can process per batch (or any number in proportion), by expert id, above 0; the same in all
-    layers."""
+    """Capacity of each expert, by expert id, above 0, in any unit; the same in all layers."""
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """See ``OperatorOrder``.
-
-        Raises:
-            ConfigError: not a capacity above 0 for each expert.
-        """
+        """Order operators; raises ConfigError unless every expert has a capacity above 0."""
         num_experts = 1 + max((operator.expert for operator in operators if operator.expert is not None), default=-1)
         if len(self.capacities) != num_experts or not all(capacity > 0 for capacity in self.capacities):
             constraint = f"must be {num_experts} numbers above 0, one for each expert"
@@ -88,40 +78,38 @@ class CapacityAware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackToFront:
-    """From the head over the last layer to the embedding, whatever experts receive: for dense models (appendix E)."""
+    """Orders operators from the head to the embedding: for dense models (appendix E)."""
 
     uses_activations: ClassVar[bool] = False
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """See ``OperatorOrder``."""
         return tuple(sorted(operators, key=_back_to_front))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOrder:
-    """From the embedding to the head: no policy, to compare with."""
+    """Orders operators from the embedding to the head, as a baseline."""
 
     uses_activations: ClassVar[bool] = False
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """See ``OperatorOrder``."""
         return tuple(sorted(operators, key=lambda operator: (operator.layer, operator.kind, operator.expert or 0)))
 
 
 def _ascending(
     operators: Sequence[OperatorId], activations: Activations | None, scores: Sequence[Sequence[float]]
 ) -> tuple[OperatorId, ...]:
-    """Experts by score [layer][expert], ties by layer and id; then the rest, back to front."""
+    """Order experts by score [layer][expert], ties by layer and id, then other operators from last to first layer."""
     experts = [operator for operator in operators if operator.expert is not None]
     rest = [operator for operator in operators if operator.expert is None]
     row_of = {} if activations is None else {layer: row for row, layer in enumerate(activations.layers)}
 
     def key(operator: OperatorId) -> tuple[float, int, int]:
-        assert operator.expert is not None, f"{operator} is no expert"
+        assert operator.expert is not None, f"{operator} is not an expert"
         if not row_of:
             return 0.0, operator.layer, operator.expert
         row = scores[row_of[operator.layer]] if operator.layer in row_of else ()
-        assert operator.expert < len(row), f"activations tell nothing of {operator}"
+        assert operator.expert < len(row), f"activations lack {operator}"
         return row[operator.expert], operator.layer, operator.expert
 
     return (*sorted(experts, key=key), *sorted(rest, key=_back_to_front))

@@ -1,4 +1,4 @@
-"""Units into slices: the fewest whose bytes stay within a budget on every rank. Whole numbers throughout."""
+"""Packing of units into the fewest slices within a budget of bytes on every rank, in integers."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ from megatron_ft.planning.snapshot.demand import Matrix, UnitBytes
 Rows = npt.NDArray[np.intp]
 
 _BLOCK = 256
-"""Units looked at together."""
+"""Units that are tried together."""
 _RESOLUTION = 1024
-"""A searched budget is at most this part above the smallest one."""
+"""The search for the smallest budget stops at a relative error of one over this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Units by slice, and the budget that they were packed with."""
+    """Units of each slice, and the budget of the packing."""
 
     slices: tuple[tuple[int, ...], ...]
     budget_bytes: int
 
 
 def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None:
-    """Slices of ``table``'s units, which are in order; None where it takes more than ``max_slices`` or nothing fits.
+    """Pack the units of ``table``, in order; None if that takes more than ``max_slices`` or a unit does not fit.
 
-    Every slice starts with the frozen bytes of all units not captured before it, then takes each remaining unit that
-    leaves every rank within the budget: the first ones in order, and later ones on ranks that still have room.
+    Every slice holds the frozen bytes of all units that are captured later. It takes each remaining unit that keeps
+    every rank within the budget: the first ones in order, and later ones on ranks with budget left.
     """
     extra = table.full - table.frozen
     remaining: Rows = np.arange(len(extra))
@@ -44,7 +44,7 @@ def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None
 
 
 def _fill(extra: Matrix, remaining: Rows, room: Matrix) -> Rows:
-    """The units of one slice. ``room`` is what each rank has left, and is used up."""
+    """Units of one slice. ``room`` is the remaining budget of each rank and is reduced in place."""
     if (room < 0).any():
         return remaining[:0]
     taken = []
@@ -71,10 +71,10 @@ def _fill_singly(extra: Matrix, block: Rows, room: Matrix) -> Rows:
 
 
 def smallest_packing(table: UnitBytes, low_bytes: int, high: Packing, max_slices: int) -> Packing:
-    """The packing into at most ``max_slices`` with the smallest budget above ``low_bytes``, by bisection.
+    """Find the packing into at most ``max_slices`` with the smallest budget above ``low_bytes``, by bisection.
 
-    ``high`` is one that is known. Stops within a thousandth. Packing in order is not monotone, so a smaller budget
-    may work in between; the result is never worse than ``high``.
+    ``high`` is a known packing. The search stops at a relative error of 1 / 1024. Packing in order is not monotone in
+    the budget, so the result may not be the optimum, but it is never worse than ``high``.
     """
     low = low_bytes
     while high.budget_bytes - low > max(1, high.budget_bytes // _RESOLUTION):
@@ -88,19 +88,19 @@ def smallest_packing(table: UnitBytes, low_bytes: int, high: Packing, max_slices
 
 
 def least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
-    """Bytes below which no window of ``num_slices`` can stay: frozen bytes of all units, or an even share in full."""
+    """Lower bound of the largest slice of ``num_slices``: frozen bytes of all units, or an even share of full bytes."""
     even = -(-table.full.sum(axis=0) // num_slices)
     return int(max(table.frozen.sum(axis=0).max(), even.max()))
 
 
 def num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
-    """Equal parts to cut each unit into, so that one part fits a slice in which all else is frozen.
+    """Number of equal parts of each unit such that one part fits a slice with all other units frozen.
 
-    Where frozen bytes leave less room than an eighth of themselves (or none), an eighth is what parts are cut to:
-    such windows stall anyway, and finer parts would make them longer rather than shorter.
+    If frozen bytes leave less room than an eighth of themselves, parts are sized for that eighth: such windows stall
+    anyway, and smaller parts would make them longer.
 
     Args:
-        rounding_bytes: [units, ranks], most that a part can have above its share.
+        rounding_bytes: [units, ranks], largest excess of a part over an equal share.
     """
     frozen, extra = table.frozen.sum(axis=0), table.full - table.frozen
     room = np.maximum(np.maximum(budget_bytes - frozen, -(-frozen // 8)), 1)

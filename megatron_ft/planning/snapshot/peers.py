@@ -1,26 +1,25 @@
-"""Which nodes keep copies of which node's windows: other failure domains, every node as many as the others."""
+"""Peer assignment: nodes in other failure domains that keep copies of each node's windows, evenly distributed."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from megatron_ft.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAssignment:
-    """Where copies of every node's windows lie."""
+    """Nodes that keep copies of every node's windows."""
 
     peers: tuple[tuple[int, ...], ...]
-    """Of each node the nodes that keep a copy, nearest on the ring first."""
+    """Nodes that keep a copy of each node, nearest on the ring first."""
     failure_domains: tuple[str, ...]
-    """Of each node."""
+    """Failure domain of each node."""
     num_copies: int
-    """Failure domains besides its own in which what a node captured must lie."""
+    """Number of other failure domains that must hold what a node captures."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """Of each node the nodes that capture the same bytes themselves; empty where there are none at all."""
+    """Nodes that capture the same bytes as each node; empty if no node does."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
         """Nodes whose copies ``node`` keeps."""
@@ -31,7 +30,7 @@ class PeerAssignment:
         return self.already_held[node] if self.already_held else ()
 
     def validate(self) -> None:
-        """Assert that what every node captured lies in ``num_copies`` other domains, one copy in each."""
+        """Assert that ``num_copies`` other domains hold what every node captures, with one copy in each."""
         assert len(self.peers) == len(self.failure_domains), "every node has peers and a failure domain"
         domains = self.failure_domains
         for node, peers in enumerate(self.peers):
@@ -39,11 +38,10 @@ class PeerAssignment:
             held = {domains[other] for other in self.held_by(node)} - {domains[node]}
             assert len(set(chosen)) == len(chosen), f"node {node} has two copies in one domain: {chosen}"
             assert domains[node] not in chosen, f"node {node} has a copy in its own domain"
-            assert not held & set(chosen), f"node {node} has a copy in a domain that holds its bytes already"
+            assert not held & set(chosen), f"node {node} has a copy in a domain that already holds its bytes"
             assert len(chosen) == max(0, self.num_copies - len(held)), f"node {node} has {len(chosen)} copies"
 
     def summary(self) -> str:
-        """One log line."""
         kept = Counter(chain.from_iterable(self.peers))
         counts = [kept[node] for node in range(len(self.peers))]
         return (
@@ -51,36 +49,22 @@ class PeerAssignment:
             f"{len(set(self.failure_domains))} domains keep {min(counts)} to {max(counts)} copies each"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "PeerAssignment":
-        """Inverse of ``to_json``."""
-        return cls(
-            peers=tuple(tuple(peers) for peers in content["peers"]),
-            failure_domains=tuple(content["failure_domains"]),
-            num_copies=content["num_copies"],
-            already_held=tuple(tuple(nodes) for nodes in content["already_held"]),
-        )
-
 
 def assign_peers(
     failure_domains: Sequence[str], num_copies: int, already_held: Mapping[int, frozenset[int]] | None = None
 ) -> PeerAssignment:
-    """Peers of every node.
+    """Assign peers to every node.
 
-    Nodes stand on a ring on which domains alternate, and a node's copies go to the next nodes of other domains. With
-    domains of one size every node then keeps ``num_copies`` copies. Otherwise (uneven domains, bytes already held)
-    copies are moved from nodes that keep many to nodes that keep fewer, over chains of moves, until no chain helps:
-    the sum of squares of the copies per node is then the smallest there is. What stays uneven is so because domains
-    are: with domains of 3, 1 and 1 nodes and two copies, the two single nodes keep four copies each.
+    Nodes form a ring on which domains alternate, and a node's copies go to the next nodes of other domains. With
+    domains of equal size every node then keeps ``num_copies`` copies. Otherwise copies are moved from nodes with many
+    copies to nodes with fewer, along chains of moves, until the sum of squares of copies per node is minimal. Uneven
+    domains can leave uneven counts: with domains of 3, 1 and 1 nodes and two copies, the two single nodes keep four
+    copies each.
 
     Args:
-        failure_domains: of each node of the job.
-        num_copies: r, domains besides its own in which every node's windows must lie.
-        already_held: node to the nodes that capture the same bytes themselves: their domains count as copies.
+        failure_domains: failure domain of each node of the job.
+        num_copies: r, other domains that must hold every node's windows.
+        already_held: nodes that capture the same bytes as a node; their domains count as copies.
 
     Raises:
         ConfigError: fewer other domains than copies.
@@ -105,7 +89,7 @@ def assign_peers(
 
 
 class _Ring:
-    """Copies while they are dealt out."""
+    """Peers of all nodes while copies are assigned."""
 
     def __init__(self, domains: Sequence[str], num_copies: int, held: Sequence[frozenset[int]]) -> None:
         self._domains = domains
@@ -120,11 +104,11 @@ class _Ring:
         return range(len(self._domains))
 
     def sorted_peers(self, node: int) -> list[int]:
-        """The node's peers, nearest on the ring first."""
+        """Peers of a node, nearest on the ring first."""
         return sorted(self.peers[node], key=lambda peer: self._distance(node, peer))
 
     def even_out(self) -> None:
-        """Moves copies until the sum of squares of what nodes keep is smallest."""
+        """Move copies until the sum of squares of copies per node is minimal."""
         while any(self._shift_one(node) for node in sorted(self._nodes, key=lambda node: -self._kept[node])):
             pass
 
@@ -142,7 +126,7 @@ class _Ring:
         return peers
 
     def _shift_one(self, start: int) -> bool:
-        """Takes one copy from ``start`` over the shortest chain to a node that keeps at least two fewer."""
+        """Move one copy from ``start`` along the shortest chain to a node with at least two fewer copies."""
         limit = self._kept[start] - 2
         if limit < min(self._kept[node] for node in self._nodes):
             return False
@@ -165,7 +149,7 @@ class _Ring:
         return False
 
     def _alternatives(self, source: int, peer: int) -> list[int]:
-        """Where the copy that ``peer`` keeps for ``source`` could lie instead, in ring order."""
+        """Nodes that could keep the copy of ``source`` instead of ``peer``, in ring order."""
         used = self._taken[source] | {self._domains[other] for other in self.peers[source] if other != peer}
         return [other for other in self._order if other != peer and self._domains[other] not in used]
 
@@ -180,7 +164,7 @@ class _Ring:
 
 
 def _alternating(domains: Sequence[str]) -> list[int]:
-    """Nodes in an order in which the members of every domain are spread evenly."""
+    """Order nodes so that those of every domain are evenly spaced."""
     members: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         members.setdefault(domain, []).append(node)

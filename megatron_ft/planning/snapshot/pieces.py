@@ -1,6 +1,6 @@
-"""Where the bytes of a slice lie: the same on the rank that captures it and on the one that puts it back."""
+"""Layout of a slice in bytes, the same on the rank that captures it and on the one that restores it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_ft.operator_state import Component, StateShard
@@ -13,7 +13,7 @@ SLICE_ALIGNMENT_BYTES = 4096
 
 
 class Piece(NamedTuple):
-    """One component of one parameter's element range, captured from one state; a row of a slice's manifest."""
+    """One component of an element range of one parameter, captured from one state; a row of a slice's manifest."""
 
     parameter: str
     """Global name."""
@@ -25,9 +25,9 @@ class Piece(NamedTuple):
     """torch's name of it."""
     start: int
     stop: int
-    """Elements [start, stop) of the flattened part of the parameter; one value for them all where not per element."""
+    """Elements [start, stop) of the flattened tensor part; a component without elements has one value for all."""
     offset: int
-    """First byte, from the start of the slice."""
+    """First byte in the slice."""
     num_bytes: int
 
     @property
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> tuple[Piece, ...]:
-    """What the rank with ``shards`` captures in slice ``index``, in order of offset."""
+    """Pieces that the rank with ``shards`` captures in slice ``index``, by offset."""
     by_operator: dict[OperatorId, list[StateShard]] = {}
     for shard in shards:
         by_operator.setdefault(shard.operator, []).append(shard)
@@ -53,18 +53,8 @@ def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> 
 
 
 def slice_bytes(pieces: Sequence[Piece]) -> int:
-    """Bytes a slice takes in a window's buffer."""
+    """Bytes of a slice in a window's buffer."""
     return align(pieces[-1].end) if pieces else 0
-
-
-def unit_bytes(unit: Unit, shards: Iterable[StateShard]) -> tuple[int, int]:
-    """(full, frozen) bytes of ``unit`` among ``shards``, without alignment."""
-    full = frozen = 0
-    for shard in shards:
-        if shard.operator == unit.operator:
-            full += sum(piece.num_bytes for piece in _pieces_of(unit, shard, shard.full, 0))
-            frozen += sum(piece.num_bytes for piece in _pieces_of(unit, shard, shard.frozen, 0))
-    return full, frozen
 
 
 def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], offset: int) -> Iterator[Piece]:
@@ -92,7 +82,7 @@ def align(num_bytes: int, alignment: int = SLICE_ALIGNMENT_BYTES) -> int:
 
 
 def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
-    """Bytes of all slices of one window on the rank with ``shards``: the sum of ``slice_bytes``, in one pass."""
+    """Bytes of a window on the rank with ``shards``: the sum of ``slice_bytes``, in one pass."""
     by_operator: dict[OperatorId, list[StateShard]] = {}
     for shard in shards:
         by_operator.setdefault(shard.operator, []).append(shard)

@@ -1,4 +1,4 @@
-"""``WindowPlan``: which units of state are captured in full at which iteration of a window; ``WindowKey``."""
+"""``WindowPlan``: units of state that are captured in full at each iteration of a window; ``WindowKey``."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,7 +20,7 @@ class WindowKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Unit:
-    """What is captured at once: an operator, or the ``part``-th of ``num_parts`` equal ranges of each of its shards."""
+    """An operator, or the ``part``-th of ``num_parts`` equal ranges of each of its shards, captured in one slice."""
 
     operator: OperatorId
     part: int = 0
@@ -39,18 +39,17 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBasis:
-    """What a plan was made from: what later values are compared with before another plan is made."""
+    """Values that a plan was made from; later values are compared with them before another plan is made."""
 
     budget_bytes: int
     """Bytes that a rank can capture within one iteration."""
     peak_bytes: int
     """Bytes of the largest slice on any rank."""
     activations: Activations | None = None
-    """What experts had received, as one record; None where the order does not depend on it."""
+    """Activations as one record; None where the order does not depend on them."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PlanBasis":
-        """Inverse of ``dataclasses.asdict``."""
         activations = content["activations"]
         given = None if activations is None else Activations.from_json(activations)
         return cls(budget_bytes=content["budget_bytes"], peak_bytes=content["peak_bytes"], activations=given)
@@ -58,31 +57,31 @@ class PlanBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """A window of the whole job. Slice i is taken from the state after iteration ``start + i``.
+    """A window of the whole job. Slice i is captured from the state after iteration ``start + i``.
 
-    Units of slice i are captured in full there, those of later slices as compute weights only, those of earlier
-    slices not at all (MoEvement, section 3.2). One slice is a dense snapshot.
+    Slice i holds its own units in full, units of later slices as compute weights only, and nothing of earlier ones
+    (MoEvement, section 3.2). A window of one slice is a dense snapshot.
     """
 
     slices: tuple[tuple[Unit, ...], ...]
     interval_iterations: int
-    """From the start of a window to the start of the next; at least the number of slices."""
+    """Iterations from the start of a window to the start of the next; at least the number of slices."""
     reason: str = ""
-    """Why the window has this size and order."""
+    """Reason for this size and order."""
     basis: PlanBasis | None = None
-    """None for a plan that no policy made."""
+    """None for a plan that was not made by a policy."""
 
     @property
     def num_iterations(self) -> int:
-        """W, the iterations that together capture every unit once."""
+        """W, the number of slices."""
         return len(self.slices)
 
     def active(self, index: int) -> tuple[Unit, ...]:
-        """Units whose full state is there once slices 0 to ``index`` are loaded."""
+        """Units with full state once slices 0 to ``index`` are loaded."""
         return tuple(unit for units in self.slices[: index + 1] for unit in units)
 
     def frozen(self, index: int) -> tuple[Unit, ...]:
-        """Units that have compute weights only once slice ``index`` is loaded."""
+        """Units with compute weights only once slice ``index`` is loaded."""
         return tuple(unit for units in self.slices[index + 1 :] for unit in units)
 
     def validate(self, operators: Iterable[OperatorId]) -> None:
@@ -97,22 +96,19 @@ class WindowPlan:
             wanted = [(part, len(units)) for part in range(len(units))]
             assert found == wanted, f"{operator} is captured in parts {found}"
         missing = set(operators) ^ set(parts)
-        assert not missing, f"operators captured by nobody, or unknown: {sorted(map(str, missing))[:5]}"
+        assert not missing, f"operators not captured, or unknown: {sorted(map(str, missing))[:5]}"
 
     def summary(self) -> str:
-        """One log line."""
         sizes = " ".join(str(len(units)) for units in self.slices)
         return (
             f"window of {self.num_iterations} iterations every {self.interval_iterations}: units {sizes}; {self.reason}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "WindowPlan":
-        """Inverse of ``to_json``."""
         slices = tuple(
             tuple(Unit(**{**unit, "operator": OperatorId(**unit["operator"])}) for unit in units)
             for units in content["slices"]

@@ -1,4 +1,4 @@
-"""What a snapshot policy is: demand and measurements in, a ``WindowPlan`` out, the same on every rank."""
+"""Interface of snapshot policies: from demand and measurements to a ``WindowPlan``, the same on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from megatron_ft.planning.snapshot.plan import PlanBasis, Unit, WindowPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotContext:
-    """What the job is like. Every rank must pass the same values: reduce measurements over the job first."""
+    """Measurements of the job. Every rank must pass the same values, so they are reduced over the job first."""
 
     bandwidth_bytes_per_second: float
-    """Bytes that one rank can capture per second: the slowest rank's."""
+    """Bytes that the slowest rank can capture per second."""
     iteration_seconds: float
-    """Time of an iteration, which a slice is captured beside."""
+    """Time of an iteration, during which a slice is captured."""
     activations: Activations | None = None
-    """What experts received; None where nothing was counted yet."""
+    """Activations of experts; None if not counted yet."""
     previous: WindowPlan | None = None
-    """The plan in force; None at the first."""
+    """Present plan; None for the first."""
 
     @property
     def budget_bytes(self) -> int:
@@ -29,16 +29,16 @@ class SnapshotContext:
         return int(self.bandwidth_bytes_per_second * self.iteration_seconds)
 
     def stall_seconds(self, num_bytes: int) -> float:
-        """How long training waits for a slice of so many bytes."""
+        """Time that training waits for a slice of ``num_bytes``."""
         if num_bytes <= self.budget_bytes:
             return 0.0
         return max(0.0, num_bytes / self.bandwidth_bytes_per_second - self.iteration_seconds)
 
     def validate(self) -> None:
-        """Measurements that plans can be made from.
+        """Check the measurements.
 
         Raises:
-            ConfigError: a bandwidth or a time that is not above 0, or room for less than a byte.
+            ConfigError: a bandwidth or a time is not above 0, or an iteration is too short for one byte.
         """
         for name in ("bandwidth_bytes_per_second", "iteration_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
@@ -47,12 +47,12 @@ class SnapshotContext:
             raise ConfigError.of(
                 "snapshot.bandwidth_bytes_per_second",
                 self.bandwidth_bytes_per_second,
-                f"must leave room for a byte in an iteration of {self.iteration_seconds} s",
+                f"must allow at least one byte in an iteration of {self.iteration_seconds} s",
             )
 
 
 class SnapshotPolicy(Protocol):
-    """Decides what is captured at which iteration. A frozen dataclass, built from ``snapshot.policy``."""
+    """Policy: a frozen dataclass, built from ``snapshot.policy``, that decides what is captured at which iteration."""
 
     @property
     def replan_drift(self) -> float:
@@ -60,21 +60,21 @@ class SnapshotPolicy(Protocol):
 
     @property
     def trigger(self) -> ReorderTrigger | None:
-        """When changed activations make ``replan`` order anew; None where order does not depend on them."""
+        """Change of activations upon which ``replan`` makes another order; None if order does not depend on them."""
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
-        """A plan that covers every operator of ``demand`` once.
+        """Plan windows that capture every operator of ``demand`` once.
 
         Raises:
-            ConfigError: the context or the policy's own fields cannot be planned with.
+            ConfigError: the context or the fields of the policy are out of range.
         """
 
 
 def replan(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> WindowPlan:
-    """``previous`` itself, unless it is out of date; then a plan whose reason starts with why.
+    """Return ``previous``, or another plan if it is outdated; the reason of that plan begins with the cause.
 
-    Out of date is a plan for other operators, one whose budget or largest slice has drifted by more than the policy's
-    ``replan_drift``, and one whose order the policy's ``trigger`` calls outdated.
+    A plan is outdated if it is for other operators, if its budget or largest slice has changed by more than the
+    policy's ``replan_drift``, or if the policy's ``trigger`` fires.
     """
     why = _outdated(policy, demand, context, previous)
     if why is None:
@@ -97,7 +97,7 @@ def make_plan(
     reason: str,
     activations: Activations | None = None,
 ) -> WindowPlan:
-    """A valid plan of ``slices``, with its basis and what its largest slice costs."""
+    """Make a valid plan of ``slices`` with its basis; its reason includes the cost of the largest slice."""
     bare = WindowPlan(slices=tuple(tuple(units) for units in slices), interval_iterations=interval_iterations)
     bare.validate(demand.operators)
     by_slice = demand.slice_bytes(bare).max(axis=1)
@@ -123,17 +123,17 @@ def make_plan(
 
 def _outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> str | None:
     if {unit.operator for units in previous.slices for unit in units} != set(demand.operators):
-        return "operators are others"
+        return "the operators have changed"
     basis = previous.basis
     if basis is None:
-        return "the plan in force tells no basis"
+        return "the present plan has no basis"
     if _drift(context.budget_bytes, basis.budget_bytes) > policy.replan_drift:
         return f"bytes per iteration went from {basis.budget_bytes:,} to {context.budget_bytes:,}"
     peak = int(demand.slice_bytes(previous).max())
     if _drift(peak, basis.peak_bytes) > policy.replan_drift:
         return f"the largest slice went from {basis.peak_bytes:,} to {peak:,} bytes"
     if policy.trigger is not None and policy.trigger.fires(basis.activations, context.activations):
-        return "activation frequencies moved"
+        return "activation frequencies have changed"
     return None
 
 

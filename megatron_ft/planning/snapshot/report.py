@@ -1,12 +1,12 @@
-"""What a job's snapshots amount to before anything runs: window, bytes, and the memory they take on every node."""
+"""Estimate of a job's snapshots before anything runs: window, bytes, and host memory of every node."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.policy import build_policy
-from megatron_ft.errors import ConfigError
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.snapshot.estimate import estimate_demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
@@ -19,74 +19,56 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotReport:
-    """The estimate that ``dry_run`` prints; what is in force is the event ``snapshot_planned``."""
+    """Estimate that ``dry_run`` prints; the event ``snapshot_planned`` holds the actual plan."""
 
     policy: str
     window_iterations: int | None
-    """W; None where bandwidth or iteration time are measured first: sizes are then those of a dense window."""
+    """W; None where bandwidth or iteration time is measured first, and sizes are those of a dense window."""
     interval_iterations: int | None
     window_bytes: int
-    """Of the rank that captures most."""
+    """Bytes of a window on the rank that captures most."""
     dense_bytes: int
-    """The whole state of that rank, captured at once."""
+    """Bytes of a dense snapshot on the rank that captures most."""
     num_peer_copies: int
     peers: tuple[tuple[int, ...], ...]
-    """Of each node the nodes that keep its copies."""
+    """Nodes that keep copies of each node."""
     nodes: tuple[NodeMemory, ...]
     host_memory_limit_bytes: int | None
     reason: str
 
     @property
     def host_bytes(self) -> int:
-        """Memory of windows and copies on the node that needs most."""
+        """Memory of windows and copies on the largest node."""
         return max(node.total_bytes for node in self.nodes)
 
     def validate(self) -> None:
-        """It fits the memory that the configuration grants.
+        """Check the memory limit of the configuration.
 
         Raises:
             ConfigError: a node needs more.
         """
         check_limit(self.host_bytes, self.host_memory_limit_bytes)
 
-    def summary(self) -> str:
-        """One log line."""
-        window = "measured first" if self.window_iterations is None else f"W={self.window_iterations}"
-        return f"{self.policy}: {window}, {self.window_bytes:,} bytes a rank, {self.host_bytes:,} bytes on a node"
-
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "host_bytes": self.host_bytes}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "SnapshotReport":
-        """Inverse of ``to_json``."""
-        values = {name: value for name, value in content.items() if name != "host_bytes"}
-        values["peers"] = tuple(tuple(peers) for peers in values["peers"])
-        values["nodes"] = tuple(NodeMemory(**node) for node in values["nodes"])
-        return cls(**values)
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Refuse windows that take more than the configuration grants.
-
-    Raises:
-        ConfigError: ``snapshot.host_memory_limit_bytes`` is too small.
-    """
-    if limit_bytes is not None and needed_bytes > limit_bytes:
-        raise ConfigError.of(
-            "snapshot.host_memory_limit_bytes",
-            limit_bytes,
-            f"must be at least {needed_bytes}, what windows and peers' copies take on the node that needs most; lower "
-            "snapshot.num_peer_copies, spread the model over more nodes, or choose snapshot=none",
-        )
+    """Raise ConfigError where windows take more than ``snapshot.host_memory_limit_bytes``."""
+    within_limit(
+        limit_bytes,
+        "snapshot.host_memory_limit_bytes",
+        needed_bytes,
+        "the bytes of windows and peers' copies on the largest node; lower snapshot.num_peer_copies, spread the model "
+        "over more nodes, or choose snapshot=none",
+    )
 
 
 def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> SnapshotReport | None:
-    """The estimate for ``config``; None where it takes no snapshots.
+    """Estimate the snapshots of ``config``; None without snapshots.
 
     Raises:
-        ConfigError: the policy cannot be built, or cannot plan with what is configured.
+        ConfigError: the policy cannot be built, or cannot plan with this configuration.
     """
     snapshot, launch = config.snapshot, config.launch
     if snapshot.policy is None:

@@ -1,4 +1,4 @@
-"""Sparse windows: a slice of the operators every iteration, all of them in the fewest iterations without a stall."""
+"""Sparse windows: a slice of the operators every iteration, all operators in the fewest slices without a stall."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,28 +15,28 @@ from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseWindow:
-    """Windows back to back, each capturing every operator once (MoEvement, sections 3.2 and 3.5).
+    """Consecutive windows, each of which captures every operator once (MoEvement, sections 3.2 and 3.5).
 
-    Algorithm 1 of the paper counts operators of one size on one rank. Here slices are packed by bytes over all ranks
-    together, so there is one number of slices for the job; operators that do not fit are cut into equal parts. Where
-    even compute weights do not fit beside an iteration, training stalls: the plan is then the one with the smallest
-    largest slice, and its reason says for how long.
+    Algorithm 1 of the paper counts operators of equal size on one rank. Here slices are packed by bytes over all ranks
+    together, so that the job has one number of slices; operators that do not fit are split into equal parts. If not
+    even the compute weights fit an iteration, training stalls: the plan then has the smallest largest slice, and its
+    reason states the stall.
     """
 
     order: OperatorOrder = field(default_factory=HardCount)
-    """What is captured first."""
+    """Order of operators."""
     balance: bool = True
-    """Whether slices are made as even as the same number of them allows; otherwise early ones are filled up."""
+    """Whether slices are made as even as their number allows; otherwise early ones are filled first."""
     min_window_iterations: int = 1
-    """Fewest slices, as far as there are units for them."""
+    """Fewest slices, if there are as many units."""
     max_window_iterations: int = 32
-    """Most slices. Where the budget asks for more, slices are larger and training stalls."""
+    """Most slices. If the budget would need more, slices are larger and training stalls."""
     max_parts: int = 64
-    """Most parts that one operator is cut into."""
+    """Most parts of one operator."""
     replan_drift: float = 0.2
-    """Relative change of bytes per iteration, or of the largest slice, that makes another plan."""
+    """Relative change of bytes per iteration, or of the largest slice, above which another plan is made."""
     reorder: ReorderTrigger = field(default_factory=ReorderTrigger)
-    """When changed activations make another plan."""
+    """Change of activations upon which another plan is made."""
 
     @property
     def trigger(self) -> ReorderTrigger | None:
@@ -44,7 +44,7 @@ class SparseWindow:
         return self.reorder if self.order.uses_activations else None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
-        """See ``SnapshotPolicy``.
+        """Plan the window with the fewest slices that does not stall training.
 
         Raises:
             ConfigError: fields or measurements out of range.
@@ -61,7 +61,7 @@ class SparseWindow:
             context,
             [[units[row] for row in rows] for rows in packing.slices],
             interval_iterations=len(packing.slices),
-            reason=f"{type(self.order).__name__} order, {num_cut} operators cut into parts",
+            reason=f"{type(self.order).__name__} order, {num_cut} operators split into parts",
             activations=context.activations if self.order.uses_activations else None,
         )
 
@@ -87,27 +87,6 @@ class SparseWindow:
             )
         if self.replan_drift < 0:
             raise ConfigError.of("snapshot.policy.replan_drift", self.replan_drift, "must be at least 0")
-
-
-def find_window_size(
-    num_operators: int, master_optim_bytes: int, compute_bytes: int, budget_bytes: int
-) -> tuple[int, int]:
-    """(window, active operators per slice) for operators of one size on one rank (MoEvement, algorithm 1).
-
-    Args:
-        master_optim_bytes: of one operator in full: master weights and optimizer state.
-        compute_bytes: of one frozen operator.
-        budget_bytes: bytes captured within an iteration.
-
-    The algorithm stops at two active operators whether they fit or not: a window whose slices do not fit stalls.
-    """
-    assert num_operators >= 1, "a window captures something"
-    most = num_operators
-    if num_operators > 2 and master_optim_bytes * num_operators > budget_bytes:
-        room = budget_bytes - compute_bytes * num_operators
-        extra = master_optim_bytes - compute_bytes
-        most = 2 if extra <= 0 else max(2, room // extra)
-    return -(-num_operators // most), most
 
 
 def _cut(demand: Demand, ordered: Iterable[OperatorId], budget: int, max_parts: int) -> list[Unit]:

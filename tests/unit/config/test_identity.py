@@ -1,4 +1,4 @@
-"""What counts as the same job, and how a difference is told."""
+"""Identity of a job, and messages about differences."""
 
 from dataclasses import replace
 from typing import Any
@@ -67,7 +67,7 @@ def test_other_data_is_named_by_its_keys_or_by_its_tokens() -> None:
     (seed,) = differences(settings(), settings("other", data={"seed": 9}))
     assert (seed.concern, seed.key, seed.stored, seed.present) == ("data", "data.seed", 1234, 9)
     (tokens,) = differences(settings(), settings("other"))
-    assert tokens.key == "data.fingerprint" and "the files hold other tokens" in str(tokens)
+    assert tokens.key == "data.fingerprint" and "the files contain other tokens" in str(tokens)
     length = differences(settings(), settings("other", model={"seq_length": 64}))
     assert {(found.concern, found.key) for found in length} == {
         ("data", "model.seq_length"),
@@ -75,7 +75,7 @@ def test_other_data_is_named_by_its_keys_or_by_its_tokens() -> None:
     }
 
 
-def test_a_longer_run_keeps_its_schedule_only_where_it_says_so() -> None:
+def test_a_longer_run_keeps_its_schedule_only_if_the_key_is_set() -> None:
     """The default decay ends with the run: a longer one has another learning rate at every iteration."""
     (found,) = differences(settings(), settings(training={"train_iterations": 100}))
     assert (found.key, found.stored, found.present) == ("optimizer.lr_decay_iterations", 60, 100)
@@ -100,11 +100,11 @@ def test_settings_survive_json() -> None:
     assert differences(parse_json(json.dumps(settings())), settings()) == []
 
 
-def test_whose_files_are_of_this_run() -> None:
+def test_files_belong_to_the_run_with_their_id() -> None:
     job = JobIdentity(run_id="a" * 32, run_name="first", settings={})
     assert job.not_of_run(run_id="a" * 32, run_name="renamed", format_version=2) is None
     other = job.not_of_run(run_id="b" * 32, run_name="first", format_version=2)
-    assert other is not None and other.startswith("is of another run, first (b")
+    assert other is not None and other.startswith("belongs to another run, first (b")
     assert "format 1" in str(job.not_of_run(run_id="first", run_name="first", format_version=1))
     older = replace(job, takes_format_1=True)
     assert older.not_of_run(run_id="first", run_name="first", format_version=1) is None

@@ -69,10 +69,10 @@ def test_and_taken_where_node_processes_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DetectorConfig)])
-def test_nobody_detects_silence(name: str) -> None:
+def test_keys_of_the_detector_are_refused(name: str) -> None:
     longer = {"detector": {name: 70.0 if name == "lost_controller_seconds" else 5.0}}
     validate(job("local", **longer))
-    with pytest.raises(ConfigError, match=rf"^detector\.{name}=(5|70)\.0: must be left at .* no node's process"):
+    with pytest.raises(ConfigError, match=rf"^detector\.{name}=(5|70)\.0: must be left at .* no agent watches"):
         validate(job("torchrun", **longer))
 
 
@@ -85,7 +85,7 @@ def test_snapshots_are_refused() -> None:
             validate(job("torchrun", snapshot=snapshot, launch={"num_nodes": num_nodes}))
 
 
-def test_only_srun_serves_its_store_where_it_is_told_to() -> None:
+def test_only_srun_accepts_a_port_for_its_store() -> None:
     validate(job("srun", launch={"master_port": 23456}))
     with pytest.raises(ConfigError, match=r"^launch\.master_port=23456: must be left at 0.*MASTER_PORT"):
         validate(job("torchrun", launch={"master_port": 23456}))

@@ -26,7 +26,7 @@ def test_a_node_can_come_back_in_the_change_that_loses_it() -> None:
     nothing = parse_membership_change("change(lose=[],join=[],before_iteration=4)")
     assert list(nodes_over_time(3, [again, nothing])) == [(0, 1, 2), (1, 2), (1, 2)]
     assert again.summary() == "nodes [0, 2] leave and nodes [2] join before iteration 4"
-    assert nothing.summary() == "experts are placed anew before iteration 4"
+    assert nothing.summary() == "the placement is planned again before iteration 4"
 
 
 @pytest.mark.parametrize(
@@ -51,29 +51,29 @@ def test_what_has_happened_is_written_as_a_script(
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("", "one call"),
-        ("lose", "a call like"),
-        ("gain(nodes=[1],before_iteration=5)", "a call like"),
-        ("lose([1],before_iteration=5)", "a call like"),
-        ("lose(nodes=[1],before_iteration=5).x()", "a call like"),
+        ("", "a call of one of lose, join, change"),
+        ("lose", "a call of one of"),
+        ("gain(nodes=[1],before_iteration=5)", "a call of one of"),
+        ("lose([1],before_iteration=5)", "one call with keyword arguments only"),
+        ("lose(nodes=[1],before_iteration=5).x()", "one call with keyword arguments only"),
         ("lose(nodes=[1])", "once each"),
         ("lose(nodes=[1],before_iteration=5,rank=1)", "once each"),
         ("lose(**{})", "once each"),
-        ("lose(nodes=[1],nodes=[2],before_iteration=5)", "one call|once each"),
-        ("lose(nodes=list(),before_iteration=5)", "literals"),
+        ("lose(nodes=[1],nodes=[2],before_iteration=5)", "one call|nodes once"),
+        ("lose(nodes=list(),before_iteration=5)", "nodes as a literal"),
         ("lose(nodes=[],before_iteration=5)", "list of node numbers"),
         ("lose(nodes=(1,),before_iteration=5)", "list of node numbers"),
         ("lose(nodes=[True],before_iteration=5)", "list of node numbers"),
         ("lose(nodes=[-1],before_iteration=5)", "list of node numbers"),
-        ("lose(nodes=[2,1],before_iteration=5)", "rising order"),
-        ("lose(nodes=[1,1],before_iteration=5)", "rising order"),
+        ("lose(nodes=[2,1],before_iteration=5)", "ascending order"),
+        ("lose(nodes=[1,1],before_iteration=5)", "ascending order"),
         ("lose(nodes=[1],before_iteration=0)", "at least 1"),
         ("lose(nodes=[1],before_iteration=5.0)", "at least 1"),
         ("lose(nodes=[1],before_iteration=True)", "at least 1"),
         ("join(lose=[1],before_iteration=5)", "once each"),
         ("change(nodes=[1],before_iteration=5)", "once each"),
         ("join(nodes=[],before_iteration=5)", "list of node numbers"),
-        ("change(lose=[1,1],join=[],before_iteration=5)", "rising order"),
+        ("change(lose=[1,1],join=[],before_iteration=5)", "ascending order"),
     ],
 )
 def test_anything_else_is_refused_by_name(text: str, word: str) -> None:

@@ -16,7 +16,7 @@ from megatron_ft.config.validate import validate
         ({"training.train_iterations": 30, "optimizer.lr_warmup_iterations": 29}, 29),
     ],
 )
-def test_warm_up_fits_the_run_unless_told_otherwise(overrides: dict[str, int], expected: int) -> None:
+def test_default_warm_up_fits_the_run(overrides: dict[str, int], expected: int) -> None:
     config = JobConfig()
     for key, value in overrides.items():
         group, name = key.split(".")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.checks.upstream_log import check_upstream_log
+from megatron_ft.config.checks.recovery import check_upstream_log
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate

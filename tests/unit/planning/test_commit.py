@@ -125,7 +125,7 @@ def test_windows_in_the_vote() -> None:
     assert (idle.replicated_windows, idle.given_up_windows, idle.has_free_buffer) == (0, 0, 1)
 
 
-def test_one_overflow_and_one_request_are_everybodys() -> None:
+def test_an_overflow_or_request_of_one_rank_counts_for_all() -> None:
     assert settled(ballot(), ballot(found_inf=1)).found_inf
     assert not settled(ballot(), ballot()).stop_requested
     assert settled(ballot(stop_requested=1), ballot()).stop_requested

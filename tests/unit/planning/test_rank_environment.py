@@ -45,7 +45,7 @@ def test_a_job_that_outlives_losses_keeps_its_processes_when_a_communicator_fail
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in rank_environment(job())
 
 
-def test_what_somebody_has_set_is_named() -> None:
+def test_variables_that_the_user_has_set_are_named() -> None:
     table = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
     assert set_otherwise(table, {"NCCL_ALGO": "Tree", "NCCL_PROTO": "Simple", "HOME": "/"}) == {"NCCL_ALGO": "Tree"}
     assert set_otherwise(table, {}) == {}

@@ -19,7 +19,7 @@ def test_zero_keeps_all() -> None:
     assert RetentionPolicy(keep_last=0).removable(named(1, 2, 3)) == ()
 
 
-def test_in_use_stays() -> None:
+def test_a_checkpoint_in_use_is_kept() -> None:
     policy = RetentionPolicy(keep_last=1)
     assert policy.removable(named(10, 20, 30), in_use=("iter_0000010",)) == ("iter_0000020",)
 

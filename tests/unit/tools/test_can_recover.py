@@ -166,7 +166,7 @@ def test_a_run_without_anything_cannot_recover(living: MadeUpRun, ask: Ask) -> N
 
 def test_a_run_that_has_ended_says_so_and_can_be_asked_what_if(run: MadeUpRun, ask: Ask) -> None:
     found = ask(str(run.path), "--lose", "3")
-    assert found["code"] == RecoveryError.exit_code and "does not run" in found["declined"][0]["reason"]
+    assert found["code"] == RecoveryError.exit_code and "is not running" in found["declined"][0]["reason"]
     assert ask(str(run.path), "--lose", "3", "--as-if-running")["rung"] == "replicas"
 
 

@@ -29,7 +29,7 @@ VERSION_1 = Path(__file__).parents[3] / "fixtures" / "checkpoints" / "version_1.
 
 
 class OneRank:
-    """``Agreement`` of a job of one rank."""
+    """``Collectives`` of a job of one rank."""
 
     rank, num_ranks = 0, 1
 
@@ -79,8 +79,8 @@ def other(concern: str, key: str, value: object) -> dict[str, Any]:
     ("changes", "reason"),
     [
         ({"name": 50}, "holds iteration 20, its name says 50"),
-        ({"run_id": "6" * 32, "run_name": "second"}, "is of another run, second"),
-        ({"run_id": "6" * 32}, "is of another run, first"),
+        ({"run_id": "6" * 32, "run_name": "second"}, "belongs to another run, second"),
+        ({"run_id": "6" * 32}, "belongs to another run, first"),
     ],
 )
 def test_a_checkpoint_that_is_not_the_run_s_is_passed_over_and_set_aside(
@@ -155,7 +155,7 @@ def test_what_a_load_on_purpose_differs_in_is_told(tmp_path: Path) -> None:
     )
     elsewhere = written.rename(tmp_path / "best")
     run, rate = found.differences(elsewhere, manifest)
-    assert "is of another run, first" in run and rate == "optimizer.lr: was 0.5, now 0.001"
+    assert "belongs to another run, first" in run and rate == "optimizer.lr: was 0.5, now 0.001"
 
 
 def test_format_1_is_the_run_s_only_where_the_run_is_older_than_format_2(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_format_1_is_the_run_s_only_where_the_run_is_older_than_format_2(tmp_pat
     path.mkdir()
     (path / MANIFEST_NAME).write_bytes(VERSION_1.read_bytes())
     found, _ = finder()
-    assert found.newest(tmp_path) is None and "is of format 1" in found.foreign[path]
+    assert found.newest(tmp_path) is None and "it has format 1" in found.foreign[path]
     older, _ = finder(replace(JOB, takes_format_1=True))
     assert older.newest(tmp_path) == path
     (note,) = older.differences(path, older.verify(path))

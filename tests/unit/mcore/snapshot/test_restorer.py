@@ -32,7 +32,7 @@ RUN_ID = "5" * 32
 
 
 class OneRank:
-    """``Agreement`` of a job of one rank."""
+    """``Collectives`` of a job of one rank."""
 
     rank, num_ranks = 0, 1
 
@@ -79,7 +79,7 @@ def recovery(run_dir: Path) -> tuple[SnapshotRestorer, list[Record]]:
         identity=JobIdentity(run_id=RUN_ID, run_name=run_dir.name, settings=OWN),
         topology=TOPOLOGY,
         settings=SETTINGS,
-        agreement=OneRank(),  # type: ignore[arg-type]
+        collectives=OneRank(),  # type: ignore[arg-type]
         client=None,
         folder=WindowFolder(run_dir / "windows"),
         report=records.append,
@@ -212,7 +212,7 @@ def test_windows_of_another_run_are_not_used_and_set_aside(tmp_path: Path) -> No
     save(tmp_path, 30, run_id="6" * 32)
     window, chosen, _ = choose(tmp_path)
     assert window is not None and window.window.start_iteration == 20
-    assert "persisted window of iteration 30: is of another run" in chosen.declined[0]
+    assert "persisted window of iteration 30: belongs to another run" in chosen.declined[0]
     found, _ = recovery(tmp_path)
     found.find(None)
     found.set_aside_later(31, is_new_job=False)

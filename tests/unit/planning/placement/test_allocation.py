@@ -4,11 +4,11 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.allocation import Allocation, allocate, integer_loads
+from megatron_ft.planning.placement.allocation import allocate, integer_loads
 
 
 def test_equation_by_hand() -> None:
@@ -34,9 +34,9 @@ def test_floor_is_lowered_and_said_so() -> None:
     assert allocation.min_replicas == 1
     assert allocation.lowered
     assert "lowered from 2" in allocation.summary()
-    assert Allocation.from_json(allocation.to_json()) == allocation
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20), st.integers(0, 60), st.integers(1, 4))
 def test_promises_of_the_paper(loads: list[int], extra: int, floor: int) -> None:
     num_slots = len(loads) + extra
@@ -49,6 +49,7 @@ def test_promises_of_the_paper(loads: list[int], extra: int, floor: int) -> None
     assert in_order == sorted(in_order)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=10))
 def test_fractions_are_taken_exactly(loads: list[float]) -> None:
     exact = integer_loads(loads)

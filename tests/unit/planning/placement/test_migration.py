@@ -15,7 +15,6 @@ from megatron_ft.planning.placement.migration import (
     holdings,
     plan_migration,
     remap,
-    remap_greedily,
 )
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
@@ -80,9 +79,8 @@ def test_optimal_mapping_is_the_best_of_all(pair: tuple[PlacementPlan, Placement
         )
         for order in permutations(range(5))
     )
-    optimal, greedy = remap(new, held), remap_greedily(new, held)
+    optimal = remap(new, held)
     assert moved(optimal, held) == best
-    assert moved(greedy, held) >= best
     for layer in range(2):
         assert Counter(optimal.slots[layer]) == Counter(new.slots[layer])
 
@@ -103,7 +101,6 @@ def test_transfers_bring_exactly_what_is_missing(pair: tuple[PlacementPlan, Plac
         by_expert.setdefault((t.layer_number, t.expert), Counter())[t.source_rank] += 1
     for key, sent in by_expert.items():
         assert max(sent.values()) <= -(-sum(sent.values()) // owners[key])
-    assert MigrationPlan.from_json(migration.to_json()) == migration
 
 
 def test_senders_share_over_experts_too() -> None:
@@ -126,11 +123,11 @@ def test_loss_and_return_of_a_node() -> None:
     held = holdings(before, [0, None, 2, 3])
     mapped = remap(after, held)
     migration = plan_migration(mapped, held, 7)
-    assert set(migration.received_bytes()) == {1}
+    assert {transfer.target_rank for transfer in migration.transfers} == {1}
     assert migration.num_bytes == 7 * sum(len(set(by_rank[1])) for by_rank in mapped.slots)
 
 
-def test_what_nobody_holds_cannot_move() -> None:
+def test_an_expert_without_holder_cannot_move() -> None:
     plan = plan_of((((0,), (1,), (2,)),))
     with pytest.raises(ConfigError, match="expert 1 of layer 1=lost"):
         plan_migration(plan, holdings(plan, [0, None, 2]), 1)
@@ -150,7 +147,7 @@ def test_domains_stay_together() -> None:
 def test_bad_transfers_are_refused() -> None:
     plan = plan_of((((0,), (1,)),))
     stray = Transfer(layer_number=1, expert=0, source_rank=0, target_rank=1, num_bytes=1)
-    with pytest.raises(ConfigError, match="must bring an expert once"):
+    with pytest.raises(ConfigError, match="must bring an expert to a rank that needs it"):
         MigrationPlan(placement=plan, transfers=(stray,)).validate()
     with pytest.raises(ConfigError, match="expert_bytes"):
         plan_migration(plan, holdings(plan), [1, 2])

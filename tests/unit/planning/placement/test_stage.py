@@ -72,8 +72,8 @@ def test_a_script_for_iteration_1_is_the_first_placement() -> None:
         (1, {"ranks": [0, 1]}, r"stage 1: ranks=\[0, 1\]: must be \[2, 3\]"),
         (1, {"layer_numbers": [2]}, r"stage 1: layer_numbers=\[2\]: must be \[4\]"),
         (0, {"num_slots_per_rank": 9}, "stage 0: num_slots_per_rank=9: must be at most placement.num_slots_per_rank=4"),
-        (0, {"surplus": 1}, "stage 0: is no placement"),
-        (0, {"slots": 3}, "stage 0: is no placement"),
+        (0, {"surplus": 1}, "stage 0: must be a placement"),
+        (0, {"slots": 3}, "stage 0: must be a placement"),
     ],
 )
 def test_scripts_that_do_not_fit_are_refused_by_file(stage: int, changes: dict[str, Any], says: str) -> None:

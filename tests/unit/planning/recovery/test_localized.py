@@ -54,7 +54,6 @@ def test_regions(lost: set[int], num_stages: int, is_ring: bool, regions: tuple[
     plan = planned(lost, num_stages, is_ring=is_ring)
     assert plan.regions == regions
     assert plan.iterations == range(5, 10)
-    assert LocalizedPlan.from_json(plan.to_json()) == plan
 
 
 def test_neighbours_serve_across_the_edges_only() -> None:
@@ -96,9 +95,9 @@ def test_declines_where_a_log_has_a_gap_beside_the_region() -> None:
     assert isinstance(found, Declined) and "rank 0 lacks iterations [7]" in found.reason
 
 
-def test_declines_where_nobody_knows_what_was_voted() -> None:
+def test_declines_where_no_rank_has_the_votes() -> None:
     found = decide({1}, 3, voted=(5, 6, 8, 9))
-    assert isinstance(found, Declined) and "voted in iterations [7]" in found.reason
+    assert isinstance(found, Declined) and "votes of iterations [7]" in found.reason
 
 
 def test_a_stage_that_is_the_whole_job_needs_votes_and_no_log() -> None:

@@ -16,8 +16,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import first_plans, stage_requests
 from megatron_ft.planning.placement.survival import survival
-from megatron_ft.planning.recovery.loss_cost import LossCost
-from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored, cost_of_loss, joint_survival
+from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored, cost_of_loss
 from megatron_ft.planning.recovery.means import (
     costs_of_nodes,
     idle_copies,
@@ -98,11 +97,11 @@ def test_every_joint_loss_serves_where_each_expert_has_a_holder_left(num_lost: i
         served += whole
     expected = survival(plan.all_expert_domains(), plan.domains, [num_lost])[0].probability
     assert served / len(losses) == pytest.approx(expected)
-    assert joint_survival(held, [num_lost])[0].probability == pytest.approx(expected)
+
     assert num_lost == 2 or 0 < served < len(losses), "both outcomes are seen"
 
 
-def test_what_nobody_holds_is_named_layer_and_expert() -> None:
+def test_an_expert_without_holder_is_named_by_layer_and_number() -> None:
     config = elastic(6, 1)
     (plan,), held = plans_of(config), means(config)
     lost = tuple(rank for rank, experts in enumerate(plan.slots[0]) if 5 in experts)
@@ -114,7 +113,7 @@ def test_what_nobody_holds_is_named_layer_and_expert() -> None:
 
 def test_too_few_nodes_left_decline() -> None:
     cost = cost_of_loss(means(elastic(4, 3)), [0, 1])
-    assert cost.rung != "replicas" and cost.declined[0].reason == "2 nodes are left of launch.min_nodes=3"
+    assert cost.rung != "replicas" and cost.declined[0].reason == "2 nodes are left, fewer than launch.min_nodes=3"
 
 
 def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
@@ -159,7 +158,7 @@ def test_dead_ranks_are_started_again_from_memory() -> None:
 def test_a_node_that_is_gone_takes_windows_in_memory_with_it() -> None:
     cost = cost_of_loss(means(restarting(persist_interval_windows=2)), [1])
     assert (cost.rung, cost.is_automatic) == ("persisted", False)
-    assert "a lost node ends the job" in cost.declined[1].reason and cost.max_iterations == 2 * 3 + 1
+    assert "the loss of a node ends the job" in cost.declined[1].reason and cost.max_iterations == 2 * 3 + 1
 
 
 def test_nothing_is_left_where_nothing_was_put_away() -> None:
@@ -196,7 +195,7 @@ def test_a_window_that_is_measured_first_has_no_bound() -> None:
     assert cost.rung == "memory" and cost.max_iterations is None and cost.iterations == "<= 2 windows"
 
 
-def test_what_the_run_has_is_told_instead_of_bounds() -> None:
+def test_saved_state_of_the_run_replaces_bounds() -> None:
     held = means(restarting(persist_interval_windows=2))
     stored = Stored(iteration=40, memory_start=36, persisted_start=30, checkpoint=25)
     assert cost_of_loss(held, [0], is_gone=False, stored=stored).max_iterations == 4
@@ -217,7 +216,7 @@ def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
     cost = cost_of_loss(held, [0, 1, 2, 3])
     assert (cost.rung, cost.is_automatic, cost.is_bitwise, cost.max_iterations) == ("checkpoint", True, False, 9)
     assert [d.reason for d in cost.declined[1:]] == [
-        "ranks start again on fewer nodes, and windows are of one size"
+        "ranks restart on fewer nodes, and windows fit the previous number of ranks only"
     ] * 2
     too_few = cost_of_loss(dataclasses.replace(held, min_nodes=3), [0, 1, 2, 3])
     assert (too_few.is_automatic, too_few.is_bitwise) == (False, True)
@@ -236,7 +235,7 @@ def test_a_job_that_does_not_run_has_what_is_on_storage() -> None:
     held = dataclasses.replace(means(restarting(persist_interval_windows=2)), is_running=False)
     cost = cost_of_loss(held, [0], is_gone=False)
     assert (cost.rung, cost.is_automatic) == ("persisted", False)
-    assert [declined.reason for declined in cost.declined] == ["the job does not run: nobody lives"] * 2
+    assert [declined.reason for declined in cost.declined] == ["the job is not running"] * 2
     assert cost_of_loss(dataclasses.replace(means(elastic()), is_running=False), [0]).rung != "replicas"
 
 
@@ -281,19 +280,19 @@ def test_tensor_parts_live_on_where_a_data_parallel_copy_does() -> None:
 def test_spanned_stages_and_shared_domains_are_warned_of() -> None:
     parallel = {"pipeline_model_parallel_size": 2}
     (warning,) = means(job(launch={"num_nodes": 1, "ranks_per_node": 2}, parallel=parallel)).warnings
-    assert warning == "node 0 spans pipeline stages 0, 1: its loss hits all of them"
+    assert warning == "node 0 spans pipeline stages 0, 1: its loss affects all of them"
     shared = dataclasses.replace(means(restarting()), failure_domains=("rack", "rack"))
     assert shared.warnings[0] == "node 0: its peer 1 is in the same failure domain, rack"
     assert not means(restarting()).warnings
 
 
-def test_each_node_has_a_cost_and_json_gives_it_back() -> None:
+def test_each_node_has_a_cost_that_fits_in_a_line_and_in_json() -> None:
     config = elastic()
     costs = costs_of_nodes(config, means(config), JobInputs())
     assert [cost.lost_nodes for cost in costs] == [(0,), (1,), (2,), (3,)]
     declining = cost_of_loss(means(elastic(6, 1)), [0, 1, 2, 3])
     for cost in (*costs, declining):
-        assert LossCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+        assert json.loads(json.dumps(cost.to_json()))["rung"] == cost.rung
         assert "\n" not in cost.summary()
 
 
@@ -316,18 +315,19 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
     assert cost.max_iterations == held.interval_iterations + held.window_iterations + 4
     assert cost.source == "localized (stage 1)"
     assert [declined.rung for declined in cost.declined] == ["replicas"]
-    assert LossCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
 
 
 @pytest.mark.parametrize(
     ("lost", "launch", "said"),
     [
         ([0, 1, 2, 3], {}, "no rank is left"),
-        ([0, 1], {}, "are gone with their peers"),
-        ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 places are to be filled"),
+        ([0, 1], {}, "are lost together with their peers"),
+        ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 nodes need a replacement"),
     ],
 )
-def test_a_place_that_nobody_fills_or_no_window_is_left_for(lost: list[int], launch: dict[str, Any], said: str) -> None:
+def test_localized_replay_declines_without_replacement_or_window(
+    lost: list[int], launch: dict[str, Any], said: str
+) -> None:
     cost = cost_of_loss(keeping(**launch), lost)
     assert cost.rung != "localized" and said in cost.declined[1].reason
 
@@ -349,7 +349,7 @@ def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
     assert (cost.rung, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
     assert cost.is_bitwise, "it starts again at the same size"
     if is_automatic:
-        assert "gone with their peers" in cost.declined[2].reason
+        assert "peer copies are lost" in cost.declined[2].reason
 
 
 def test_a_stage_goes_back_to_what_has_been_committed() -> None:
@@ -363,26 +363,28 @@ def test_copies_that_no_recovery_reads_are_named() -> None:
     (state,) = idle_copies(job(launch={"num_nodes": 4}, placement={**SPREAD, "state_copies": 2}))
     assert state.startswith("placement.state_copies=2: no recovery reads these copies")
     (windows,) = idle_copies(restarting())
-    assert windows.startswith("snapshot.num_peer_copies=1: ") and "a lost node ends the job" in windows
+    assert windows.startswith("snapshot.num_peer_copies=1: ") and "the loss of a node ends the job" in windows
     (beside_replicas,) = idle_copies(elastic(snapshot={"policy": WINDOWS, "num_peer_copies": 1}))
-    assert "a lost node ends the job" not in beside_replicas
+    assert "the loss of a node ends the job" not in beside_replicas
     kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
     assert idle_copies(job(launch=kept, snapshot={"policy": WINDOWS, "num_peer_copies": 1})) == ()
 
 
 def test_replicas_are_used_as_the_job_is_configured() -> None:
     assert why_no_replicas(elastic()) == ""
-    assert why_no_replicas(elastic(min_nodes=None)) == "launch.min_nodes=null: a lost node ends the job"
+    assert why_no_replicas(elastic(min_nodes=None)) == "launch.min_nodes=null: the loss of a node ends the job"
     assert why_no_replicas(job()) == "placement.algorithm=null"
     assert why_no_replicas(elastic(training={"device": "cuda"})) == "training.device=cuda"
 
 
 def test_windows_serve_what_the_job_is_configured_for() -> None:
-    assert windows_serve(restarting()) == "ranks that die while all nodes live (launch.max_restarts=2)"
-    assert windows_serve(restarting(persist_interval_windows=1)).endswith("from those on storage, on as many ranks")
+    assert windows_serve(restarting()) == "the death of ranks on running nodes (launch.max_restarts=2)"
+    assert windows_serve(restarting(persist_interval_windows=1)).endswith(
+        "run.resume on the same number of ranks, from persisted windows"
+    )
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: launch.max_restarts=0")
     kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
-    assert windows_serve(job(launch=kept, snapshot={"policy": WINDOWS})).startswith("stages that lose a rank or a node")
+    assert windows_serve(job(launch=kept, snapshot={"policy": WINDOWS})).startswith("the loss of a rank or a node")
 
 
 def test_a_job_of_slurm_is_not_started_again_by_hand() -> None:
@@ -391,7 +393,7 @@ def test_a_job_of_slurm_is_not_started_again_by_hand() -> None:
         config = restarting(persist_interval_windows=1)
         launch = dataclasses.replace(config.launch, node_launcher=launcher)
         lost[launcher] = cost_of_loss(means(dataclasses.replace(config, launch=launch)), [1])
-        assert LossCost.from_json(json.loads(json.dumps(lost[launcher].to_json()))) == lost[launcher]
+
     assert (lost["local"].source, lost["srun"].source) == ("persisted, by hand", "persisted, by Slurm")
 
 

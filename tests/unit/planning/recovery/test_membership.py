@@ -1,4 +1,4 @@
-"""What every rank is told of the next membership."""
+"""The next membership, as ranks receive it."""
 
 from dataclasses import replace
 
@@ -29,9 +29,9 @@ def test_ranks_keep_their_numbers_where_others_take_places() -> None:
     assert "on nodes [2, 3, 1]" in PLACED.summary()
 
 
-def test_newcomers_have_no_number_before() -> None:
+def test_joining_ranks_have_no_previous_number() -> None:
     assert NextMembership.from_json(JOINED.to_json()) == JOINED
-    assert (JOINED.world_size, JOINED.newcomers, JOINED.stayers) == (6, (2, 3), (0, 1, 4, 5))
+    assert (JOINED.world_size, JOINED.newcomers) == (6, (2, 3))
     assert [JOINED.new_rank(rank) for rank in range(5)] == [0, 1, 4, 5, None]
     assert "6 ranks, 2 of them new on nodes [0, 1, 2]" in JOINED.summary()
     assert "of them new" not in replace(JOINED, previous_ranks=(0, 1, 2, 3, 4, 5)).summary()

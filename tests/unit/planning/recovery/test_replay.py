@@ -1,7 +1,6 @@
 """From a window and its votes to steps: what is loaded, what runs again, what is frozen meanwhile."""
 
 import dataclasses
-import json
 import random
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from megatron_ft.errors import RecoveryError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
+from megatron_ft.planning.recovery.replay import plan_replay
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
 EMBEDDING = OperatorId(layer=0, kind="embedding")
@@ -65,7 +64,7 @@ def test_a_dense_snapshot_replays_nothing() -> None:
 
 
 def test_a_missing_vote_is_named() -> None:
-    with pytest.raises(RecoveryError, match=r"no logged vote of iteration 12: \[11\] are there"):
+    with pytest.raises(RecoveryError, match=r"vote of iteration 12 is not logged; logged are iterations \[11\]"):
         plan_replay(window(units(HEAD), units(REST), units(EMBEDDING)), 10, {11: vote(11)})
 
 
@@ -81,7 +80,6 @@ def test_any_order_covers_everything_once_and_survives_json() -> None:
         plan.validate()
         assert set(plan.steps[-1].active) == set(operators)
         assert [len(step.active) for step in plan.steps] == cuts[1:]
-        assert ReplayPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_both_layers_are_named_apart() -> None:
     )
     found = decide(plan, (0, 1, 2))
     assert isinstance(found, Declined)
-    assert found.summary() == "replicas: no living rank holds: 4.expert.2, 4.expert.3"
+    assert found.summary() == "replicas: no surviving rank holds: 4.expert.2, 4.expert.3"
 
 
 def test_too_few_slots_decline() -> None:

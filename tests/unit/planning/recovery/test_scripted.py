@@ -1,7 +1,7 @@
-"""Memberships of a scripted history, and who gives newcomers what."""
+"""Memberships of a schedule, and the distribution of tensors over senders."""
 
 from megatron_ft.config.membership_schedule import parse_membership_change
-from megatron_ft.planning.recovery.handover import share_out
+from megatron_ft.planning.recovery.replicas import share_out
 from megatron_ft.planning.recovery.scripted import scripted_memberships
 
 

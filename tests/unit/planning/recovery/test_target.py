@@ -107,12 +107,12 @@ def test_more_deaths_while_the_target_is_being_reached() -> None:
 def test_what_cannot_be_is_refused() -> None:
     good = Position(rank=0, generation=0, completed=4, contributed=5, vote=vote_of(5))
     assert choose_target([good]) == Target(iteration=5, vote=vote_of(5))
-    with pytest.raises(RecoveryError, match="nobody"):
+    with pytest.raises(RecoveryError, match="no rank survives"):
         choose_target([])
-    with pytest.raises(RecoveryError, match="no rank that is left has state"):
+    with pytest.raises(RecoveryError, match="no surviving rank has state"):
         choose_target([replace(good, has_state=False)])
     assert choose_target([good, replace(good, rank=1, has_state=False)]) == Target(iteration=5, vote=vote_of(5))
-    with pytest.raises(RecoveryError, match="rank 1 is at iteration 4 and has no gradients of 5"):
+    with pytest.raises(RecoveryError, match="rank 1 has completed iteration 4 and has no gradients of iteration 5"):
         choose_target([good, replace(good, rank=1, contributed=4, vote=vote_of(4))])
     with pytest.raises(RecoveryError, match="generation"):
         choose_target([good, replace(good, rank=1, generation=1)])

@@ -1,21 +1,36 @@
 """Bytes of units and slices against sums over the pieces; estimates against the parameters of the model."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.operator_state import check_shards
+from megatron_ft.operator_state import StateShard, check_shards
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.estimate import estimate_demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
 from megatron_ft.planning.snapshot.peers import assign_peers
-from megatron_ft.planning.snapshot.pieces import slice_bytes, slice_pieces, unit_bytes, window_bytes
+from megatron_ft.planning.snapshot.pieces import slice_bytes, slice_pieces, window_bytes
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.topology import Topology
 from tests.helpers.demands import context, dense_model, one_huge_embedding, uneven
+
+
+def unit_bytes(unit: Unit, shards: Sequence[StateShard]) -> tuple[int, int]:
+    """(full, frozen) bytes of ``unit`` among ``shards``, without alignment: the sums over its pieces."""
+    full, frozen = (
+        WindowPlan(slices=((unit,),), interval_iterations=1),
+        WindowPlan(slices=((), (unit,)), interval_iterations=2),
+    )
+    return (
+        sum(piece.num_bytes for piece in slice_pieces(full, 0, shards)),
+        sum(piece.num_bytes for piece in slice_pieces(frozen, 0, shards)),
+    )
+
 
 demands = pytest.mark.parametrize("demand", [uneven(), one_huge_embedding(), dense_model()])
 

@@ -1,5 +1,6 @@
 """Where each order puts experts, and when a change of popularity counts."""
 
+import dataclasses
 import json
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_decay_of_one_is_refused() -> None:
 
 def test_activations_survive_json_and_check_their_shape() -> None:
     COUNTED.validate()
-    assert Activations.from_json(json.loads(json.dumps(COUNTED.to_json()))) == COUNTED
+    assert Activations.from_json(json.loads(json.dumps(dataclasses.asdict(COUNTED)))) == COUNTED
     assert COUNTED.totals == ((90, 110), (80, 120))
     for tokens in ((((1, 2),),), (((1, 2), (3,)),), (((1, 2), (3, -4)),), ()):
         with pytest.raises(AssertionError):
@@ -126,7 +127,7 @@ def test_an_expert_that_wakes_up_has_moved() -> None:
     assert ReorderTrigger().fires(shares(0, 0, 8, 8), shares(1, 0, 8, 8))
 
 
-def test_first_counts_order_anew_and_missing_ones_do_not() -> None:
+def test_first_counts_trigger_another_order_and_missing_ones_do_not() -> None:
     assert ReorderTrigger().fires(None, shares(1, 1))
     assert not ReorderTrigger().fires(shares(1, 1), None)
     assert not ReorderTrigger().fires(None, None)

@@ -67,7 +67,7 @@ def test_the_searched_budget_packs_and_the_next_smaller_does_not(table: UnitByte
 
 @settings(max_examples=100, deadline=None)
 @given(table=tables(), num_slices=st.integers(1, 6))
-def test_no_window_stays_below_the_least_peak(table: UnitBytes, num_slices: int) -> None:
+def test_no_window_has_a_smaller_peak_than_the_bound(table: UnitBytes, num_slices: int) -> None:
     assert walk(table, least_peak_bytes(table, num_slices) - 1, num_slices) is None
 
 

@@ -1,6 +1,5 @@
 """Copies lie in other failure domains, spread as evenly as domains allow."""
 
-import json
 from collections import Counter
 from itertools import combinations, product
 
@@ -33,7 +32,7 @@ def test_every_node_has_its_copies_in_distinct_other_domains(
     assignment = assign_peers(domains, num_copies, held)
     assignment.validate()
     assert assignment == assign_peers(domains, num_copies, held)
-    assert PeerAssignment.from_json(json.loads(json.dumps(assignment.to_json()))) == assignment
+
     for node, peers in enumerate(assignment.peers):
         copies = {domains[other] for other in (*peers, *held.get(node, ()))} - {domains[node]}
         assert len(copies) >= num_copies

@@ -37,13 +37,13 @@ def test_budgets_beyond_the_drift_make_another() -> None:
     assert replan(SparseWindow(replan_drift=0.5), DEMAND, given(0.35), plan) is plan
 
 
-def test_moved_popularity_orders_anew_and_is_what_counts_from_then_on() -> None:
+def test_changed_popularity_makes_another_order_and_is_its_basis() -> None:
     policy = SparseWindow()
     plan = policy.plan(DEMAND, given())
     assert plan.slices[0][0].operator.expert == 7
     other = replan(policy, DEMAND, given(activations=REVERSED), plan)
     assert other.slices[0][0].operator.expert == 0
-    assert other.reason.startswith("activation frequencies moved; ")
+    assert other.reason.startswith("activation frequencies have changed; ")
     assert replan(policy, DEMAND, given(activations=REVERSED), other) is other
     assert replan(policy, DEMAND, given(activations=COUNTED), other).slices == plan.slices
 
@@ -62,7 +62,7 @@ def test_other_operators_or_larger_ones_make_another_plan() -> None:
     policy = SparseWindow()
     plan = policy.plan(DEMAND, given())
     more = replan(policy, equal_experts(9), given(activations=None), plan)
-    assert more.reason.startswith("operators are others")
+    assert more.reason.startswith("the operators have changed")
     more.validate(equal_experts(9).operators)
     larger = replan(policy, equal_experts(8, 130), given(), plan)
     assert larger.reason.startswith("the largest slice went from ")

@@ -1,0 +1,180 @@
+"""Rules for jobs that lose nodes and continue, for snapshots, the upstream log and membership schedules."""
+
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.checks.primitives import above, at_least, require, show
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time, parse_membership_change
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, unmet, value_of
+
+
+def check_survival(config: JobConfig) -> None:
+    """Check ``launch.min_nodes``, ``launch.keep_layout``, ``launch.membership_schedule`` and what they need.
+
+    Raises:
+        ConfigError: names key, value and constraint.
+    """
+    launch = config.launch
+    above(0, "launch.reform_timeout_seconds", launch.reform_timeout_seconds)
+    above(0, "launch.position_timeout_seconds", launch.position_timeout_seconds)
+    require(
+        launch.min_nodes is None or 1 <= launch.min_nodes <= launch.num_nodes,
+        "launch.min_nodes",
+        launch.min_nodes,
+        f"must be null or in 1..launch.num_nodes={launch.num_nodes}",
+    )
+    changes = _check_schedule(config)
+    fewest = min(launch.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))
+    if launch.keep_layout:
+        _check_keeps_layout(config)
+        return
+    if not changes and not launch.may_lose_nodes:
+        return
+    feature = launch.why_nodes_change or "a launch.membership_schedule"
+    _check_requirements(config, REPLICAS, feature)
+    _check_slots(config, fewest, feature)
+
+
+def _check_schedule(config: JobConfig) -> list[MembershipChange]:
+    key, launch = "launch.membership_schedule", config.launch
+    changes: list[MembershipChange] = []
+    nodes: tuple[int, ...] = tuple(range(launch.num_nodes))
+    earliest, last = 1, config.training.train_iterations
+    for text in launch.membership_schedule:
+        change = parse_membership_change(text)
+        named = (*change.lose, *change.join)
+        require(max(named, default=0) < launch.num_nodes, key, text, f"must name nodes in 0..{launch.num_nodes - 1}")
+        members = f"the members before that change, {list(nodes)}"
+        require(set(change.lose) <= set(nodes), key, text, f"must lose only nodes of {members}")
+        staying = set(nodes) - set(change.lose)
+        require(not set(change.join) & staying, key, text, f"must not have a member that stays join: {sorted(staying)}")
+        require(bool(staying), key, text, "must leave at least one node, which has the state")
+        nodes = change.after(nodes)
+        inside = earliest <= change.before_iteration <= last
+        bounds = f"{earliest}..training.train_iterations={last}"
+        require(inside, key, text, f"must name an iteration in {bounds}; entries must be in order of iterations")
+        earliest = change.before_iteration
+        changes.append(change)
+    require(
+        not changes or not launch.may_lose_nodes,
+        key,
+        launch.membership_schedule,
+        f"must be empty with {launch.why_nodes_change}: nodes change by the schedule or by failures, not by both",
+    )
+    require(
+        not changes or launch.max_restarts == 0,
+        "launch.max_restarts",
+        launch.max_restarts,
+        "must be 0 with a launch.membership_schedule: a restart would begin with all nodes again",
+    )
+    return changes
+
+
+def _check_requirements(config: JobConfig, requirements: tuple[Requirement, ...], feature: str) -> None:
+    for requirement in unmet(config, requirements):
+        require(False, requirement.key, value_of(config, requirement.key), requirement.constraint(feature))
+
+
+def _check_keeps_layout(config: JobConfig) -> None:
+    launch, feature = config.launch, "launch.keep_layout=true"
+    _check_requirements(config, KEPT_LAYOUT, feature)
+    require(
+        launch.min_nodes in (None, launch.num_nodes),
+        "launch.min_nodes",
+        launch.min_nodes,
+        f"must be null or launch.num_nodes={launch.num_nodes} with {feature}: every lost node is replaced",
+    )
+    require(
+        launch.num_spare_nodes > 0 or (launch.restart_lost_nodes and launch.max_node_restarts > 0),
+        "launch.keep_layout",
+        True,
+        f"needs replacement nodes: set launch.num_spare_nodes={launch.num_spare_nodes} above 0, or "
+        f"launch.restart_lost_nodes={show(launch.restart_lost_nodes)} to true with "
+        f"launch.max_node_restarts={launch.max_node_restarts} above 0",
+    )
+
+
+def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
+    """Check that ``num_nodes`` nodes, the fewest the job continues with, have a slot for every expert."""
+    num_experts = config.model.num_moe_experts or 0
+    num_slots = derive_placement(config).placement.num_slots_per_rank or 0
+    num_ranks = num_nodes * config.launch.ranks_per_node
+    require(
+        num_slots * num_ranks >= num_experts,
+        "placement.num_slots_per_rank",
+        config.placement.num_slots_per_rank,
+        f"must give {num_ranks} ranks at least model.num_moe_experts={num_experts} slots: with {feature} the job may "
+        "continue on so few",
+    )
+
+
+def check_upstream_log(config: JobConfig) -> None:
+    """Check ``upstream_log`` and, with ``launch.keep_layout``, that a stage can be replayed alone, bit for bit.
+
+    Raises:
+        ConfigError: names key, value and constraint.
+    """
+    at_least(0, "upstream_log.commit_lag_iterations", config.upstream_log.commit_lag_iterations)
+    at_least(1, "upstream_log.memory_limit_bytes", config.upstream_log.memory_limit_bytes)
+    if config.launch.keep_layout:
+        _check_replays_exactly(config)
+
+
+def _check_replays_exactly(config: JobConfig) -> None:
+    # A replay reads the stage's window, its samples and its neighbours' logs. Besides logged tensors, stages exchange
+    # only what the vote holds (norm, found-inf, loss scale) and the number of tokens, which each stage can count.
+    # Random number generators are part of the window.
+    feature = "launch.keep_layout=true"
+    require(
+        config.training.deterministic,
+        "training.deterministic",
+        config.training.deterministic,
+        f"must be true with {feature}: a replay whose bits differ from those of surviving ranks is refused",
+    )
+    stages = config.parallel.pipeline_model_parallel_size
+    require(
+        stages == 1 or config.model.untie_embeddings_and_output_weights,
+        "model.untie_embeddings_and_output_weights",
+        config.model.untie_embeddings_and_output_weights,
+        f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the first and the last stage "
+        "add their gradients of tied embeddings, which the upstream log does not hold",
+    )
+    require(
+        config.precision.fp8 is None or config.precision.fp8_recipe != "delayed",
+        "precision.fp8_recipe",
+        config.precision.fp8_recipe,
+        f"must not be delayed with {feature} and precision.fp8={config.precision.fp8}: windows do not hold the amax "
+        "history that delayed scaling uses",
+    )
+
+
+def check_snapshot(config: JobConfig) -> None:
+    """Check ``snapshot`` as far as that needs no plan.
+
+    Raises:
+        ConfigError: names key, value and constraint.
+    """
+    snapshot, launch = config.snapshot, config.launch
+    at_least(0, "snapshot.num_peer_copies", snapshot.num_peer_copies)
+    above(0, "snapshot.bandwidth_bytes_per_second", snapshot.bandwidth_bytes_per_second)
+    above(0, "snapshot.iteration_seconds", snapshot.iteration_seconds)
+    at_least(1, "snapshot.host_memory_limit_bytes", snapshot.host_memory_limit_bytes)
+    at_least(0, "snapshot.persist_interval_windows", snapshot.persist_interval_windows)
+    at_least(0, "snapshot.keep_persisted", snapshot.keep_persisted)
+    at_least(0, "snapshot.replan_interval_windows", snapshot.replan_interval_windows)
+    if snapshot.policy is None:
+        return
+    require(
+        launch.mode == "local" or config.dry_run,
+        "snapshot.policy",
+        snapshot.policy.get("_target_"),
+        f"needs node processes, which own the memory of snapshots: launch.mode={launch.mode} has none; use "
+        "launch.mode=local or snapshot=none",
+    )
+    num_domains = len(set(launch.member_domains))
+    require(
+        snapshot.num_peer_copies < num_domains,
+        "snapshot.num_peer_copies",
+        snapshot.num_peer_copies,
+        f"must be below the number of failure domains, {num_domains}: every copy lies in another domain than its "
+        "node; 0 keeps windows on their own node only",
+    )

@@ -1,0 +1,230 @@
+"""Losing nodes: what is refused by name, and what passes."""
+
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.validate import validate
+from megatron_ft.errors import ConfigError
+
+SEARCH = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}
+POLICY = {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"}
+LOSE_ONE = ["lose(nodes=[2],before_iteration=5)"]
+
+
+def job(changes: dict[str, Any]) -> JobConfig:
+    """Three nodes of two ranks, replica slots, no sharded optimizer; dotted keys changed."""
+    values: dict[str, Any] = {
+        "launch": {"num_nodes": 3, "ranks_per_node": 2},
+        "parallel": {"use_distributed_optimizer": False},
+        "placement": {"algorithm": SEARCH, "num_slots_per_rank": 4},
+        "training": {"train_iterations": 10},
+    }
+    for key, value in changes.items():
+        group, name = key.split(".")
+        values.setdefault(group, {})[name] = value
+    return from_dict(values)
+
+
+UNCOVERED: list[tuple[dict[str, Any], str]] = [
+    ({"launch.mode": "torchrun"}, "launch.mode"),
+    ({"launch.master_port": 20001}, "launch.master_port"),
+    ({"parallel.pipeline_model_parallel_size": 2}, "parallel.pipeline_model_parallel_size"),
+    ({"parallel.tensor_model_parallel_size": 2}, "parallel.tensor_model_parallel_size"),
+    ({"parallel.use_distributed_optimizer": True}, "parallel.use_distributed_optimizer"),
+    ({"placement.algorithm": None, "placement.num_slots_per_rank": None}, "placement.algorithm"),
+    ({"placement.schedule": ["3:plan.json"]}, "placement.schedule"),
+    ({"placement.state_copies": 2}, "placement.state_copies"),
+    ({"training.device": "cuda"}, "training.device"),
+]
+
+
+ASKED = [{"launch.min_nodes": 1}, {"launch.membership_schedule": LOSE_ONE}, {"launch.max_nodes": 4}]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize(("changes", "key"), UNCOVERED, ids=[key for _, key in UNCOVERED])
+def test_what_is_not_covered_is_refused_by_key(asked: dict[str, Any], changes: dict[str, Any], key: str) -> None:
+    validate(job(changes | {"model.num_layers": 6}))
+    with pytest.raises(ConfigError, match=rf"^{key}.*must be.*launch\.(min_nodes=1|max_nodes=4|membership_schedule)"):
+        validate(job(changes | asked | {"model.num_layers": 6}))
+
+
+WHY: list[tuple[dict[str, Any], str]] = [
+    ({"launch.min_nodes": 1, "launch.max_nodes": 5, "launch.num_spare_nodes": 1}, "launch.min_nodes=1"),
+    ({"launch.max_nodes": 5, "launch.num_spare_nodes": 1}, "launch.max_nodes=5"),
+    ({"launch.min_nodes": 3, "launch.num_spare_nodes": 1}, "launch.num_spare_nodes=1"),
+    ({"launch.num_spare_nodes": 1}, "launch.num_spare_nodes=1"),
+]
+
+
+@pytest.mark.parametrize(("asked", "why"), WHY, ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"launch.mode": "torchrun"}, {"launch.membership_schedule": LOSE_ONE}], ids=["torchrun", "a script"]
+)
+def test_a_refusal_names_the_key_that_asked_for_it(asked: dict[str, Any], why: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(changes))}=.* must be .*with {why}(:|$)"):
+        validate(job(asked | changes))
+
+
+DOMAINS: list[tuple[dict[str, Any], str]] = [
+    ({}, "launch.num_nodes=3"),
+    ({"launch.num_spare_nodes": 1}, "launch.num_nodes=3 and launch.num_spare_nodes=1"),
+    ({"launch.num_spare_nodes": 1, "launch.max_nodes": 5}, "launch.max_nodes=5"),
+]
+
+
+@pytest.mark.parametrize(("asked", "nodes"), DOMAINS, ids=str)
+def test_a_domain_is_missing_of_nodes_that_some_key_gives(asked: dict[str, Any], nodes: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^launch\.failure_domains=.* one domain for each of {nodes}, or none"):
+        validate(job({**asked, "launch.failure_domains": ["a", "b"]}))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"launch.min_nodes": 0}, "launch.min_nodes"),
+    ({"launch.min_nodes": 4}, "launch.min_nodes"),
+    ({"launch.min_nodes": 1, "placement.num_slots_per_rank": 2}, "placement.num_slots_per_rank"),
+    ({"launch.min_nodes": 1, "placement.num_slots_per_rank": None}, "placement.num_slots_per_rank"),
+    ({"launch.membership_schedule": LOSE_ONE, "launch.max_restarts": 1}, "launch.max_restarts"),
+    ({"launch.reform_timeout_seconds": 0.0}, "launch.reform_timeout_seconds"),
+    *(
+        ({"launch.membership_schedule": schedule}, "launch.membership_schedule")
+        for schedule in (
+            ["lose(2)"],
+            ["lose(nodes=[3],before_iteration=5)"],
+            ["lose(nodes=[0,1,2],before_iteration=5)"],
+            ["lose(nodes=[0,1],before_iteration=5)", "lose(nodes=[2],before_iteration=6)"],
+            ["lose(nodes=[1],before_iteration=5)", "lose(nodes=[1],before_iteration=6)"],
+            ["lose(nodes=[1],before_iteration=5)", "lose(nodes=[2],before_iteration=4)"],
+            ["join(nodes=[1],before_iteration=5)"],
+            [*LOSE_ONE, "change(lose=[0,1],join=[2],before_iteration=7)"],
+            ["change(lose=[0,1,2],join=[0,1],before_iteration=5)"],
+            ["lose(nodes=[1],before_iteration=5)", "join(nodes=[1,2],before_iteration=6)"],
+            ["lose(nodes=[0,1],before_iteration=5)", "change(lose=[2],join=[0],before_iteration=6)"],
+            ["lose(nodes=[1],before_iteration=11)"],
+        )
+    ),
+    ({"launch.membership_schedule": LOSE_ONE, "launch.min_nodes": 2}, "launch.membership_schedule"),
+    ({"launch.max_nodes": 2}, "launch.max_nodes"),
+    ({"launch.max_nodes": 3, "launch.num_spare_nodes": 1}, "launch.max_nodes"),
+    ({"launch.num_spare_nodes": -1}, "launch.num_spare_nodes"),
+    ({"launch.join_window_seconds": -1.0}, "launch.join_window_seconds"),
+    ({"launch.restart_lost_nodes": True}, "launch.restart_lost_nodes"),
+    ({"launch.max_nodes": 4, "launch.failure_domains": ["a", "b", "c"]}, "launch.failure_domains"),
+    ({"launch.num_spare_nodes": 1, "placement.num_slots_per_rank": 1}, "placement.num_slots_per_rank"),
+    ({"detector.heartbeat_interval_seconds": 0.0}, "detector.heartbeat_interval_seconds"),
+    ({"detector.heartbeat_timeout_seconds": 1.9}, "detector.heartbeat_timeout_seconds"),
+    ({"detector.hang_seconds": 0.0}, "detector.hang_seconds"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_what_cannot_be_is_refused_by_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}.*must"):
+        validate(job(changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"launch.min_nodes": 1},
+        {
+            "launch.min_nodes": 3,
+            "snapshot.policy": POLICY,
+            "placement.algorithm": None,
+            "placement.num_slots_per_rank": None,
+        },
+        {"launch.membership_schedule": [*LOSE_ONE, "lose(nodes=[0],before_iteration=10)"]},
+        {"launch.membership_schedule": LOSE_ONE, "launch.min_nodes": 3},
+        {"launch.membership_schedule": [*LOSE_ONE, "change(lose=[0],join=[2],before_iteration=5)"]},
+        {"launch.min_nodes": 1, "launch.failpoints": ['kill(generation=2, phase="forward")']},
+        {"launch.min_nodes": 1, "snapshot.policy": POLICY},
+        {
+            "launch.membership_schedule": [
+                *LOSE_ONE,
+                "join(nodes=[2],before_iteration=7)",
+                "lose(nodes=[0,1],before_iteration=8)",
+            ]
+        },
+        {"launch.membership_schedule": [*LOSE_ONE, "change(lose=[],join=[],before_iteration=7)"]},
+        {"launch.membership_schedule": ["change(lose=[0,1],join=[0],before_iteration=5)"]},
+        {
+            "launch.membership_schedule": [
+                *LOSE_ONE,
+                "join(nodes=[2],before_iteration=7)",
+                "lose(nodes=[0,1],before_iteration=7)",
+            ]
+        },
+        {"launch.max_nodes": 4, "launch.failpoints": ['kill(node=3, rank=7, generation=9, phase="forward")']},
+        {"launch.min_nodes": 1, "launch.num_spare_nodes": 2, "launch.failure_domains": ["a", "b", "c", "d", "e"]},
+        {"launch.min_nodes": 2, "launch.restart_lost_nodes": True},
+        {"detector.hang_seconds": None},
+    ],
+    ids=str,
+)
+def test_what_can_be_passes(changes: dict[str, Any]) -> None:
+    validate(job(changes))
+
+
+def test_a_failpoint_names_a_generation_that_losses_can_reach() -> None:
+    fault = {"launch.failpoints": ['kill(generation=2, phase="forward")']}
+    with pytest.raises(ConfigError, match=r"launch\.failpoints.*launch\.min_nodes"):
+        validate(job(fault | {"launch.min_nodes": 2}))
+
+
+KEEP: dict[str, Any] = {
+    "launch.keep_layout": True,
+    "launch.num_spare_nodes": 1,
+    "snapshot.policy": POLICY,
+    "placement.algorithm": None,
+    "placement.num_slots_per_rank": None,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"launch.min_nodes": 3, "launch.max_restarts": 2},
+        {"launch.num_spare_nodes": 0, "launch.restart_lost_nodes": True},
+        {"model.num_layers": 6, "parallel.pipeline_model_parallel_size": 3, "parallel.tensor_model_parallel_size": 2},
+        {"parallel.use_distributed_optimizer": True},
+        {"launch.failpoints": ['kill(generation=7, phase="forward")']},
+    ],
+    ids=str,
+)
+def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]) -> None:
+    config = job(KEEP | changes)
+    validate(config)
+    assert config.launch.may_lose_nodes
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "why"),
+    [
+        ({"launch.min_nodes": 2}, "launch.min_nodes", "null or launch.num_nodes=3"),
+        ({"launch.max_nodes": 5}, "launch.max_nodes", "does not grow"),
+        ({"launch.num_spare_nodes": 0}, "launch.keep_layout", "needs replacement nodes"),
+        (
+            {"launch.num_spare_nodes": 0, "launch.restart_lost_nodes": True, "launch.max_node_restarts": 0},
+            "launch.keep_layout",
+            "launch.max_node_restarts=0",
+        ),
+        ({"launch.mode": "torchrun"}, "snapshot.policy", "launch.mode"),
+        ({"launch.master_port": 20001}, "launch.master_port", "must be 0"),
+        ({"launch.membership_schedule": LOSE_ONE}, "launch.membership_schedule", "launch.keep_layout=true"),
+        ({"training.device": "cuda"}, "training.device", "must be cpu"),
+        (
+            {"placement.algorithm": SEARCH, "placement.num_slots_per_rank": 4},
+            "placement.algorithm",
+            "must be null.*replica slots",
+        ),
+        ({"snapshot.policy": None}, "snapshot.policy", "goes back to a window"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_cannot_be_kept_is_refused_by_key(changes: dict[str, Any], key: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}.*{why}"):
+        validate(job(KEEP | changes))

@@ -1,0 +1,68 @@
+"""One table of requirements: the key that a check refuses is the key that planning names."""
+
+import re
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, unmet, value_of
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.validate import validate
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.recovery.means import why_no_replicas
+
+SEARCH = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}
+VIOLATIONS: dict[str, Any] = {
+    "launch.mode": "torchrun",
+    "launch.master_port": 20001,
+    "parallel.pipeline_model_parallel_size": 2,
+    "parallel.tensor_model_parallel_size": 2,
+    "parallel.context_parallel_size": 2,
+    "parallel.use_distributed_optimizer": True,
+    "placement.schedule": ["3:plan.json"],
+    "placement.state_copies": 2,
+    "placement.algorithm": None,
+    "training.device": "cuda",
+}
+
+
+def job(changes: dict[str, Any]) -> JobConfig:
+    """Three nodes of two ranks that continue by replicas; dotted keys changed."""
+    values: dict[str, Any] = {
+        "launch": {"num_nodes": 3, "ranks_per_node": 2, "min_nodes": 1},
+        "parallel": {"use_distributed_optimizer": False},
+        "placement": {"algorithm": SEARCH, "num_slots_per_rank": 4},
+        "model": {"num_layers": 6},
+    }
+    for key, value in changes.items():
+        group, name = key.split(".")
+        values.setdefault(group, {})[name] = value
+    return from_dict(values)
+
+
+def test_a_job_that_meets_all_requirements_is_accepted_and_can_use_its_replicas() -> None:
+    config = job({})
+    validate(config)
+    assert unmet(config, REPLICAS) == [] and why_no_replicas(config) == ""
+
+
+@pytest.mark.parametrize("requirement", REPLICAS, ids=lambda requirement: requirement.key)
+def test_checks_and_planning_name_the_same_key(requirement: Requirement) -> None:
+    key = requirement.key
+    config = job({key: VIOLATIONS[key]})
+    assert unmet(config, REPLICAS) == [requirement]
+    assert why_no_replicas(config).startswith(f"{key}=")
+    if key != "parallel.context_parallel_size":  # refused earlier: it needs Transformer Engine
+        if key == "placement.algorithm":
+            config.placement.num_slots_per_rank = None
+        with pytest.raises(ConfigError, match=rf"^{re.escape(key)}=.*must be .* with launch\.min_nodes=1"):
+            validate(config)
+
+
+def test_every_requirement_is_of_a_key_that_exists_and_says_what_it_must_be() -> None:
+    for requirement in (*REPLICAS, *KEPT_LAYOUT):
+        assert value_of(JobConfig(), requirement.key) is not ...
+        assert re.match(
+            r"must be \S+.* with launch\.min_nodes=1(: \S.*)?$", requirement.constraint("launch.min_nodes=1")
+        )
