@@ -79,9 +79,10 @@ else
 endif
 
 # What is judged by times comes last, with no other worker beside it.
-test-all: $(VENV)/installed-dev  ## test, and what repeats it: other phases and layouts, claims judged by times
-	$(test_run) -m "not timed"; crowd=$$?; \
-	  $(PY) -m pytest -m timed --durations=0 --junitxml=.cache/tests/$@-timed.xml && exit $$crowd
+test-all: $(VENV)/installed-dev  ## test, then what repeats it (other phases and layouts), then claims judged by times
+	@$(MAKE) --no-print-directory test ARGS=; failed=$$?; \
+	  $(PYTEST) --junitxml=.cache/tests/extended.xml -m "extended and not timed" || failed=1; \
+	  $(PY) -m pytest --durations=0 --junitxml=.cache/tests/timed.xml -m timed || failed=1; exit $$failed
 
 MAX_AGAIN := 5
 FAILED := import json, pathlib; print(*json.loads(pathlib.Path(".pytest_cache/v/cache/lastfailed").read_text()), sep="\n")
