@@ -232,7 +232,9 @@ class SnapshotRestorer:
         try:
             self._on_first(lambda: add_rejected(self._run_dir, rejection))
         except CheckpointError as error:
-            raise CheckpointError(f"{reason}; that cannot be recorded: {error}") from error
+            raise CheckpointError(
+                f"{reason}; and the rejection of this window could not be written to the run folder: {error}"
+            ) from error
 
     def _choose(self, source: RecoverySource) -> None:
         source.validate()
