@@ -94,7 +94,6 @@ def _split(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> tuple[Intege
 
 
 def _overlap(first: Integers, last: Integers, other_first: Integers, other_last: Integers) -> Integers:
-    """Length of the overlap of two intervals."""
     return np.asarray(np.maximum(0, np.minimum(last, other_last) - np.maximum(first, other_first)))
 
 
