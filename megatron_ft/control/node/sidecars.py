@@ -190,7 +190,7 @@ def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) ->
             stdout=subprocess.PIPE,
             stderr=errors,
             bufsize=0,
-            # The kernel goes by the thread that forks, not by the process (prctl(2)): here the agent's main thread.
+            # The kernel watches the thread that forks, not its process (prctl(2)): here the agent's main thread.
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     service = Sidecar(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)
