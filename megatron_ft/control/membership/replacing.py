@@ -67,7 +67,7 @@ def obstacle(policy: MembershipPolicy, state: State) -> str | None:
 
 
 def count_losses(state: State, iteration: int) -> State:
-    """Count this generation's lost members as losses of their nodes, each once; the job continues after ``iteration``."""
+    """Count this generation's lost members as losses of their nodes, each once; ``iteration`` is the target."""
     # A place that waits needs the count before the next membership counts losses; ``is_counted`` keeps that from
     # counting them again.
     nodes = state.nodes
