@@ -30,6 +30,7 @@ def reading(
     except OSError as error:
         raise kind(f"{path}: {what}: {error.strerror or error}") from error
     except BaseException as error:
+        # ``PanicException`` of PyO3 derives from ``BaseException``; Ctrl-C and exits must pass.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).strip()
@@ -48,6 +49,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path}: must be a regular file")
+            # One byte more than allowed: the file may have grown since its size was read.
             content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
             if status.st_size > max_bytes or len(content) > max_bytes:
                 raise DataError(f"{path}: {status.st_size} bytes: must be at most {max_bytes}")

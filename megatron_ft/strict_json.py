@@ -19,12 +19,14 @@ def parse_json(content: bytes | str) -> JsonValue:
     try:
         return json.loads(content)
     except RecursionError:
+        # Input of a peer or a file must not end the process by the depth of its brackets.
         raise ValueError("nested too deep") from None
 
 
 def encode(value: object) -> JsonValue:
     """Convert ``value`` to strict JSON: tuples become lists, numbers that JSON lacks become strings."""
     if isinstance(value, float):
+        # Standard JSON has no such numbers, and other readers refuse a file with Python's ``NaN``.
         return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
     if isinstance(value, (list, tuple)):
         return [encode(item) for item in value]
