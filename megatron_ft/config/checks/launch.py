@@ -183,7 +183,6 @@ def check_telemetry(telemetry: TelemetryConfig) -> None:
         is_named = isinstance(spec, dict) and isinstance(spec.get("_target_"), str)
         why = "must be null, or a mapping that names the class of a sink by _target_"
         require(spec is None or is_named, f"telemetry.sinks.{name}", repr(spec), why)
-    # Goodput, reports and the iteration to continue after are read back from these files.
     for name in ("metrics", "events"):
         is_given = telemetry.sinks.get(name) is not None
         why = "must be given: runs are resumed and reported from its file"

@@ -105,8 +105,7 @@ def _check_experts(config: JobConfig) -> None:
 def _check_context(config: JobConfig) -> None:
     cp = config.parallel.context_parallel_size
     if cp > 1:
-        # Megatron gives each rank one chunk from the front and one from the back, so that causal attention costs all
-        # the same.
+        # Megatron gives each rank a chunk from the front and one from the back: causal attention then costs them alike.
         divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
 
 
