@@ -11,7 +11,9 @@ from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.run import RunConfig
 from megatron_ft.config.telemetry import TelemetryConfig
 
+# The name becomes a folder: without separators and a leading dot it cannot leave ``run.dir``.
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# ``sockaddr_un`` has 108 bytes, one of them for the closing zero (unix(7)).
 LONGEST_SOCKET_PATH = 107
 
 
@@ -107,6 +109,7 @@ def check_detector(detector: DetectorConfig) -> None:
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
+        # One late heartbeat must not count as a loss.
         timeout >= 2 * interval,
         "detector.heartbeat_timeout_seconds",
         timeout,
@@ -114,6 +117,7 @@ def check_detector(detector: DetectorConfig) -> None:
     )
     lost_controller = detector.lost_controller_seconds
     require(
+        # A controller that does not answer is replaced after that timeout: nodes have to wait for the next one.
         lost_controller > timeout,
         "detector.lost_controller_seconds",
         lost_controller,
@@ -136,6 +140,7 @@ def _check_interface(interface: str) -> None:
             "must be an IP address or a host name of one interface",
         )
         return
+    # The token of the job authenticates but does not encrypt: which network carries it has to be a choice.
     require(not address.is_unspecified, key, interface, "must not be all interfaces; name one address, e.g. 127.0.0.1")
 
 
