@@ -58,8 +58,11 @@ WINDOWS = (
     "snapshot.bandwidth_bytes_per_second=6e6",
     "snapshot.iteration_seconds=0.1",
 )
-MOST_OF_A_RECOVERY = {"controller": 0, "agent": 0, "rank": 0}
-MOST_OF_A_SLICE = {"rank": 0, "snapshot server": 0}
+ALL = "all of these"
+ROOM = 2
+"""Files that periodic work (heartbeats, writes of logs) may add to an interval, or not."""
+MOST_OF_A_RECOVERY = {"controller": 31, "agent": 11, "rank": 102, ALL: 131}
+MOST_OF_A_SLICE = {"rank": 106, "snapshot server": 15, ALL: 115}
 
 
 @dataclass(frozen=True)
@@ -138,26 +141,34 @@ def restored(tmp_path_factory: pytest.TempPathFactory, traced_environment: Path,
 
 def check(found: Mapping[str, set[str]], most: Mapping[str, int], usual: Mapping[str, set[str]]) -> None:
     """Print the files of each role, a star for those that do not run in an undisturbed iteration; hold the bounds."""
+    counts = {}
     for role in most:
-        print(f"\n{role}: {len(found[role])} files, {len(found[role] - usual[role])} beyond an undisturbed iteration")
-        for name in sorted(found[role]):
+        files = found[role] if role in found else set().union(*(found[name] for name in most if name in found))
+        counts[role] = len(files)
+        print(f"\n{role}: {len(files)} files, {len(files - usual.get(role, set()))} beyond an undisturbed iteration")
+        for name in sorted(files) if role in found else ():
             print(f"  {' ' if name in usual[role] else '*'} {name}")
-    counts = {role: len(found[role]) for role in most}
-    assert {role: count for role, count in counts.items() if count > most[role]} == {}, (counts, dict(most))
+    above = {role: count for role, count in counts.items() if count > most[role] + ROOM}
+    assert above == {}, f"{counts}, and at most {dict(most)} with room for {ROOM}"
 
 
-def test_a_recovery_passes_through_few_files(recovered: Traced) -> None:
+@pytest.fixture(scope="module")
+def usual(recovered: Traced) -> dict[str, set[str]]:
+    """Files of two undisturbed iterations of the job that keeps replicas and takes no snapshots."""
+    found = recovered.files(recovered.reported(3), recovered.reported(5))
+    return {**found, ALL: set().union(*found.values())}
+
+
+def test_a_recovery_passes_through_few_files(recovered: Traced, usual: Mapping[str, set[str]]) -> None:
     """From the death of a rank to the report of the next committed iteration."""
     death, change = recovered.event("rank_failed"), recovered.event("membership_changed")
     end = recovered.reported(change["iteration"] + 1, since=change["time_unix_seconds"])
-    usual = recovered.files(recovered.reported(3), recovered.reported(5))
     check(recovered.files(death["time_unix_seconds"], end), MOST_OF_A_RECOVERY, usual)
 
 
-def test_a_slice_passes_through_few_files(restored: Traced) -> None:
-    """From the iteration that captures the first slice of the window that is restored until ranks are ready again."""
+def test_a_slice_passes_through_few_files(restored: Traced, usual: Mapping[str, set[str]]) -> None:
+    """From before the capture of the last slice of a window until that window is restored and ranks are ready."""
     recovery, ready = restored.event("recovery_started"), restored.event("ranks_ready", 1)
     assert recovery["source"] == "memory"
-    usual = restored.files(restored.reported(3), restored.reported(3))
-    begin = restored.reported(recovery["iteration"])
+    begin = restored.reported(recovery["iteration"] - 1)
     check(restored.files(begin, ready["time_unix_seconds"]), MOST_OF_A_SLICE, usual)
