@@ -94,7 +94,7 @@ def launch(
     # Whatever can be refused is refused before the run has a folder.
     launcher = open_launcher(config.launch, os.environ)
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, interface=launcher.interface))
-    _check_places(config.launch)
+    _check_places(config.launch, is_local=launcher.is_local)
     run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
@@ -118,12 +118,15 @@ def launch(
         run_dir.release()
 
 
-def _check_places(config: LaunchConfig) -> None:
+def _check_places(config: LaunchConfig, *, is_local: bool) -> None:
     """Refuse addresses and sockets that cannot work."""
     check_interface(config.interface)
     read_certificates(config.tls_dir)
     free_port(config.interface)
     path = config.forkserver_socket
+    if path is not None and not is_local:
+        constraint = f"must be null with launch.node_launcher={config.node_launcher}: its nodes are other machines"
+        raise ConfigError.of("launch.forkserver_socket", path, constraint)
     if path is not None and not Path(path).is_socket():
         raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
 

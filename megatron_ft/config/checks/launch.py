@@ -20,12 +20,11 @@ LONGEST_SOCKET_PATH = 107
 def check_launch(launch: LaunchConfig) -> None:
     """Check counts of nodes and ranks, the address of the control channel, timeouts and limits."""
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
-    if ":" not in launch.node_launcher:  # else the class of a launcher from outside, which the start imports
+    wanted_values: list[tuple[str, str | None, str | None]] = [("launch.mode", launch.mode, "local")]
+    if ":" not in launch.node_launcher:  # else a class from outside: the start imports it and checks the socket
         one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
-    for key, value, wanted in (
-        ("launch.mode", launch.mode, "local"),
-        ("launch.forkserver_socket", launch.forkserver_socket, None),
-    ):
+        wanted_values.append(("launch.forkserver_socket", launch.forkserver_socket, None))
+    for key, value, wanted in wanted_values:
         constraint = (
             f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}: its nodes are other machines"
         )
