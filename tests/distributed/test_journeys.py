@@ -18,7 +18,7 @@ from megatron_ft.control.launcher import PRELOAD
 from tests.helpers.file_trace.sitecustomize import SLOT_SECONDS
 from tests.helpers.jobs import JobResult, forkserver, run_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # trains
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(400)]  # trains
 
 TRACER = Path(__file__).parents[1] / "helpers" / "file_trace"
 PACKAGE = Path(megatron_ft.__file__).resolve().parent
