@@ -39,13 +39,16 @@ def to_float(value: object) -> float:
     """Convert a JSON value to a number, including those that JSON lacks.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: it is not a number, or an integer that no float holds.
     """
     if value in ("NaN", "Infinity", "-Infinity"):
         return float(str(value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} ({type(value).__name__}): must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # JSON integers have no limit
+        raise ValueError("an integer beyond the range of a float: must be a number that a float holds") from None
 
 
 def decode(hint: Any, value: JsonValue, where: str) -> Any:

@@ -9,7 +9,6 @@ gRPC does not survive ``fork``: create servers and clients only in processes tha
 """
 
 import hmac
-import ipaddress
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.unauthenticated import UnauthenticatedConnections, max_connections
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
+from megatron_ft.reading import means_every_interface
 
 Method = Callable[[Message], Message | bytes]
 """Function from a JSON object to a JSON object, or to the bytes of one."""
@@ -43,12 +43,7 @@ def check_interface(interface: str) -> None:
     Raises:
         ConfigError: ``launch.interface`` is empty or a wildcard.
     """
-    host = interface.strip("[]")
-    try:
-        unspecified = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        unspecified = host in ("", "*")
-    if unspecified:
+    if means_every_interface(interface):
         raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
 
 

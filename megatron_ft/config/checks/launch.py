@@ -10,6 +10,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.run import RunConfig
 from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.reading import means_every_interface
 
 # The name becomes a folder: without separators and a leading dot it cannot leave ``run.dir``.
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -128,19 +129,19 @@ def check_detector(detector: DetectorConfig) -> None:
 def _check_interface(interface: str) -> None:
     key = "launch.interface"
     require(bool(interface.strip()), key, repr(interface), "must be the address of one interface, e.g. 127.0.0.1")
+    # The token of the job authenticates but does not encrypt: which network carries it has to be a choice.
+    every = means_every_interface(interface)
+    require(not every, key, interface, "must not be all interfaces; name one address, e.g. 127.0.0.1")
     try:
-        address = ipaddress.ip_address(interface.strip("[]"))
+        ipaddress.ip_address(interface.strip("[]"))
     except ValueError:
         pattern = r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?"
         require(
-            re.fullmatch(pattern, interface) is not None and interface != "*",
+            re.fullmatch(pattern, interface) is not None,
             key,
             interface,
             "must be an IP address or a host name of one interface",
         )
-        return
-    # The token of the job authenticates but does not encrypt: which network carries it has to be a choice.
-    require(not address.is_unspecified, key, interface, "must not be all interfaces; name one address, e.g. 127.0.0.1")
 
 
 def _check_socket(path: str | None) -> None:

@@ -4,7 +4,6 @@ The main thread only accepts; every connection, the hashing, each peer and the s
 """
 
 import ctypes
-import ipaddress
 import json
 import os
 import selectors
@@ -20,6 +19,7 @@ from typing import Any
 
 from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
 from megatron_ft.framing import read_line
+from megatron_ft.reading import means_every_interface
 from megatron_ft.snapshot.server.fields import MAX_BYTES, MAX_RANK, integer, text
 from megatron_ft.snapshot.server.memory import Memory
 from megatron_ft.snapshot.server.peer_session import PeerSessions
@@ -130,15 +130,10 @@ class Keeper:
 
 def check_interface(interface: str) -> str:
     """Remove brackets. Raises ConfigError for an address that means every interface."""
-    host = interface.strip("[]")
-    try:
-        # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
-        unspecified = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        unspecified = host in ("", "*", "0")
-    if unspecified:
+    # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
+    if means_every_interface(interface):
         raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
-    return host
+    return interface.strip("[]")
 
 
 def _listen_for_ranks(path: Path) -> socket.socket:
