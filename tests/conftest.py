@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import leftovers
+from megatron_ft.testing import leftovers
 from tests.helpers import sharing
 
-pytest_plugins = ["tests.helpers.fixtures"]
+pytest_plugins = ["megatron_ft.testing.fixtures"]
 
 MARK, MARKED = leftovers.mark()
 GRACE_SECONDS = 10.0

@@ -10,8 +10,8 @@ from benchmarks.kill_peers import records_of
 from benchmarks.page_checks import look
 from megatron_ft.events import Metrics, Record
 from megatron_ft.telemetry.goodput import measure
-from tests.helpers.browser import Tab, browse, why_impossible
-from tests.unit.telemetry.report.conftest import MadeUpRun, elastic
+from megatron_ft.testing.browser import Tab, browse, why_impossible
+from megatron_ft.testing.made_up_runs import MadeUpRun, elastic
 from tools import report
 
 pytestmark = [

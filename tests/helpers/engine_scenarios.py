@@ -13,7 +13,8 @@ from megatron_ft.mcore.groups import dissolve_groups, form_groups
 from megatron_ft.mcore.model.names import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.commit import grad_scalers
 from megatron_ft.mcore.training.reporting import metrics_record
-from tests.helpers import engines
+from megatron_ft.testing import engines
+from tests.helpers.volatile import volatile_state
 
 SLOW_SECONDS = 0.02
 """What a slow rank's attention takes longer: many times what it takes, on a busy machine, too."""
@@ -108,7 +109,7 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
             )
         )
         losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
-        state = {**engines.digests(engine), **engines.volatile_state(engine)}
+        state = {**engines.digests(engine), **volatile_state(engine)}
         sockets_between = _open_sockets()
         began = time.monotonic()
         engine.teardown()

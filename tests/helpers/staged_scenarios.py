@@ -7,7 +7,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron_ft.mcore.pipeline import staged
-from tests.helpers import engines
+from megatron_ft.testing import engines
+from tests.helpers.volatile import volatile_state
 
 
 class Witness:
@@ -43,7 +44,7 @@ def train(
         assert engine.p2p.is_staged == is_staged
         losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
         return {
-            "state": {**engines.digests(engine), **engines.volatile_state(engine)},
+            "state": {**engines.digests(engine), **volatile_state(engine)},
             "losses": losses,
             "num_messages": witness.num_messages,
             "num_direct": witness.num_direct,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from benchmarks.claims import load_claims
-from benchmarks.source import ROOT
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from tools.code_size import CodeSize, measure
 
 PACKAGE = ROOT / "megatron_ft"

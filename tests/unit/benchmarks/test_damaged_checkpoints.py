@@ -11,9 +11,9 @@ from benchmarks import crashes, damaged_checkpoints
 from benchmarks.crashes import Recorder, crash_states, torn_files
 from benchmarks.damaged_checkpoints import Tally
 from benchmarks.hostile_files import Hostile, hostile_checkpoints, hostile_windows
-from benchmarks.stored_samples import KINDS, NEW, OLD, Kind, Loaded
 from megatron_ft.snapshot import window
 from megatron_ft.snapshot.storage import backends, checkpoints, files, manifest
+from megatron_ft.testing.stored_samples import KINDS, NEW, OLD, Kind, Loaded
 
 WINDOW, DENSE = KINDS
 
@@ -51,7 +51,7 @@ def test_a_missing_sync_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     else:
         for module in (files, checkpoints, backends):
             monkeypatch.setattr(module, "fsync_directory", lambda directory: None)
-        monkeypatch.setattr("benchmarks.stored_samples.fsync_directory", lambda directory: None)
+        monkeypatch.setattr("megatron_ft.testing.stored_samples.fsync_directory", lambda directory: None)
     tally = Tally()
     damaged_checkpoints.crash(kind, tmp_path, tally, stride=501)
     assert tally.problems

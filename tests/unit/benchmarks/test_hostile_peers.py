@@ -10,7 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.attacks import (
+from benchmarks.hostile_peers import Attacked, Bench, Listeners, Trace, outcome_of
+from megatron_ft.control.rpc import RpcServer, new_token
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import Message
+from megatron_ft.testing.attacks import (
     ANSWERED,
     REFUSED,
     SILENT,
@@ -22,10 +26,6 @@ from benchmarks.attacks import (
     stream_attacks,
     throw,
 )
-from benchmarks.hostile_peers import Attacked, Bench, Listeners, Trace, outcome_of
-from megatron_ft.control.rpc import RpcServer, new_token
-from megatron_ft.errors import ControlError
-from megatron_ft.framing import Message
 
 Serve = Callable[[bytes], str]
 

@@ -11,7 +11,7 @@ from benchmarks.sparse_bitwise import Reference as Undisturbed
 from benchmarks.sparse_bitwise import outcome_of, planned_trials
 from benchmarks.sparse_faults import FACTORS, NUM_ITERATIONS, REPLAY, allowed, failpoints, faults_of, num_ranks, rows
 from megatron_ft.failpoints import parse
-from tests.helpers.jobs import JobResult
+from megatron_ft.testing.jobs import JobResult
 
 FAULT: Row = {"fault": 0, "phase": "update", "iteration": 2, "source": "memory"}
 REFERENCE = Undisturbed(Generation([], [], [(1, 0.5), (2, 0.25), (3, 0.125)], []), (), ())

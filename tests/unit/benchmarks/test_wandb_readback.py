@@ -13,7 +13,7 @@ from megatron_ft import events
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.sinks import wandb as wandb_sink
-from tests.unit.telemetry.conftest import RUN_STARTED, run_records
+from megatron_ft.testing.made_up_runs import RUN_STARTED, run_records
 
 STARTED = events.RunStarted(run_name="trial", model="moe_micro", world_size=2)
 ENDED = events.RunFinished(exit_code=0, reason="done")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_engine
-from benchmarks.source import ROOT
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from pretrain_moe import compose
 from tools import gpu_day, gpu_site
 from tools.gpu import abort, day, layouts, ranks, recovery, results, runner, suites, training

@@ -13,7 +13,7 @@ from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.peer_session import PeerSessions
 from megatron_ft.snapshot.server.store import Store
 from megatron_ft.snapshot.server.wire import Wire
-from tests.unit.snapshot.server.nodes import TOKEN
+from megatron_ft.testing.snapshot_servers import TOKEN
 from tests.unit.snapshot.server.test_refusals import GREETING, announcement
 
 

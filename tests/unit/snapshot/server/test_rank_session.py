@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ft.planning.snapshot.buffers import BufferStates
 from megatron_ft.snapshot.server.client import MAX_UNREAD, REPLICATED_START, KeeperClient, KeeperRefused
-from tests.unit.snapshot.server.nodes import PAGE, begin, capture, wait_replicated, wait_until, window
+from megatron_ft.testing.snapshot_servers import PAGE, begin, capture, wait_replicated, wait_until, window
 from tests.unit.snapshot.server.served import Served
 
 

@@ -1,10 +1,13 @@
 """Small windows and dense checkpoints whose every byte is known, for scripts that damage them."""
 
 import random
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+import xxhash
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.pieces import Piece, align
@@ -12,7 +15,7 @@ from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import fsync_directory, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
-from megatron_ft.snapshot.storage.window_file import rank_name, window_name, write_window
+from megatron_ft.snapshot.storage.window_file import MAGIC, rank_name, window_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import ITEM_BYTES, Slice, Window
 
@@ -111,6 +114,15 @@ def _sample_slice(generator: random.Random) -> tuple[tuple[Piece, ...], bytes]:
         )
         offset = align(offset + len(data), 64)
     return tuple(pieces), bytes(content)
+
+
+def forge(
+    manifest: bytes, payload: bytes, *, version: int = 2, length: int | None = None, magic: bytes = MAGIC
+) -> bytes:
+    """A window's file with a right checksum around any manifest."""
+    digest = xxhash.xxh3_128_digest(manifest)
+    head = struct.pack("<8sIQ16s", magic, version, len(manifest) if length is None else length, digest) + manifest
+    return head + bytes(align(len(head)) - len(head)) + payload
 
 
 def _save_window(folder: Path, iteration: int) -> None:

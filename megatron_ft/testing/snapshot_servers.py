@@ -128,7 +128,7 @@ def cluster(num_nodes: int, **spec: object) -> Iterator[Cluster]:
 
 
 def content(rank: int, iteration: int, num_bytes: int) -> bytes:
-    """Bytes that tell ranks and iterations apart."""
+    """Make bytes that differ by rank and iteration."""
     seed = bytes((rank * 31 + iteration * 7 + index) % 256 for index in range(256))
     return (seed * (num_bytes // 256 + 1))[:num_bytes]
 
@@ -178,7 +178,7 @@ def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAI
     """Wait for a condition, with a bound."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain for: {what}"
+        assert time.monotonic() < deadline, f"timed out after {seconds} s waiting for: {what}"
         time.sleep(0.002)
 
 

@@ -1,4 +1,4 @@
-"""Ranks without a model: what tests of ``launch`` run instead of the training loop."""
+"""Entry points of ranks without a model, which replace the training loop where a test needs only the control plane."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 ITERATION_SECONDS = 0.02
 LAST_COMPLETED = 4
-"""What every rank of ``run_surviving`` says in generation 0; ten more in each later one."""
+"""Iteration that every rank of ``run_surviving`` reports in generation 0; ten more in each later one."""
 
 
 def run(config: JobConfig, context: RankContext) -> None:
@@ -47,7 +47,7 @@ def run(config: JobConfig, context: RankContext) -> None:
 
 
 def run_restarted(config: JobConfig, context: RankContext) -> None:
-    """As ``run``, and each rank reports what it was started with."""
+    """Do as ``run``; each rank also reports what it was started with."""
     names = ("rank", "generation", "master_port")
     resume_from = None if context.resume_from is None else str(context.resume_from)
     started = {name: getattr(context, name) for name in names} | {"resume_from": resume_from}
@@ -58,7 +58,7 @@ def run_restarted(config: JobConfig, context: RankContext) -> None:
 def run_surviving(config: JobConfig, context: RankContext) -> None:
     """Count iterations in one membership after the other, and report each that begins.
 
-    A rank passes the phase ``replay`` before it says how far it is, and ``build`` when it goes on.
+    A rank passes the phase ``replay`` before it reports its position, and ``build`` when it continues.
     """
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     if context.is_joining:
@@ -97,7 +97,7 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
 
 
 def run_in_domains(config: JobConfig, context: RankContext) -> None:
-    """As ``run_surviving``, and each rank reports the failure domains it was told and its node's peers."""
+    """Do as ``run_surviving``; each rank also reports the failure domains in its configuration and its node's peers."""
     peers = assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies).peers
     own = peers[context.node] if context.node < len(peers) else ()
     domains = config.launch.failure_domains
@@ -122,7 +122,7 @@ def _begin(context: RankContext, following: NextMembership) -> RankContext:
 
 
 def _wait_for_all(context: RankContext) -> None:
-    """Until the job runs: what all ranks report has reached the sink, as their rendezvous would have it."""
+    """Wait until reports of all ranks have reached the sink: ranks with a model wait for each other here as well."""
     about = {"world_size": context.world_size, "nodes": list(context.nodes), "num_nodes": context.num_nodes}
     started = {"rank": context.rank, "node": context.node, "generation": context.generation, **about}
     context.worker.report({"kind": "started", **started})
@@ -136,7 +136,7 @@ def _wait_for_all(context: RankContext) -> None:
 
 
 def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
-    """As ``run``, and each rank reports what the service of its node says."""
+    """Do as ``run``; each rank also reports the answer of its node's sidecar."""
     service = context.sidecars["dummy"]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(service["socket"])
@@ -148,24 +148,24 @@ def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
 
 
 def run_stubborn(config: JobConfig, context: RankContext) -> None:
-    """Never ends by itself and does not look at stop requests."""
+    """Run for ever; ignore stop requests."""
     context.worker.report({"kind": "metrics", "iteration": 1, "loss": 1.0})
     while True:
         time.sleep(1.0)
 
 
 def run_stopped_by_policy(config: JobConfig, context: RankContext) -> None:
-    """Ends with an error of the project's own."""
+    """End with an error of the project's own."""
     raise TrainingStopped("training.non_finite_policy=stop: loss is NaN at iteration 3")
 
 
 def run_chatty(config: JobConfig, context: RankContext) -> None:
-    """Reports as fast as it can."""
+    """Report as fast as possible."""
     for iteration in range(1, config.training.train_iterations + 1):
         context.worker.report({"kind": "metrics", "iteration": iteration, "loss": float(context.rank)})
     Path(context.run_dir / f"chatty-{context.rank}").touch()
 
 
 def take_time() -> None:
-    """For ``preload``: a fork server that is ready late."""
+    """Delay a fork server that preloads this function."""
     time.sleep(2.0)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.helpers.jobs import REPOSITORY
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
-from tests.helpers.slurm_jobs import SOON, Site, SlurmJob
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.slurm_jobs import SOON, Site, SlurmJob
 
 SLOW_SECONDS = 120.0
 """Within it Slurm has found a node dead and started its task again, on a loaded machine too."""
@@ -30,7 +30,7 @@ class SlurmArray(SlurmJob):
         return {int(index): int(host.removeprefix("node")) for array, index, host in found if array == self.number}
 
     def host_of(self, node: int) -> int:
-        """Which of the cluster's nodes its task runs on."""
+        """Node of the cluster that its task runs on."""
         return self.hosts()[node]
 
     def will(self, condition: Callable[[], bool]) -> bool:
@@ -49,7 +49,7 @@ class SlurmArray(SlurmJob):
         return self.records(kind)
 
     def stop(self, task: int) -> None:
-        """As Slurm does when a task's time limit is near."""
+        """Send the signal that Slurm sends when a task's time limit is near."""
         self.cluster.run("scancel", "--batch", "--signal=USR1", f"{self.number}_{task}")
 
     def end(self, *, seconds: float = SLOW_SECONDS) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What jobs have to capture, made up: for tests of snapshot policies."""
+"""Demands of made-up jobs, for tests of snapshot policies."""
 
 import random
 from collections.abc import Sequence

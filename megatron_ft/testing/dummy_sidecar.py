@@ -1,4 +1,4 @@
-"""A service of a node without a purpose: tells ranks its process id over its unix socket.
+"""A sidecar of a node for tests: sends its process id to ranks over its unix socket.
 
 ``DUMMY_SERVICE`` in the environment makes it misbehave: ``mute`` says no address, the keys of ``FIRST_LINES`` say
 something else, ``fails`` ends before it does, ``fails_if_full`` also where a file ``full`` is beside its log,

@@ -25,11 +25,11 @@ _SETTINGS = bytes.fromhex("000000040000000000")
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One thing to send, and what may come of it."""
+    """One thing to send, and its allowed outcomes."""
 
     name: str
     send: Callable[[], str]
-    """Does it; the outcome."""
+    """Sends it; returns the outcome."""
     allowed: frozenset[str]
 
 
@@ -126,7 +126,7 @@ class Caller:
         return answer
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the channel."""
         self._channel.close()
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import REPOSITORY, JobResult
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.jobs import REPOSITORY, JobResult
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
 
 SOON = ["detector.heartbeat_interval_seconds=0.5", "detector.heartbeat_timeout_seconds=3"]
 """Overrides: lost nodes are seen soon."""
@@ -39,7 +39,7 @@ class SlurmJob:
     log: Path
 
     def host_of(self, node: int) -> int:
-        """Which of the cluster's nodes that is: allocations begin with its first."""
+        """Node of the cluster: allocations begin with its first."""
         return node
 
     @property
@@ -59,7 +59,7 @@ class SlurmJob:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """What ranks without a model have reported, or events of a run that has one."""
+        """Records of one kind: reports of ranks without a model, or events of a run that has one."""
         return [
             record
             for file in ("records.jsonl", "events.jsonl")
@@ -84,13 +84,13 @@ class SlurmJob:
         return holds
 
     def await_iteration(self, iteration: int) -> None:
-        """Until it has been reported."""
+        """Wait until an iteration has been reported."""
         reached = lambda: self.will(lambda: self.iteration >= iteration)  # noqa: E731
         wait_until(f"iteration {iteration} of job {self.number}", reached, seconds=START_SECONDS)
 
     @property
     def marker(self) -> Path:
-        """It is over when this is there."""
+        """File that exists once the job has ended."""
         return self.run_dir / "slurm" / f"{self.number}.json"
 
     def end(self, *, seconds: float = END_SECONDS) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class SlurmJob:
         return dict(json.loads(self.marker.read_text()))
 
     def result(self) -> JobResult:
-        """What is left of it, once it has ended."""
+        """Wait for the end of the job; returns its result."""
         return JobResult(self.end()["exit_code"], self.run_dir, self.log.read_text())
 
     def attempts(self) -> list[dict[str, Any]]:
@@ -122,15 +122,13 @@ class Site:
     spares: int = 0
     ranks_per_node: int = 1
     dummy: str | None = None
-    """Function of ``tests/helpers/dummy_rank.py`` that is every rank; None trains a model."""
+    """Function of ``megatron_ft/testing/dummy_rank.py`` that is every rank; None trains a model."""
     extra: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def variables(self) -> dict[str, str]:
-        """What ``slurm/site.env`` leaves to a site."""
-        dummy = (
-            {} if self.dummy is None else {"MFT_COMMAND": "-m tests.helpers.dummy_door", "MFT_DUMMY_ENTRY": self.dummy}
-        )
+        """Variables that ``slurm/site.env`` leaves to a site."""
+        dummy = {"MFT_COMMAND": "-m megatron_ft.testing.dummy_entry", "MFT_DUMMY_ENTRY": self.dummy}
         return {
             "MFT_INTERFACE": "eth0",
             "MFT_PYTHON": sys.executable,
@@ -139,7 +137,7 @@ class Site:
             "MFT_SPARE_NODES": str(self.spares),
             "MFT_DRAIN_POLL_SECONDS": "1",
             "OMP_NUM_THREADS": "1",
-            **dummy,
+            **({} if self.dummy is None else dummy),
             **self.extra,
         }
 

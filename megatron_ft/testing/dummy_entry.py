@@ -1,6 +1,6 @@
-"""``python -m tests.helpers.dummy_door OVERRIDE ...``: as ``pretrain_moe.py``, with ranks that have no model.
+"""``python -m megatron_ft.testing.dummy_entry OVERRIDE ...``: as ``pretrain_moe.py``, with ranks that have no model.
 
-The variable ``MFT_DUMMY_ENTRY`` names their function in ``tests/helpers/dummy_rank.py``.
+The variable ``MFT_DUMMY_ENTRY`` names their function in ``megatron_ft/testing/dummy_rank.py``.
 """
 
 import os
@@ -11,7 +11,7 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.validate import validate
 from megatron_ft.control.launcher import launch
 from megatron_ft.errors import MegatronFtError
-from tests.helpers.dummy_job import FileSinks
+from megatron_ft.testing.dummy_job import FileSinks
 
 
 def main() -> int:
@@ -24,8 +24,8 @@ def main() -> int:
             derive_placement(config),
             config_yaml,
             open_sinks=FileSinks,
-            entry=f"tests.helpers.dummy_rank:{os.environ['MFT_DUMMY_ENTRY']}",
-            preload=["tests.helpers.dummy_rank"],
+            entry=f"megatron_ft.testing.dummy_rank:{os.environ['MFT_DUMMY_ENTRY']}",
+            preload=["megatron_ft.testing.dummy_rank"],
         )
     except MegatronFtError as error:
         print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Settled votes, for tests of what is decided by them."""
+"""Settled votes of made-up iterations."""
 
 from megatron_ft.planning.commit import Vote
 

@@ -1,4 +1,4 @@
-"""Chromium without a window, spoken to over a pair of pipes in its DevTools protocol."""
+"""Chromium without a window, driven over a pair of pipes by its DevTools protocol."""
 
 import base64
 import contextlib
@@ -51,7 +51,7 @@ def chromium() -> str | None:
 
 
 def why_impossible() -> str | None:
-    """What this machine lacks for a browser; None when it lacks nothing."""
+    """Name the program that this machine lacks; None when it has a browser."""
     return None if chromium() else "needs Chromium; Debian: apt-get install chromium"
 
 
@@ -65,7 +65,7 @@ class Tab:
     _number: int = 0
     _unread: bytes = b""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """All that the browser told of the page, in its order."""
+    """Events of the page, in order."""
 
     def call(self, method: str, **parameters: object) -> dict[str, Any]:
         """Ask the browser; returns its answer."""
@@ -81,7 +81,7 @@ class Tab:
         return result
 
     def attach(self) -> None:
-        """Open a page, and have everything told that it does."""
+        """Open a page and subscribe to its events."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
@@ -94,11 +94,11 @@ class Tab:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
         self.call("Page.navigate", url=url)
-        while not self.heard("Page.loadEventFired"):
+        while not self.events_named("Page.loadEventFired"):
             self.events.append(self._next())
 
-    def heard(self, method: str) -> list[dict[str, Any]]:
-        """What was told by that name since the page was opened."""
+    def events_named(self, method: str) -> list[dict[str, Any]]:
+        """List the parameters of the events of that name since the page was opened."""
         return [event["params"] for event in self.events if event.get("method") == method]
 
     def evaluate(self, expression: str) -> Any:
@@ -117,13 +117,13 @@ class Tab:
         until = time.monotonic() + TIMEOUT_SECONDS
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._read], [], [], max(0.0, until - time.monotonic()))
-            assert ready, f"the browser said nothing for {TIMEOUT_SECONDS} s"
+            assert ready, f"the browser sent nothing for {TIMEOUT_SECONDS} s"
             more = os.read(self._read, 1 << 20)
             assert more, "the browser has ended"
             self._unread += more
         message, _, self._unread = self._unread.partition(b"\0")
-        told: dict[str, Any] = json.loads(message)
-        return told
+        received: dict[str, Any] = json.loads(message)
+        return received
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from benchmarks import leftovers
+from megatron_ft.testing import leftovers
 
 ORPHAN_MAKER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])"
 

@@ -1,4 +1,4 @@
-"""Start jobs from tests: real ones through the door, and dummy ones."""
+"""Starts jobs: real ones through the entry point, and jobs whose ranks have no model."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class JobResult:
-    """What is left of a job."""
+    """Exit code, run folder and output of a job that has ended."""
 
     exit_code: int
     run_dir: Path
@@ -68,7 +68,7 @@ def run_job(
 
 
 def start(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-    """Start a console in the repository, in a process group of its own; output is collected."""
+    """Start a command in the repository, in a process group of its own; its output is collected."""
     return subprocess.Popen(
         list(command),
         cwd=REPOSITORY,
@@ -82,7 +82,7 @@ def start(command: Sequence[str], *, environment: Mapping[str, str] | None = Non
 
 
 def wait(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
-    """Wait for the end of a console; its output.
+    """Wait for the end of a command; returns its output.
 
     Raises:
         AssertionError: it did not end in time.
@@ -97,7 +97,7 @@ def wait(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
 
 
 def _run_dir(runs: Path, known: set[Path], overrides: Sequence[str]) -> Path:
-    """The folder the job claimed; ``runs`` itself when it claimed none."""
+    """The folder that the job created; ``runs`` itself when it created none."""
     for word in overrides:
         if match := re.fullmatch(r"run\.name=(.+)", word):
             return runs / match.group(1)
@@ -110,14 +110,14 @@ def start_dummy_job(
     entry: str = "run",
     *,
     overrides: Mapping[str, Any] | None = None,
-    preload: Sequence[str] = ("tests.helpers.dummy_rank",),
+    preload: Sequence[str] = ("megatron_ft.testing.dummy_rank",),
     sidecars: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[str]":
     """Start a job of dummy ranks.
 
     Args:
-        entry: function of ``tests/helpers/dummy_rank.py``.
+        entry: function of ``megatron_ft/testing/dummy_rank.py``.
         overrides: dotted key to value, e.g. ``{"launch.num_nodes": 2}``.
         sidecars: name to module of sidecars of the nodes.
     """
@@ -129,7 +129,7 @@ def start_dummy_job(
     spec = runs / "spec.json"
     content = {"entry": entry, "preload": list(preload), "sidecars": dict(sidecars or {})}
     spec.write_text(json.dumps({"config": to_dict(config), **content}))
-    return start([sys.executable, "-m", "tests.helpers.dummy_job", str(spec)], environment=environment)
+    return start([sys.executable, "-m", "megatron_ft.testing.dummy_job", str(spec)], environment=environment)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Fixtures for tests that start jobs; ``tests/conftest.py`` names this module in ``pytest_plugins``."""
+"""Pytest fixtures for tests that start jobs: name this module in ``pytest_plugins``."""
 
 import tempfile
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.control.launcher import PRELOAD
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +29,5 @@ def short_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def runs(tmp_path: Path, short_tmpdir: Path) -> Path:
-    """Where runs go; the sockets of their jobs go to ``short_tmpdir``."""
+    """Folder of runs; the sockets of their jobs go to ``short_tmpdir``."""
     return tmp_path / "runs"

@@ -1,4 +1,4 @@
-"""``python -m tests.helpers.dummy_job SPEC.json``: a job of dummy ranks whose sink is a file of JSON lines.
+"""``python -m megatron_ft.testing.dummy_job SPEC.json``: a job of dummy ranks whose sink is a file of JSON lines.
 
 ``SPEC.json`` holds ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``sidecars``.
 """
@@ -17,7 +17,7 @@ from megatron_ft.errors import MegatronFtError
 
 
 class FileSinks:
-    """Writes every record to ``records.jsonl``, anew in each console, and a line to ``consoles`` for each console."""
+    """Writes every record to ``records.jsonl``, a new file for each launcher, and a line to ``consoles`` for each."""
 
     def __init__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> None:
         self._file = (run_dir / "records.jsonl").open("w")
@@ -40,7 +40,7 @@ def main() -> int:
     spec = json.loads(Path(sys.argv[1]).read_text())
     config = from_dict(spec["config"])
     command = ["python", "pretrain_moe.py"]
-    entry = f"tests.helpers.dummy_rank:{spec['entry']}"
+    entry = f"megatron_ft.testing.dummy_rank:{spec['entry']}"
     try:
         return launch(
             config,

@@ -78,7 +78,7 @@ while :; do sleep 3600 & wait $!; done
 
 
 def why_impossible() -> str | None:
-    """What this machine lacks for a cluster; None when it lacks nothing."""
+    """Name what this machine lacks for a cluster; None when it lacks nothing."""
     if os.geteuid() != 0:
         return "needs root: namespaces and bridges are made"
     missing = [program for program in PROGRAMS if shutil.which(program, path=_search_path()) is None]
@@ -128,7 +128,7 @@ class SlurmCluster:
 
     @property
     def address(self) -> str:
-        """Of this machine, as nodes see it."""
+        """Address of this machine in the network of the nodes."""
         return f"{self.network}.1"
 
     def start(self) -> None:
@@ -216,11 +216,11 @@ class SlurmCluster:
         return done.returncode == 0 and "is UP" in done.stdout
 
     def processes(self, node: int) -> list[psutil.Process]:
-        """What runs on a node, by its numbers on this machine."""
+        """Processes of a node, by their ids on this machine."""
         return self._inits[node].children(recursive=True)
 
     def drain(self, node: int) -> None:
-        """As an administrator who wants it back."""
+        """Drain a node, as an administrator does."""
         self.run("scontrol", "update", f"nodename=node{node}", "state=drain", "reason=test")
 
     def cut(self, node: int) -> None:
@@ -241,7 +241,7 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of every command of Slurm, and so of its jobs."""
+        """Environment of every command of Slurm, and so of its jobs."""
         return {**_environment(), "SLURM_CONF": str(self.folder / "etc" / "slurm.conf")}
 
     def run(self, *command: str, extra: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:

@@ -1,6 +1,6 @@
-"""Training engines for tests: small configurations, made-up samples, one process or several forked ranks.
+"""Small training engines: tiny configurations, made-up samples, one process or several forked ranks.
 
-``python -m tests.helpers.engines SPEC OUTCOME`` is the runner behind ``run_scenarios``: it imports Megatron
+``python -m megatron_ft.testing.engines SPEC OUTCOME`` is the runner behind ``run_scenarios``: it imports Megatron
 once and forks the ranks of each scenario from itself, one scenario after the other.
 """
 
@@ -162,40 +162,13 @@ def digests(engine: Any) -> dict[str, str]:
     return tensor_digests(engine.model_chunks, engine.optimizer)
 
 
-def volatile_state(engine: Any) -> dict[str, str]:
-    """Random states, loss scales, learning rate, auxiliary trackers, expert loads and counts, as text."""
-    import torch
-    import xxhash
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-    from megatron_ft.mcore.model.names import unwrap
-    from megatron_ft.mcore.moe.observation import routers
-    from megatron_ft.mcore.optimizer.commit import parts
-
-    state = {"cpu_rng": torch.get_rng_state(), "device_rng": torch.cuda.get_rng_state()}
-    state |= {f"tracker.{name}": value for name, value in get_cuda_rng_tracker().get_states().items()}
-    state |= {f"load.{number}": router.load for number, router in enumerate(routers(engine.model_chunks))}
-    for name, entry in get_moe_layer_wise_logging_tracker().items():
-        if entry["values"].any():
-            state[f"auxiliary.{name}"] = entry["values"]
-    for number, chunk in enumerate(engine.model_chunks):
-        state |= {f"buffer.{number}.{name}": value for name, value in unwrap(chunk).named_buffers()}
-    content = {name: value.contiguous().reshape(-1).view(torch.uint8).numpy() for name, value in state.items()}
-    text = {name: xxhash.xxh3_128(value.tobytes()).hexdigest() for name, value in content.items()}
-    scalers = [part.grad_scaler for part in parts(engine.optimizer) if getattr(part, "grad_scaler", None) is not None]
-    text["scalers"] = str([{key: float(value) for key, value in s.state_dict().items()} for s in scalers])
-    text["learning_rates"] = str([group["lr"] for group in engine.optimizer.param_groups])
-    return text
-
-
 # -- several ranks ----------------------------------------------------------------------------------------
 
 
 def run_scenarios(
     scenarios: Mapping[str, tuple[str, int, Mapping[str, Any]]], *, timeout_seconds: float = 170.0
 ) -> dict[str, list[Any]]:
-    """What each rank of each scenario returned.
+    """Run scenarios one after the other; returns what each rank of each returned.
 
     Args:
         scenarios: name -> (``module:function``, world size, keyword arguments). The function gets
@@ -208,7 +181,7 @@ def run_scenarios(
         spec, outcome = Path(folder, "spec.json"), Path(folder, "outcome.json")
         spec.write_text(json.dumps(scenarios))
         result = subprocess.run(
-            [sys.executable, "-m", "tests.helpers.engines", str(spec), str(outcome)],
+            [sys.executable, "-m", "megatron_ft.testing.engines", str(spec), str(outcome)],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -222,7 +195,7 @@ def run_scenarios(
 
 
 def of_ranks(outcomes: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """What the ranks of a scenario returned, in rank order; fails with the first rank's error."""
+    """Results of the ranks of a scenario, in rank order; fails with the first rank's error."""
     errors = [rank["error"] for rank in outcomes[name] if isinstance(rank, dict) and "error" in rank]
     assert not errors, f"{name}: {errors[0]}"
     return outcomes[name]
@@ -287,5 +260,4 @@ __all__: Sequence[str] = (
     "new_engine",
     "of_ranks",
     "run_scenarios",
-    "volatile_state",
 )
