@@ -1,4 +1,4 @@
-"""What is read back of wandb: a run that is whole has no problems, and each way of not being one is found."""
+"""Reading back from wandb: a complete run has no problems, and each defect of an incomplete one is found."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""What ``hostile-peers`` counts as refused, and that it sees a listener which falls."""
+"""The outcomes that ``hostile-peers`` counts; it notices a listener that ends."""
 
 import dataclasses
 import random

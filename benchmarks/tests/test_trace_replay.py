@@ -1,4 +1,4 @@
-"""What ``trace-replay`` counts of a job's records, and its judgement."""
+"""The counts that ``trace-replay`` makes of a job's records, and its judgement."""
 
 import argparse
 import json

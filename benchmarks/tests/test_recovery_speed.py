@@ -87,7 +87,7 @@ def test_each_technique_makes_recoveries_cheaper() -> None:
 
 
 def test_an_order_that_does_not_help_is_told() -> None:
-    """Where gates take the time, it does not matter which experts come last."""
+    """The order of experts does not matter where gates take the time."""
     steps = ablation(Case(num_stages=3))
     times = {request: replace(one, backward_seconds=BACKWARD) for request, one in made_up(*steps.values()).items()}
     walls = [cells[0] for cells in ablation_column(steps, times)]

@@ -1,4 +1,4 @@
-"""What ``report-page`` looks for in a page: all is there in a sound one, and what is spoilt in one is found."""
+"""The checks of ``report-page``: they find everything in a sound page, and each defect of a damaged one."""
 
 import json
 from collections.abc import Iterator

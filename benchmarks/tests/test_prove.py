@@ -151,7 +151,7 @@ def test_a_script_cleans_up_when_its_measuring_is_ended(number: signal.Signals) 
 
 
 def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
-    """As under nohup; the script ends when its time is over."""
+    """Ignore SIGHUP as under nohup; the script ends at its time limit."""
     limits = {"stop_seconds": 60.0, "timeout_seconds": 4.0}
     with proving(sys.executable, "-c", CLEANING, **limits, on_hang_up="SIG_IGN") as process:
         process.send_signal(signal.SIGHUP)

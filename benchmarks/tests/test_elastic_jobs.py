@@ -1,4 +1,4 @@
-"""Whole jobs, from the console to the ranks: nodes are lost and come back, with the bits of the scripted history.
+"""Whole jobs, from the launcher to the ranks: nodes are lost and come back, with the bits of the scripted history.
 
 One job lives through all faults. The longer claim is ``elastic-bitwise``, whose jobs these are.
 """
@@ -11,7 +11,7 @@ import pytest
 from benchmarks.elastic_jobs import Bench, Recorded, failpoints
 from benchmarks.histories import scripted
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # trains
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(400)]  # trains
 
 NUM_NODES = 4
 JOB = (
@@ -34,7 +34,7 @@ FAULTS: tuple[dict[str, Any], ...] = (
     {"node": 0, "phase": "vote_inside", "generation": 2, "passes": 2},
     {"node": 1, "phase": "capture", "generation": 4, "passes": 2},
 )
-"""Of each second membership, which begins when the node that was lost before has come back."""
+"""In each second membership, which begins when the node that was lost before has come back."""
 
 
 def has_ended(events: Sequence[Any]) -> bool:

@@ -66,7 +66,7 @@ def test_a_lost_node_that_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def newcomers(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
-    """Those that are not ready, too."""
+    """Nodes that are not ready count as well."""
     nodes = [record.node for record in state.nodes.joining]
     return tuple(sorted(nodes[: max(0, policy.most_members - num_staying)]))
 

@@ -58,5 +58,5 @@ def test_jobs_use_the_training_loop_and_planners_do_not() -> None:
     loop, slurm = "megatron_ft/mcore/training/engine.py", "megatron_ft/control/slurm/batch_job.py"
     assert loop in used["elastic-bitwise"] and loop not in used["balance"]
     assert slurm not in used["balance"]
-    assert {loop, slurm, "tests/unit/benchmarks/test_source.py"} <= used["seeded-faults"]
+    assert {loop, slurm, "benchmarks/tests/test_source.py"} <= used["seeded-faults"]
     assert all("conf/config.yaml" in files for files in used.values())

@@ -1,4 +1,4 @@
-"""What is compared of a job that keeps its layout."""
+"""The comparison of a job that keeps its layout."""
 
 from collections.abc import Mapping, Sequence
 

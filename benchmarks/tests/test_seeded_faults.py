@@ -70,7 +70,7 @@ def test_the_tests_of_a_file_come_before_those_of_its_folder_and_all_others() ->
         ("tests/unit/planning",),
         ("tests/contract", "tests/unit"),
         ("tests/distributed", "tests/slurm"),
-        ("tests/functional",),
+        ("tests/functional", "benchmarks/tests"),
     ]
     assert list(selections(ROOT, Path("megatron_ft/mcore/training/iteration.py")))[-3] == (
         "tests/distributed",
