@@ -34,7 +34,7 @@ FAULTS: tuple[dict[str, Any], ...] = (
     {"node": 0, "phase": "vote_inside", "generation": 2, "passes": 2},
     {"node": 1, "phase": "capture", "generation": 4, "passes": 2},
 )
-"""In each second membership, which begins when the node that was lost before has come back."""
+"""Each is in a second membership, which begins when the node that was lost before has come back."""
 
 
 def has_ended(events: Sequence[Any]) -> bool:

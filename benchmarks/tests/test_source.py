@@ -57,6 +57,7 @@ def test_jobs_use_the_training_loop_and_planners_do_not() -> None:
     }
     loop, slurm = "megatron_ft/mcore/training/engine.py", "megatron_ft/control/slurm/batch_job.py"
     assert loop in used["elastic-bitwise"] and loop not in used["balance"]
+    assert "megatron_ft/testing/jobs.py" in used["elastic-bitwise"]
     assert slurm not in used["balance"]
     assert {loop, slurm, "benchmarks/tests/test_source.py"} <= used["seeded-faults"]
     assert all("conf/config.yaml" in files for files in used.values())
