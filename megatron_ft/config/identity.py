@@ -162,7 +162,7 @@ def _data_differences(stored: Mapping[str, JsonValue], present: Mapping[str, Jso
     keys = sorted(key for key in {*stored, *present} - {FINGERPRINT} if stored.get(key) != present.get(key))
     if keys:
         return [Difference(concern="data", key=key, stored=stored.get(key), present=present.get(key)) for key in keys]
-    advice = "the files contain other tokens"
+    advice = "the files contain different tokens"
     before, now = stored.get(FINGERPRINT), present.get(FINGERPRINT)
     return [Difference(concern="data", key=FINGERPRINT, stored=before, present=now, advice=advice)]
 

@@ -48,7 +48,7 @@ def read_address(run_dir: Path) -> ControllerAddress:
     try:
         content = read_secret(path)
     except FileNotFoundError:
-        missing = "there is no such folder" if not run_dir.is_dir() else f"it has no {CONTROLLER_FILE}"
+        missing = "there is no such folder" if not run_dir.is_dir() else f"the folder has no {CONTROLLER_FILE}"
         raise JobNotRunning(f"run_dir={run_dir}: no job runs there: {missing}") from None
     return _parse(path, content)
 

@@ -54,7 +54,9 @@ def _read(path: Path, folder: str) -> bytes:
     except OSError as error:
         raise ConfigError.of(_KEY, folder, f"must hold {path.name}: {error.strerror}") from None
     if path.name == "key.pem" and mode & 0o077:
-        raise ConfigError.of(_KEY, folder, f"must keep {path.name} from others: its mode is {mode:04o}, not 0600")
+        raise ConfigError.of(
+            _KEY, folder, f"must not let other users read {path.name}: its mode is {mode:04o}, must be 0600"
+        )
     if len(content) > _MAX_BYTES or b"-----BEGIN" not in content:
-        raise ConfigError.of(_KEY, folder, f"must hold {path.name} in PEM, of at most {_MAX_BYTES} bytes")
+        raise ConfigError.of(_KEY, folder, f"must hold {path.name} in PEM format, at most {_MAX_BYTES} bytes")
     return content

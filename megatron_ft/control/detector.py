@@ -107,7 +107,7 @@ class Detector:
         limit = f"(detector.heartbeat_timeout_seconds={self._policy.heartbeat_timeout_seconds:g})"
         for node in self._nodes.silent(now):
             self.forget(node)
-            found.append(NodeLost(node, at_seconds, f"no sign of its process {limit}"))
+            found.append(NodeLost(node, at_seconds, f"no heartbeat from its agent {limit}"))
         return found + self._hung(state, now, at_seconds)
 
     def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
@@ -128,11 +128,11 @@ class Detector:
         # All wait at one point, so no rank is to blame: to kill some of them would cost their node without a reason.
         if len({None if place is None else (place.iteration, place.phase) for place in places.values()}) == 1:
             where = _where(next(iter(places.values())))
-            return [JobHung(at_seconds, f"no rank got any further {limit}: all are {where}")]
+            return [JobHung(at_seconds, f"no rank made progress {limit}: all are {where}")]
         behind = min(_order(place) for place in places.values())
         hung = sorted(rank for rank, place in places.items() if _order(place) == behind)
         return [
-            RankHung(rank, at_seconds, f"got no further than {_where(places[rank])} {limit}", max(0, behind[0]))
+            RankHung(rank, at_seconds, f"made no progress since {_where(places[rank])} {limit}", max(0, behind[0]))
             for rank in hung
         ]
 

@@ -99,14 +99,14 @@ def _others(end: JobResult, first: int | None) -> str:
     ours = {rank: about for rank, about in end.details.items() if about["caused_by_us"] and rank != first}
     ended = sorted(_number(rank, about) for rank, about in ours.items())
     if ended:
-        lines.append(f"  ended by the launcher: {'ranks' if len(ended) > 1 else 'rank'} {_ranges(ended)}")
+        lines.append(f"  killed by the launcher: {'ranks' if len(ended) > 1 else 'rank'} {_ranges(ended)}")
     return "\n".join(["The others:", *lines]) if lines else ""
 
 
 def _survived(end: JobResult) -> str:
     lines = [f"  generation {number}: {reason}" for number, reason in enumerate(end.survived)][-8:]
-    again = f"Its ranks had been started again {len(end.survived) - end.num_reforms} times"
-    went_on = f" and had gone on with other nodes {end.num_reforms} times" if end.num_reforms else ""
+    again = f"Before that, all ranks had been restarted {len(end.survived) - end.num_reforms} times"
+    went_on = f" and the job had continued with changed nodes {end.num_reforms} times" if end.num_reforms else ""
     return "\n".join([f"{again}{went_on}:", *lines]) if lines else ""
 
 
@@ -135,7 +135,7 @@ def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool
     kept = [word for word in command if not word.lstrip("+").startswith(_NOT_AGAIN)]
     mode = "must" if has_checkpoint else "auto"
     line = shlex.join([*kept, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", f"run.resume={mode}"])
-    note = "" if has_checkpoint else " (it saved no checkpoint and starts over)"
+    note = "" if has_checkpoint else " (it saved no checkpoint, so it starts at iteration 0)"
     return f"To continue this run{note}:\n  {line}"
 
 
@@ -147,7 +147,7 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
     """
     state = step.state
     first = first_of(state.survived[-1])
-    assert first is not None, "ranks are started again after a failure"
+    assert first is not None, "no failure preceded the restart of the ranks"
     failed = failed_records(JobResult(Outcome.FAILED, step.reason, first, details), policy)
     restarted = RanksRestarted(
         generation=state.generation,

@@ -44,7 +44,7 @@ def check_interface(interface: str) -> None:
         ConfigError: ``launch.interface`` is empty or a wildcard.
     """
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
+        raise ConfigError.of("launch.interface", interface, "must be one address, not all interfaces")
 
 
 def join_address(host: str, port: int) -> str:
@@ -144,7 +144,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed request: {error!r}")
-            raise AssertionError("abort returns never")
+            raise AssertionError("context.abort() always raises")
 
         return handle
 
@@ -152,7 +152,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     """Refuse without the body, which may never come: an unauthenticated peer must not keep a thread waiting."""
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
-    raise AssertionError("abort returns never")
+    raise AssertionError("context.abort() always raises")
 
 
 class RpcError(ControlError):

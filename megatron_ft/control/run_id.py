@@ -49,12 +49,12 @@ def read_run_id(run_dir: Path) -> RunId:
         ConfigError: the file is missing or damaged.
     """
     path = run_dir / RUN_ID_NAME
-    advice = "put it back from a copy: its run_id is in the manifest.json of each of the run's checkpoints"
+    advice = "restore it from a copy; manifest.json of each of the run's checkpoints also contains the run_id"
     try:
         content = parse_json(path.read_bytes())
         found = RunId(run_id=content["run_id"], is_older=content["is_older"])
         if not _RUN_ID.fullmatch(found.run_id) or type(found.is_older) is not bool:
-            raise ValueError("run_id must be 32 hexadecimal digits, is_older true or false")
+            raise ValueError("run_id must be 32 hexadecimal digits, and is_older true or false")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: must hold the run's random name: {error}; {advice}") from None
+        raise ConfigError(f"{path}: must contain the random id of the run: {error}; {advice}") from None
     return found

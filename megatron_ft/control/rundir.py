@@ -144,7 +144,7 @@ def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
 
 def _take(run: RunConfig, path: Path) -> tuple[Path, bool]:
     if run.resume == "must" and not path.is_dir():
-        raise ConfigError.of("run.name", run.name, f"must exist in {path.parent} because run.resume=must")
+        raise ConfigError.of("run.name", run.name, f"must exist in {path.parent}, because run.resume=must")
     try:
         path.mkdir()
     except FileExistsError:
@@ -174,20 +174,22 @@ def _lock(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError.of("run.name", path.name, f"is in use by a running job ({path})") from None
+        raise ConfigError.of("run.name", path.name, f"is used by a running job ({path})") from None
     return descriptor
 
 
 def _resume(run: RunConfig, path: Path) -> Path | None:
     """The folder that an existing run continues from."""
     if run.resume == "never":
-        constraint = f"exists in {path.parent}; continue it with run.resume=must (or auto), or choose another name"
+        constraint = (
+            f"exists in {path.parent}; to continue it set run.resume=must or auto, otherwise choose another name"
+        )
         raise ConfigError.of("run.name", run.name, constraint)
     checkpoints = path / "checkpoints"
     if has_state(path):
         return checkpoints
     if run.resume == "must":
-        raise ConfigError.of("run.resume", "must", f"finds no checkpoint in {checkpoints}")
+        raise ConfigError.of("run.resume", "must", f"there is no checkpoint in {checkpoints}")
     return None
 
 

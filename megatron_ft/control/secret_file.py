@@ -42,6 +42,8 @@ def read_secret(path: Path) -> bytes:
 
 def _check(path: Path, about: os.stat_result) -> None:
     if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
-        raise ControlError(f"{path}: must be a file of the user who started the job")
-    if mode := stat.S_IMODE(about.st_mode) & 0o077:
-        raise ControlError(f"{path}: has mode {stat.S_IMODE(about.st_mode):04o}, open to others ({mode:03o}): 0600")
+        raise ControlError(f"{path}: must be a regular file that belongs to the user who started the job")
+    if stat.S_IMODE(about.st_mode) & 0o077:
+        raise ControlError(
+            f"{path}: has mode {stat.S_IMODE(about.st_mode):04o}, which lets other users access it; must be 0600"
+        )

@@ -192,7 +192,7 @@ def test_a_stopped_node_process_is_a_lost_node_and_ends_by_itself_when_it_wakes(
     agent.send_signal(signal.SIGCONT)
     eventually(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "it ends")
     log = (runs / "dummy" / "logs" / "node-001.log").read_text()
-    assert "lost the controller, ending ranks" in log and "stale session 0" in log
+    assert "ending its ranks, because it lost the controller" in log and "stale session 0" in log
     eventually(lambda: rank_process(runs, 3) is None, "its ranks have ended")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)

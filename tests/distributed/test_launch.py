@@ -409,7 +409,7 @@ def test_a_run_in_use_is_refused(runs: Path) -> None:
     second = start_dummy_job(runs, "run_stubborn", overrides={**TWO_NODES, "run.resume": "auto"})
     output = wait(second, LIMIT_SECONDS)
     assert second.returncode == ConfigError.exit_code
-    assert "is in use by a running job" in output
+    assert "is used by a running job" in output
     interrupt_twice(job, runs)
     wait(job, LIMIT_SECONDS)
 

@@ -288,7 +288,7 @@ class Controller:
             return Tick()  # of a process that ended before the present ones were started
         if isinstance(report, EndReport) and not (isinstance(report, messages.Broken) and report.planned):
             self._note(report.rank, report.generation, to_message(report))
-        assert isinstance(report, (EndReport, messages.Reported)), "other reports are passed on"
+        assert isinstance(report, (EndReport, messages.Reported)), "unexpected kind of report"
         return report.event()
 
     def _posted(self, event: MachineEvent) -> MachineEvent:
@@ -356,7 +356,7 @@ class Controller:
 
     def _reform(self, before: State, step: Step) -> None:
         """Begin the next membership, once the decision and all that it rests on are on disk."""
-        assert step.reform is not None, "a decision to reform"
+        assert step.reform is not None, "the step has no reform plan"
         spec = self._launch_spec(step.state.generation, step.state.members, self._stores)
         following = NextMembership(
             generation=step.state.generation,

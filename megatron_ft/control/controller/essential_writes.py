@@ -93,7 +93,7 @@ class EssentialWrites:
         self._on_wait(f"{self._run_dir}: {problem}")
         while isinstance(problem, OSError):
             if self._end_requested.wait(_LOOK_SECONDS):
-                raise CannotDecide("asked to end while the controller waited for room", Outcome.INTERRUPTED)
+                raise CannotDecide("asked to stop while the controller waited for free disk space", Outcome.INTERRUPTED)
             problem = self._try(write)
         self.clock.go_on()
         self._on_go_on(time.monotonic() - began)
@@ -120,8 +120,9 @@ class EssentialWrites:
             is_there = False
         if not is_there:
             raise CannotDecide(
-                f"the run's folder was deleted or moved away while the job ran: {self._run_dir}; how the job continues "
-                "cannot be kept, so it ends; continue from a copy of its checkpoints, or start again"
+                f"the run's folder {self._run_dir} was deleted or moved away while the job ran. The controller "
+                "cannot record its decisions, so the job ends. Continue from a copy of the run's checkpoints, or "
+                "start again"
             )
 
     def _look(self) -> tuple[int, int]:

@@ -67,5 +67,5 @@ def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -
 def result_of(state: State, reason: str, details: dict[int, Message]) -> JobResult:
     """The result of a job that has ended at ``state``."""
     firsts = [first_of(failures) for failures in state.survived]
-    survived = tuple("nodes joined or left as asked" if first is None else first.detail for first in firsts)
+    survived = tuple("nodes joined or left on request" if first is None else first.detail for first in firsts)
     return JobResult(state.outcome, reason, state.first_failure, details, survived, state.num_reforms)

@@ -51,7 +51,7 @@ def acquire_lease(folder: Path) -> Lease:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ControlError(f"{path}: another controller of this run lives; only one may at a time") from None
+        raise ControlError(f"{path}: another controller of this run is alive; only one may run at a time") from None
     try:
         # In place: a renamed file would leave the lock on the old inode. Epochs rise, so no digit of the old one stays.
         epoch = _read(path) + 1

@@ -104,7 +104,7 @@ class ControllerLink:
                 end = self._read_rest(on_record, on_event)
                 if end is not None:
                     return end
-                on_event({"event": "replaced", "reason": f"the controller is gone: {gone}"})
+                on_event({"event": "replaced", "reason": f"the controller failed: {gone}"})
                 self.begin()
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class ControllerLink:
 
     def _ask_for_a_sign(self, silent_since: float) -> None:
         if time.monotonic() - silent_since > self._silence_seconds:
-            raise _Gone(f"it has given no sign for {self._silence_seconds:g} s")
+            raise _Gone(f"it did not answer for {self._silence_seconds:g} s")
         self._send({"op": "ping"})
 
     def _send(self, message: Message) -> None:
@@ -201,7 +201,7 @@ class ControllerLink:
         self._num_fruitless_starts += 1
         self._end_process(patience_seconds=0.0)
         if self._num_fruitless_starts >= MAX_FAILED_STARTS:
-            raise ControlError(f"the controller ended {MAX_FAILED_STARTS} times in a row; the last time {reason}")
+            raise ControlError(f"the controller failed {MAX_FAILED_STARTS} times in a row; last failure: {reason}")
 
     def _read_rest(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult | None:
         """Read what a controller sent before it ended: to nodes it is acknowledged already."""
@@ -219,7 +219,7 @@ class ControllerLink:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None, "started with a lifeline"
+        assert process.stdin is not None, "the controller was started without a pipe"
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         try:
@@ -231,11 +231,11 @@ class ControllerLink:
     def _describe_end(self) -> str:
         """Describe its end, and its last output where it ended by itself."""
         if self._process is None:
-            return "it was given up"
+            return "it was abandoned"
         try:
             returncode = self._process.wait(timeout=_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return "it has closed its connection"
+            return "it closed its connection"
         last = last_line(self._log, self._log_begin_bytes) if self._log is not None and returncode > 0 else ""
         return f"it {describe_returncode(returncode)}" + (f": {last}" if last else "")
 

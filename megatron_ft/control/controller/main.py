@@ -200,7 +200,7 @@ class ControllerProcess:
         # First: where the folder is gone the lease looks stale, too, and the reason would be wrong.
         self._writes.check_place()
         if self._lease.is_stale:
-            raise ControlError(f"stale epoch {self._lease.epoch}: another controller has taken over")
+            raise ControlError(f"stale epoch {self._lease.epoch}: another controller is in charge now")
         # A controller that takes over repeats the decisions of the journal, which the file has in the same order.
         if self._num_decisions >= self._num_recorded:
             line = json.dumps(decision).encode() + b"\n"

@@ -128,7 +128,7 @@ class ControllerServer:
     def count(self, origin: Origin) -> None:
         """Count a report as taken in."""
         session = self._sessions.newest(origin.node)
-        assert session is not None, "it has registered before it delivers anything"
+        assert session is not None, "the node delivers reports without a registration"
         session.next_item = origin.number + 1
 
     def done(self, item: Item) -> None:
@@ -169,12 +169,14 @@ class ControllerServer:
         node, process_id = self._known(join.node), join.process_id
         # Refused before the journal has it: what is there reaches every node and every later controller.
         if (num_bytes := len(json.dumps(request))) > MAX_JOIN_BYTES:
-            raise ControlError(f"node {node} registers with {num_bytes} bytes: must have at most {MAX_JOIN_BYTES}")
+            raise ControlError(
+                f"node {node}: its registration has {num_bytes} bytes: must have at most {MAX_JOIN_BYTES}"
+            )
         self._sign_of_life(node)
         replaced = self._sessions.replaced(node, process_id)
         if replaced is not None:
             # Into the queue before the registration: the old process is lost first.
-            self.post(NodeLost(node, time.time(), "another process has taken its place", replaced))
+            self.post(NodeLost(node, time.time(), "another process has registered for this node", replaced))
         item = Item(None, {"op": "joined", "join": encode(join)})
         self._inbox.put([item])
         if not item.wait(_ACCEPT_SECONDS, self._sign_seconds, lambda: self._sign_of_life(node)):
@@ -204,7 +206,9 @@ class ControllerServer:
             expected = max(session.next_item, session.next_arrival)
             # A gap means that reports are lost, except records that a predecessor passed on: they are in no journal.
             if first > expected and call.items and not session.is_inherited:
-                raise ControlError(f"report {first} of node {node}: must be at most {expected}, the next")
+                raise ControlError(
+                    f"node {node} sends report {first}, but report {expected} is next: reports are missing"
+                )
             items = []
             for number, content in enumerate(call.items, start=first):
                 if number >= expected:
@@ -243,11 +247,11 @@ def check_report(policy: MembershipPolicy, members: Members, node: int, content:
     report = decode_report(content)
     rank, generation = report.rank, report.generation
     if rank not in policy.ranks_of(node):
-        raise ControlError(f"rank {rank} is not of node {node}")
+        raise ControlError(f"rank {rank} does not belong to node {node}")
     # Before a rank's first membership is announced to it, it reports the generation in which it was started.
     is_member = node in members.get(generation, ())
     if not is_member and (isinstance(report, messages.Broken) or generation not in members):
-        raise ControlError(f"rank {rank}: node {node} is not of generation {generation}")
+        raise ControlError(f"rank {rank}: node {node} is not a member of generation {generation}")
     if isinstance(report, messages.Broken):
         number, position = policy.number_among(members[generation], rank), report.position
         try:
@@ -255,5 +259,7 @@ def check_report(policy: MembershipPolicy, members: Members, node: int, content:
         except RecoveryError as error:
             raise ControlError(f"rank {rank}: malformed position: {error}") from None
         if (position.rank, position.generation) != (number, generation):
-            raise ControlError(f"rank {number} of generation {generation} sends the position {position}")
+            raise ControlError(
+                f"rank {number} of generation {generation} sends the position of another rank or generation: {position}"
+            )
     return report

@@ -130,7 +130,7 @@ class ProcessLauncher:
     @property
     def context(self) -> LaunchContext:
         """The job."""
-        assert self._context is not None, "publish comes first"
+        assert self._context is not None, "the launcher has no context before publish()"
         return self._context
 
     def publish(self, context: LaunchContext, spec: AgentSpec) -> None:

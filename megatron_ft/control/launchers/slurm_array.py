@@ -57,7 +57,7 @@ class SlurmArrayLauncher:
 
     def finish(self, exit_code: int, reason: str) -> None:
         """Leave the marker by which the array's tasks end."""
-        assert self._run_dir is not None, "publish comes first"
+        assert self._run_dir is not None, "finish() was called before publish()"
         # Another job of the chain would end with the same error.
         is_final = exit_code in {EXIT_OK, *FINAL_EXIT_CODES}
         leave_marker(self._run_dir, self._allocation.job_id, exit_code=exit_code, reason=reason, is_final=is_final)
@@ -74,10 +74,10 @@ def read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
     """
     missing = [name for name in _NAMES if not variables.get(name)]
     if missing:
-        raise ConfigError.of(_KEY, "none", f"needs a Slurm array, whose tasks are the nodes: {missing[0]} is not set")
+        raise ConfigError.of(_KEY, "none", f"needs a Slurm array with one task for each node: {missing[0]} is not set")
     job, *numbers = (variables[name] for name in _NAMES)
     count, first, last = (int(number) for number in numbers)
     if (count, first, last) != (most_nodes, 0, most_nodes - 1):
-        wanted = f"needs an array of {most_nodes} tasks, --array=0-{most_nodes - 1}, for the job's nodes and spares"
-        raise ConfigError.of(_KEY, "none", f"{wanted}; array {job} has {count}, from {first} to {last}")
+        wanted = f"needs an array of {most_nodes} tasks, --array=0-{most_nodes - 1}, one for each node and spare"
+        raise ConfigError.of(_KEY, "none", f"{wanted}; array {job} has {count} tasks, {first} to {last}")
     return Allocation(job, ())

@@ -50,14 +50,17 @@ class RankEnvironment:
 
     def summary(self) -> str:
         """Describe this start, and the consequence of a lost rank."""
-        then = "end the step (srun --kill-on-bad-exit=1)"
+        then = "ends the job step (srun --kill-on-bad-exit=1)"
         if self.launcher == "torchrun":
-            then = f"have {self.program} start all again from the newest checkpoint, {self.max_restarts} times at most"
-            then = then if self.max_restarts else "end the job"
+            then = (
+                f"makes {self.program} start all ranks again from the newest checkpoint, at most "
+                f"{self.max_restarts} times"
+            )
+            then = then if self.max_restarts else "ends the job"
         return (
-            f"this process is a rank of {self.program}: {self.num_nodes} nodes x {self.local_world_size} ranks; there "
-            f"are no node processes and no controller, so a lost rank will {then} (docs/launch.md, section "
-            '"Other launchers")'
+            f"this process is a rank of {self.program}: {self.num_nodes} nodes x {self.local_world_size} ranks. "
+            f'There is no controller and no agent: the loss of a rank {then} (docs/launch.md, section "Other '
+            'launchers")'
         )
 
 
@@ -75,8 +78,8 @@ def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
     if environment.store_is_served or not (environment.max_restarts or environment.attempt):
         return
     reason = (
-        f"{environment.program} starts ranks again (start {environment.attempt}, {environment.max_restarts} restarts) "
-        "and keeps no store that remembers the run"
+        f"{environment.program} restarts ranks (start {environment.attempt}, {environment.max_restarts} "
+        "restarts), and its store does not survive to keep the run's name"
     )
     if run.name is None:
         raise ConfigError.of("run.name", "null", f"must be given, with run.resume=auto: {reason}")
@@ -107,7 +110,7 @@ def read_environment(mode: str, variables: Mapping[str, str], *, master_port: in
     Raises:
         ConfigError: a variable is missing, no number, or contradicts another.
     """
-    assert mode in ("torchrun", "srun"), f"no environment of mode {mode}"
+    assert mode in ("torchrun", "srun"), f"mode {mode} has no launcher environment"
     environment = _torchrun(variables) if mode == "torchrun" else _srun(variables, master_port)
     _check(environment)
     return environment
@@ -136,9 +139,13 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
     world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     per_node = expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_node) != len(nodes) or sum(per_node) != world_size:
-        raise ConfigError.of(_KEY, "srun", f"tasks per node {per_node} must fit {len(nodes)} nodes, {world_size} tasks")
+        raise ConfigError.of(
+            _KEY, "srun", f"{len(nodes)} nodes and {world_size} tasks contradict the tasks per node {per_node}"
+        )
     if len(set(per_node)) != 1:
-        raise ConfigError.of(_KEY, "srun", f"must have the same number of tasks on every node, has {per_node}")
+        raise ConfigError.of(
+            _KEY, "srun", f"must have the same number of tasks on every node; tasks per node are {per_node}"
+        )
     job, step = _text(variables, "SLURM_JOB_ID"), _text(variables, "SLURM_STEP_ID")
     return RankEnvironment(
         launcher="srun",
@@ -167,7 +174,8 @@ def _check(environment: RankEnvironment) -> None:
     require(
         # ``node`` divides the rank by the ranks per node, which is wrong for tasks that are dealt cyclically.
         rank % local == environment.local_rank,
-        f"rank {rank} with local rank {environment.local_rank}: must be dealt node by node (block), {local} per node",
+        f"rank {rank} has local rank {environment.local_rank}: the launcher must number ranks node by node (block "
+        f"distribution), {local} on each",
     )
 
 
@@ -211,10 +219,10 @@ def _expand_part(part: str) -> list[str]:
 def _expand_range(piece: str) -> list[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
     if match is None:
-        raise ValueError(f"has a range {piece!r} that is no number or low-high")
+        raise ValueError(f"has a range {piece!r} that is neither a number nor low-high")
     first, last = match.group(1), match.group(2) or match.group(1)
     if not int(first) <= int(last) < int(first) + 1_000_000:
-        raise ValueError(f"has a range {piece!r} that does not rise")
+        raise ValueError(f"has a range {piece!r} whose end is below its start or too far from it")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 

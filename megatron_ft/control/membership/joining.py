@@ -116,13 +116,13 @@ def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | Non
     if not state.nodes.is_member(node):
         return f"node {node} is not a member"
     if policy.keeps_layout:
-        return "launch.keep_layout=true: every place of the layout is needed, and only a lost node is replaced"
+        return "launch.keep_layout=true: the layout needs every node; only a lost node is replaced"
     if state.nodes[node].state is NodeState.DRAINING:
         return f"node {node} is leaving already"
     # Nodes that are leaving count as gone: several drains together must not go below the minimum.
     num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
     if num_left < policy.fewest_nodes:
-        return f"{num_left} nodes would be left, launch.min_nodes={policy.fewest_nodes}"
+        return f"only {num_left} nodes would remain, fewer than launch.min_nodes={policy.fewest_nodes}"
     return None
 
 
@@ -137,7 +137,9 @@ def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
     if node in state.nodes.waiting or state.nodes[node].is_wanted:
         return f"node {node} is waiting to join already"
     if not policy.starts_nodes and node not in state.nodes.registered:
-        return f"node {node} has no process, and launch.node_launcher=none starts none: it joins when it comes"
+        return (
+            f"node {node} has no process, and launch.node_launcher=none starts none; start it, and it joins by itself"
+        )
     return None
 
 
@@ -183,7 +185,7 @@ def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     dismissed = tuple(sorted(state.nodes.dismissed))
     if not dismissed:
         return None
-    reason = f"nodes {list(dismissed)} do not join: a rank has ended or did not report"
+    reason = f"nodes {list(dismissed)} do not join: a rank ended or did not report in time"
     state = replace(state, nodes=state.nodes.change(dismissed, is_dismissed=False))
     return Step(state, Decision.KILL_NODES, reason, nodes=dismissed)
 
@@ -197,13 +199,13 @@ def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return Step(
             _begin(policy, state, present, now),
             Decision.START_NODES,
-            f"nodes {list(present)} are to join",
+            f"start ranks on nodes {list(present)}, which are to join",
             nodes=present,
         )
     absent = tuple(record.node for record in startable if record.agent is not AgentState.STARTING)
     if absent:
         state = replace(state, nodes=state.nodes.change(absent, agent=AgentState.STARTING))
-        return Step(state, Decision.START_AGENTS, f"nodes {list(absent)} are to join", nodes=absent)
+        return Step(state, Decision.START_AGENTS, f"start nodes {list(absent)}, which are to join", nodes=absent)
     return None
 
 

@@ -263,7 +263,7 @@ def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
         return None
-    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "asked to end")
+    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "killed on request")
 
 
 def _killing(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
@@ -290,7 +290,7 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     # Ranks may stand at the boundary already: the next membership begins first, and stops at once.
     if state.deadline_seconds is None:
         state = replace(state, deadline_seconds=deadline)
-        return Step(state, Decision.WAIT, "asked to stop while ranks are on their way to a boundary")
+        return Step(state, Decision.WAIT, "asked to stop while ranks finish the iteration before a change of nodes")
     return None
 
 
@@ -299,7 +299,9 @@ def _shorten_stop(policy: MembershipPolicy, state: State, event: MachineEvent, n
     if state.phase is not Phase.STOPPING or not state.failures or isinstance(event, Tick):
         return None
     deadline = min(state.deadline_seconds or now.seconds, now.seconds + policy.failure_grace_seconds)
-    return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "stopping after a failure")
+    return Step(
+        replace(state, deadline_seconds=deadline), Decision.WAIT, "a rank or node was lost while the job stopped"
+    )
 
 
 def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:

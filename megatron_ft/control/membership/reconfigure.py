@@ -83,7 +83,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     if obstacle is None and is_late(state, now):
         return _lose_unresponsive(policy, state, now)
     if obstacle is None:
-        return Step(state, Decision.WAIT, "ranks report how far they are")
+        return Step(state, Decision.WAIT, "waiting for ranks to report their positions")
     return _give_up(policy, state, now, obstacle)
 
 
@@ -109,7 +109,7 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
     last = state.reform_by_seconds
     if last is None or now.arrived_seconds >= last:
         return _give_up(policy, state, now, _describe_unresponsive(policy, state))
-    wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "ranks report how far they are")
+    wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "waiting for ranks to report their positions")
     # No rank has reported, so a slow iteration is more likely than an unresponsive rank: the limit counts after others
     # have reported.
     if not state.has_reported:
@@ -121,7 +121,7 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
             rank=rank,
             number=policy.number_among(state.members, rank),
             at_seconds=latest,
-            detail=f"rank {policy.number_among(state.members, rank)} does not report how far it is {limit}",
+            detail=f"rank {policy.number_among(state.members, rank)} did not report its position {limit}",
         )
         for rank in unresponsive
     )
@@ -155,7 +155,7 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
     if obstacle is None:
         # The first report sets the deadline; later ones must not extend it.
         deadline = state.deadline_seconds or now.seconds + policy.reform_timeout_seconds
-        return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks stand at the boundary")
+        return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks wait at the iteration boundary")
     state = replace(state, failures=(Failure(at_seconds=now.seconds, detail=obstacle),))
     return stop_after_failure(policy, state, now, obstacle)
 
@@ -167,11 +167,13 @@ def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step
         # the rank's own.
         grace = now.seconds + policy.failure_grace_seconds
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
-        return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks failed, none has died yet")
+        return Step(
+            replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks reported errors, but none has died yet"
+        )
     failures = tuple(failure_of(policy, state, event) for event in state.broken if not event.planned)
     state = replace(state, failures=failures, broken=(), has_reported=frozenset(), has_errors=False)
     first = state.first_failure
-    assert first is not None, "a rank has failed"
+    assert first is not None, "no rank has failed"
     return stop_after_failure(policy, state, now, first.detail)
 
 
@@ -196,20 +198,20 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     ended = sorted(remaining_ranks(policy, state) & state.gone)
     if ended:
         # It cannot report a position or take part in the next membership, and its state has ended with it.
-        return f"rank {policy.number_among(state.members, ended[0])} had done its work"
+        return f"rank {policy.number_among(state.members, ended[0])} had finished and its process had ended"
     if policy.keeps_layout:
         return replacing.obstacle(policy, state)
     num_left = len(set(state.members) - state.nodes.lost)
     num_joining = len(admitted(policy, state, num_left))
     if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
         joining = f" and {num_joining} are ready to join" if num_joining else ""
-        return f"{num_left} nodes are left{joining}, launch.min_nodes={policy.fewest_nodes}"
+        return f"only {num_left} nodes are left{joining}, fewer than launch.min_nodes={policy.fewest_nodes}"
     return None
 
 
 def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     first = state.first_failure
-    assert first is not None, "a node was lost"
+    assert first is not None, "no node was lost"
     # The limit of all reports counts from the first loss: a chain of losses must not extend it.
     last = now.seconds + policy.reform_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
     state = replace(

@@ -52,7 +52,7 @@ def obstacle(policy: MembershipPolicy, state: State) -> str | None:
     """Why a lost place stays empty; None as long as there is a node for each."""
     places = lost_places(state)
     if len(places) == len(state.members):
-        return "no node is left: the nodes of all places are lost"
+        return "no node is left: every node of the job is lost"
     coming = _coming(policy, state) | _returning(policy, state)
     if len(coming) >= len(places):
         return None
@@ -60,10 +60,10 @@ def obstacle(policy: MembershipPolicy, state: State) -> str | None:
     node = state.members[place]
     why = "launch.restart_lost_nodes=false"
     if policy.restart_lost_nodes:
-        why = f"it was lost or failed to start too often in a row (launch.max_node_restarts={policy.max_node_restarts})"
-    return (
-        f"no replacement node for place {place} of node {node}: there is no spare, and it is not started again: {why}"
-    )
+        why = (
+            f"it was lost, or failed to start, too often in a row (launch.max_node_restarts={policy.max_node_restarts})"
+        )
+    return f"node {node} (place {place}) has no replacement: no spare is left, and the node is not restarted: {why}"
 
 
 def count_losses(state: State, iteration: int) -> State:
@@ -83,7 +83,7 @@ def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
     old ranks that do not end."""
     if state.phase is not Phase.FILLING or not is_late(state, now):
         return state
-    reason = f"it did not begin (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
+    reason = f"it did not register in time (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
     expected = _expected(policy, state)
     # More losses than the limit: neither ``_returning`` nor ``may_return`` starts these nodes again.
     for node in sorted(state.nodes.wanted | expected):
@@ -102,7 +102,7 @@ def fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     state = replace(state, phase=Phase.FILLING, nodes=nodes, reform_by_seconds=None, deadline_seconds=deadline)
     step = kill_or_start(policy, state, now)
     if step is None:
-        return Step(state, Decision.WAIT, f"places {list(lost_places(state))} wait for nodes to be ready")
+        return Step(state, Decision.WAIT, f"waiting for nodes that fill the places {list(lost_places(state))}")
     if step.decision is Decision.KILL_NODES:
         return step
     # Each ordered start has the whole time; steps that only wait keep the deadline.

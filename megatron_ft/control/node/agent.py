@@ -263,12 +263,16 @@ class Agent:
                 raise ControllerSilent(f"the controller does not answer: {reason}")
 
     def _lose_controller(self, reason: str) -> None:
-        print(f"node {self._spec.node}: lost the controller, ending ranks: {reason}", file=sys.stderr, flush=True)
+        print(
+            f"node {self._spec.node}: ending its ranks, because it lost the controller: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
         self._exit_code = ControlError.exit_code
 
     def _launcher_closed(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
-            self._lose_controller("the launcher has gone")
+            self._lose_controller("the launcher has ended")
 
     def _start(self, order: messages.Start) -> None:
         """Start this node's ranks if the order is for it; those that join have no number in the membership yet."""
@@ -323,7 +327,7 @@ class Agent:
             elif message["op"] == "spawned":
                 self._ranks.spawned(message["rank"], message["process_id"])
         if closed:
-            self._lose_controller("the fork server has gone")
+            self._lose_controller("the fork server has ended")
 
 
 def _start_sidecars(spec: AgentSpec) -> Sidecars:
@@ -349,7 +353,7 @@ def _connect(path: str) -> socket.socket:
             sock.close()
             if time.monotonic() > deadline:
                 raise ControlError(
-                    f"launch.forkserver_socket={path}: no fork server listens there ({error})"
+                    f"launch.forkserver_socket={path}: no fork server listens at this socket ({error})"
                 ) from error
             threading.Event().wait(0.02)
 

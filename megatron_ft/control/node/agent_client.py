@@ -114,15 +114,15 @@ class AgentClient:
         self._report_position(position, _describe(error))
         following = self._await_next()
         if following is None:
-            raise ControlError("training does not continue in this process: its node leaves the job")
+            raise ControlError("training does not continue in this process: this node leaves the job")
         return following
 
     def await_membership(self) -> NextMembership:
         if not self._identity.is_joining:
-            raise ControlError(f"rank {self._rank} was started with the others: it has a membership")
+            raise ControlError(f"rank {self._rank} was started with the job and cannot join it again")
         following = self._await_next()
         if following is None:
-            raise ControlError("this node leaves the job before it has joined it")
+            raise ControlError("this node must leave the job before it has joined")
         return following
 
     def change_requested(self) -> bool:
@@ -149,13 +149,16 @@ class AgentClient:
 
     def _check_can_survive(self) -> None:
         if not self._can_survive:
-            raise ControlError("launch.min_nodes: this job needs all of its nodes")
+            raise ControlError("launch.min_nodes: this job cannot lose a node")
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()
         # The controller would drop such a position as stale and wait for this rank until its limit.
         if (position.rank, position.generation) != (self._rank, self._generation):
-            raise ControlError(f"rank {self._rank} of generation {self._generation} must not report {position}")
+            raise ControlError(
+                f"rank {self._rank} of generation {self._generation} cannot report a position of another rank or "
+                f"generation: {position}"
+            )
         self._send({"op": "broken", "position": encode(position), **about})
 
     def _await_next(self) -> NextMembership | None:
@@ -217,7 +220,7 @@ class AgentClient:
         rank = following.rank_on(self._identity.node, self._identity.local_rank)
         if rank is None or following.previous_ranks[rank] != self._rank:  # None on a joining node
             who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
-            raise ControlError(f"{who} is not of {following.summary()}")
+            raise ControlError(f"{who} does not belong to the membership {following.summary()}")
         self._rank, self._generation = rank, following.generation
         self._next, self._broken, self._order = following, None, None
 

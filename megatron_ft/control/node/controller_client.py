@@ -31,7 +31,10 @@ class ControllerClient:
         epoch = int(answer["epoch"])
         # Not a refusal by the peer: the controller in charge serves at the same address, and the next call reaches it.
         if epoch < self._epoch:
-            message = f"Controller.{method} at {self._client.address}: of epoch {epoch}, which {self._epoch} has ended"
+            message = (
+                f"Controller.{method} at {self._client.address}: answered by the controller of epoch {epoch}, "
+                f"which epoch {self._epoch} has replaced"
+            )
             raise RpcError(message, refused=False)
         self._epoch = epoch
         return answer

@@ -119,7 +119,7 @@ class ForkServer:
                 self._obey(client, message)
         # One bad client must not end the server: its end kills the ranks of all others.
         except (ControlError, OSError, KeyError, TypeError, ValueError) as error:
-            print(f"fork server: dropping a client: {error!r}", file=sys.stderr, flush=True)
+            print(f"fork server: dropping the connection of a client: {error!r}", file=sys.stderr, flush=True)
             closed = True
         if closed:
             self._drop(client)
@@ -154,7 +154,7 @@ class ForkServer:
 
     def _spawn(self, client: _Client, message: Message) -> None:
         if not client.reader.descriptors:
-            raise ControlError("spawn without a log file")
+            raise ControlError("the spawn message has no file descriptor for the log")
         rank = int(message["rank"])
         log = client.reader.descriptors.popleft()
         parent = os.getpid()
@@ -249,7 +249,7 @@ def preload(modules: Sequence[str]) -> float:
             getattr(imported, function)()
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     if len(names) > 1:
-        raise SoftwareError(f"importing {', '.join(modules)} left {len(names)} threads ({names}): cannot fork")
+        raise SoftwareError(f"cannot fork: importing {', '.join(modules)} started threads, {len(names)} run ({names})")
     gc.collect()
     # The collector would write to every object and so copy the pages that ranks share.
     gc.freeze()
@@ -272,8 +272,12 @@ def listen(path: Path) -> socket.socket:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the server process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket to serve; its directory is the fence")
-    parser.add_argument("--preload", nargs="*", default=[], help="modules, or module:function to call, first")
+    parser.add_argument(
+        "--socket", type=Path, required=True, help="Unix socket to serve; the permissions of its directory protect it"
+    )
+    parser.add_argument(
+        "--preload", nargs="*", default=[], help="modules to import, or module:function to call, before the first fork"
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     use = Use(options.socket.parent)

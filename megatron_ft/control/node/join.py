@@ -78,7 +78,9 @@ class _Node:
             if found is not None and self._can_join(found):
                 return found
             if time.monotonic() > deadline:
-                raise ControlError(f"{self.run_dir}: no launcher for {self.patience_seconds:g} s (--patience-seconds)")
+                raise ControlError(
+                    f"{self.run_dir}: found no launcher within {self.patience_seconds:g} s (--patience-seconds)"
+                )
             threading.Event().wait(_CHECK_SECONDS)
         return None
 
@@ -98,7 +100,7 @@ class _Node:
         if num_stays > 1 + found.num_returns:
             limit = f"came back {found.num_returns} times" if found.num_returns else "was lost"
             keys = "launch.restart_lost_nodes, launch.max_node_restarts"
-            raise ControlError(f"node {self.number} {limit} and does not come back to this job ({keys})")
+            raise ControlError(f"node {self.number} {limit} and does not join this job again ({keys})")
 
     def _stay(self, found: JoinFile, processes: Processes) -> int:
         """Be a node of the job as long as its process lives; its exit code."""
@@ -119,7 +121,7 @@ class _Node:
                 return code
         code = _wait(process, _LAST_ORDER_SECONDS) if news == "over" else None
         if code is None:
-            assert process.stdin is not None, "started with a lifeline"
+            assert process.stdin is not None, "the process was started without a pipe"
             process.stdin.close()
             code = _wait(process, _END_SECONDS)
         return ControlError.exit_code if code is None else code
@@ -136,7 +138,11 @@ class _Node:
         except (ControlError, OSError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                print(f"node {self.number}: stays with its launcher: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"node {self.number}: cannot read the launcher's file, keeps its present launcher: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return None
         is_other = newest is not None and newest.agent.token != found.agent.token and newest.job_id == self.job_id
         return "followed" if is_other else None

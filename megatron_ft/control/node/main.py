@@ -78,7 +78,7 @@ def _await_socket(forkserver: "subprocess.Popen[bytes]", path: Path, log: Path) 
     deadline = time.monotonic() + _FORKSERVER_SECONDS
     while not path.is_socket():
         if forkserver.poll() is not None or time.monotonic() > deadline:
-            raise ControlError(f"the fork server does not listen; its log: {log}")
+            raise ControlError(f"the fork server did not start; its log: {log}")
         threading.Event().wait(0.02)
 
 
@@ -86,7 +86,7 @@ def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:
     try:
         process.wait(timeout=_EXIT_SECONDS)
     except subprocess.TimeoutExpired:
-        print(f"the fork server did not end within {_EXIT_SECONDS:g} s: killed", file=sys.stderr, flush=True)
+        print(f"the fork server did not end within {_EXIT_SECONDS:g} s and was killed", file=sys.stderr, flush=True)
         kill(process)
 
 
@@ -122,14 +122,14 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
     if not line.endswith(b"\n"):
-        print("node: standard input closed before the node's spec came", file=sys.stderr)
+        print("node: standard input was closed before it contained the node's spec", file=sys.stderr)
         return ControlError.exit_code
     spec = NodeSpec.from_line(line)
     try:
         return run(spec)
     except agent.ControllerSilent as error:
         if spec.batch_job is None:
-            print(f"node: ranks were ended: {error}", file=sys.stderr, flush=True)
+            print(f"node: its ranks were ended: {error}", file=sys.stderr, flush=True)
             return ControlError.exit_code
         return _watch_batch_host(spec, spec.batch_job, f"ranks were ended: {error}")
     except (MegatronFtError, OSError) as error:

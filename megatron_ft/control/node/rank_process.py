@@ -71,7 +71,7 @@ def _report_failure(worker: AgentClient, error: BaseException) -> int:
             error.exit_code
         )
     if isinstance(error, SystemExit) and error.code in (0, None):
-        text = "the rank called sys.exit() before its work was done\n" + text
+        text = "the rank called sys.exit() before its work was finished\n" + text
     own_code = error.exit_code if isinstance(error, MegatronFtError) else None
     last_line = "".join(traceback.format_exception_only(error)).strip()
     worker.raised(text, error=last_line, exit_code=own_code)

@@ -101,7 +101,7 @@ class Ranks:
         return [state.rank for state in connected if not self._send(state, message)]
 
     def _send(self, state: _Rank, message: Message) -> bool:
-        assert state.reader is not None, "a rank that is connected"
+        assert state.reader is not None, "the rank is not connected"
         state.reader.sock.settimeout(_SEND_SECONDS)
         try:
             send(state.reader.sock, message)

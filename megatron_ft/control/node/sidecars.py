@@ -55,7 +55,7 @@ class Sidecar:
         Raises:
             ControlError: the line is no address.
         """
-        assert self.process.stdout is not None, "a service's standard output is a pipe"
+        assert self.process.stdout is not None, "the sidecar's standard output is not a pipe"
         data = os.read(self.process.stdout.fileno(), _READ_BYTES)
         # Read and dropped: a full pipe would block the service.
         if self.address is not None:
@@ -63,7 +63,7 @@ class Sidecar:
         self.line += data
         head, end, _ = self.line.partition(b"\n")
         if len(head) > _MAX_LINE_BYTES:
-            raise ControlError(f"sidecar {self.name}: its first line must have at most {_MAX_LINE_BYTES} bytes")
+            raise ControlError(f"sidecar {self.name}: its first line is longer than {_MAX_LINE_BYTES} bytes")
         if end:
             self.address = self._address_in(bytes(head))
         return bool(data)
@@ -71,7 +71,7 @@ class Sidecar:
     def _address_in(self, line: bytes) -> str:
         address = decode(line).get("address")
         if not isinstance(address, str) or not address:
-            raise ControlError(f"sidecar {self.name}: its first line must hold its address; it holds {line!r}")
+            raise ControlError(f"sidecar {self.name}: its first line must contain its address, but is {line!r}")
         return address
 
     def how_it_ended(self) -> str:
@@ -130,7 +130,7 @@ class Sidecars:
         """
         if self.seconds_left() == 0.0:
             silent = ", ".join(f"{service.name} (log: {service.log})" for service in self._all if not service.address)
-            raise ControlError(f"no address of sidecar {silent} within {self._start_seconds:g} s")
+            raise ControlError(f"sidecars did not report their address within {self._start_seconds:g} s: {silent}")
 
     def watch(self, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
         """Have ``selector`` call back when one writes or ends; ``on_ready`` is called once, when all are ready.
@@ -207,7 +207,9 @@ def _wait_or_kill(service: Sidecar, deadline: float) -> None:
     try:
         service.process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        print(f"sidecar {service.name} did not end within {STOP_SECONDS:g} s: killed", file=sys.stderr, flush=True)
+        print(
+            f"sidecar {service.name} did not end within {STOP_SECONDS:g} s and was killed", file=sys.stderr, flush=True
+        )
         service.process.send_signal(signal.SIGKILL)
         service.process.wait()
     service.process.stdout.close()  # type: ignore[union-attr]

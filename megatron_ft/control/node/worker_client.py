@@ -174,19 +174,19 @@ class InProcessClient:
         """Do nothing: no agent announces losses."""
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
-        raise ControlError("a rank without an agent does not outlive the others")
+        raise ControlError("a rank without an agent cannot survive the loss of another rank")
 
     def await_membership(self) -> NextMembership:
-        raise ControlError("a rank without an agent does not join a job that runs")
+        raise ControlError("a rank without an agent cannot join a running job")
 
     def change_requested(self) -> bool:
         return False
 
     def awaited_change(self) -> MembershipOrder:
-        raise ControlError("a rank without an agent sees no node join or leave")
+        raise ControlError("without an agent no node joins or leaves")
 
     def change(self, position: Position) -> NextMembership | None:
-        raise ControlError("a rank without an agent sees no node join or leave")
+        raise ControlError("without an agent no node joins or leaves")
 
     def close(self) -> None:
         """See ``WorkerClient``."""

@@ -39,13 +39,13 @@ def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None
         except calls.SlurmError as error:
             if str(error) != complaint:
                 complaint = str(error)
-                report(f"Slurm cannot be asked for job {job_id}: {error}")
+                report(f"cannot query Slurm for job {job_id}: {error}")
             continue
         # Another node has requeued it, or an operator has ended it.
         if job.state != "RUNNING":
             return False
         if not job.has_batch_host:
-            report(f"batch host {job.batch_host} is dead: job {job_id} is requeued")
+            report(f"the batch host {job.batch_host} is dead: requeueing job {job_id}")
             calls.requeue(job_id)
             return True
     return False

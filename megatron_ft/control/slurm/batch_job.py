@@ -84,13 +84,15 @@ class Site:
         values = {**_DEFAULTS, **{name: text for name, text in variables.items() if text}}
         for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
             if name not in values:
-                raise ConfigError.of(name, "", "must be set: this command runs in a batch job of Slurm")
+                raise ConfigError.of(name, "", "must be set: this command must run in a batch job of Slurm")
         ways = {"requeue": Next.REQUEUE, "end": Next.END}
         if values["MFT_ON_WARNING"] not in ways:
             raise ConfigError.of("MFT_ON_WARNING", values["MFT_ON_WARNING"], "must be one of requeue, end")
         is_chained = values.get("MFT_CHAINED", "") == "1"
         if is_chained and "SLURM_JOB_NAME" not in values:
-            raise ConfigError.of("SLURM_JOB_NAME", "", "must be set with MFT_CHAINED=1: a chain is known by its name")
+            raise ConfigError.of(
+                "SLURM_JOB_NAME", "", "must be set with MFT_CHAINED=1: the jobs of a chain are found by their name"
+            )
         final = values.get("MFT_FINAL_EXIT_CODE")
         return Site(
             job_id=values["SLURM_JOB_ID"],
@@ -124,7 +126,7 @@ class BatchJob:
         run_dir, name = self._value("run.dir"), self._value("run.name")
         if run_dir is None or name is None:
             raise ConfigError.of(
-                "run.name", name, "must be given, and run.dir: a job that comes back finds its run by it"
+                "run.name", name, "must be given, and so must run.dir: a requeued job finds its run by them"
             )
         self._run_dir = Path(run_dir) / name
         self._num_nodes = self._count("launch.num_nodes", len(site.hosts) - site.num_spares)
@@ -180,7 +182,11 @@ class BatchJob:
         """The launcher before may still run where Slurm does not reach it: one has the run's folder at a time."""
         deadline = time.monotonic() + self._site.patience_seconds
         if is_claimed(self._run_dir):
-            print(f"job {self._site.job_id}: waits: an earlier launcher has the run still", file=sys.stderr, flush=True)
+            print(
+                f"job {self._site.job_id}: waiting for an earlier launcher of this run to end",
+                file=sys.stderr,
+                flush=True,
+            )
         while is_claimed(self._run_dir) and self._asked is None and time.monotonic() < deadline:
             threading.Event().wait(_LOOK_SECONDS)
 
@@ -248,19 +254,27 @@ class BatchJob:
         try:
             calls.cancel_waiting(site.job_name)
         except calls.SlurmError as error:
-            print(f"job {site.job_id}: jobs named {site.job_name} still wait: {error}", file=sys.stderr, flush=True)
+            print(
+                f"job {site.job_id}: cannot cancel the waiting jobs named {site.job_name}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _view(self, hosts: Sequence[str]) -> calls.JobView:
         """The job as Slurm sees it; unchanged where Slurm does not answer."""
         try:
             return calls.view_job(self._site.job_id)
         except calls.SlurmError as error:
-            print(f"job {self._site.job_id}: taken to have all its nodes: {error}", file=sys.stderr, flush=True)
+            print(
+                f"job {self._site.job_id}: cannot query Slurm, assuming that the job has all its nodes: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
             return calls.JobView("RUNNING", "", tuple(hosts), self._site.num_restarts)
 
     def _was_requeued(self, attempt: Attempt) -> int:
         """End after Slurm requeued the job on another request: the job has not ended, so no marker is left."""
-        print(f"job {self._site.job_id}: it was requeued from outside", file=sys.stderr, flush=True)
+        print(f"job {self._site.job_id}: an operator or Slurm has requeued it", file=sys.stderr, flush=True)
         return _as_exit_code(attempt)
 
     def _requeue(self, exclude: Sequence[str]) -> Verdict:
@@ -270,11 +284,15 @@ class BatchJob:
         try:
             calls.requeue(self._site.job_id)
         except calls.SlurmError as error:
-            return Verdict(Next.END, f"it was not requeued: {error}")
+            return Verdict(Next.END, f"Slurm did not requeue it: {error}")
         try:
             calls.exclude(self._site.job_id, exclude)
         except calls.SlurmError as error:
-            print(f"job {self._site.job_id}: may get {', '.join(exclude)} again: {error}", file=sys.stderr, flush=True)
+            print(
+                f"job {self._site.job_id}: cannot exclude {', '.join(exclude)}, Slurm may assign them again: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
         # The job stays alive until Slurm ends it: its exit code would end the job instead.
         while True:
             signal.pause()
@@ -290,7 +308,7 @@ class BatchJob:
 
 def _as_exit_code(attempt: Attempt) -> int:
     """Exit code as shells show it, also for the signal that ended a process."""
-    assert attempt.exit_code is not None, "this process has seen its end"
+    assert attempt.exit_code is not None, "the attempt has no exit code"
     return attempt.exit_code if attempt.exit_code >= 0 else 128 - attempt.exit_code
 
 

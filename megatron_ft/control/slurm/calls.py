@@ -59,7 +59,7 @@ def parse_job(text: str) -> JobView:
     """
     found = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if "JobState" not in found:
-        raise SlurmError(f"scontrol show job: names no JobState: {text.strip()[:200]!r}")
+        raise SlurmError(f"scontrol show job: the answer has no JobState: {text.strip()[:200]!r}")
     return JobView(
         state=found["JobState"],
         batch_host=found.get("BatchHost", ""),
@@ -74,7 +74,7 @@ def _hosts(field: str, found: Mapping[str, str]) -> tuple[str, ...]:
     try:
         return () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(field, nodes))
     except ConfigError as error:
-        raise SlurmError(f"scontrol show job: names nodes that are none: {error}") from None
+        raise SlurmError(f"scontrol show job: cannot read the list of nodes: {error}") from None
 
 
 def requeue(job_id: str) -> None:
@@ -141,7 +141,7 @@ def parse_array_hosts(text: str) -> dict[int, str]:
     """
     pairs = [line.split() for line in text.splitlines()]
     if strange := [pair for pair in pairs if len(pair) != 2 or not (pair[0].isascii() and pair[0].isdigit())]:
-        raise SlurmError(f"squeue: names no task and its host: {' '.join(strange[0])[:200]!r}")
+        raise SlurmError(f"squeue: a line is not a task and its host: {' '.join(strange[0])[:200]!r}")
     return {int(index): host for index, host in pairs}
 
 

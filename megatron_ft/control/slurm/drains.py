@@ -40,7 +40,7 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
         is_over.set()
         thread.join(calls.CALL_SECONDS)
         if thread.is_alive():
-            _say(f"the question which nodes are drained did not end within {calls.CALL_SECONDS:g} s: it is left behind")
+            _say(f"the query for drained nodes did not end within {calls.CALL_SECONDS:g} s and is abandoned")
 
 
 def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading.Event) -> None:
@@ -55,7 +55,7 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
             is_silent = False
         except calls.SlurmError as error:
             if not is_silent:
-                _say(f"which nodes are drained is unknown for now: {error}")
+                _say(f"cannot query Slurm for drained nodes, trying again: {error}")
             is_silent = True
             continue
         # A node whose drain was taken back is asked for again when it is drained again.
@@ -72,7 +72,7 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
             except (MegatronFtError, OSError) as error:
                 if refused.get(node) != str(error):
                     refused[node] = str(error)
-                    _say(f"{host} is drained, but node {node} does not leave: {error}")
+                    _say(f"{host} is drained, but node {node} cannot leave: {error}")
                 continue
             leaving.add(node)
             _say(f"{host} is drained: node {node} leaves at the next iteration boundary")
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array whose tasks are the nodes")
-    parser.add_argument("--poll-seconds", type=float, default=60.0, help="how often Slurm is asked")
+    parser.add_argument("--poll-seconds", type=float, default=60.0, help="seconds between two queries of Slurm")
     chosen = parser.parse_args(arguments)
     if not 1.0 <= chosen.poll_seconds <= threading.TIMEOUT_MAX:
         parser.error(f"--poll-seconds={chosen.poll_seconds:g}: must be at least 1 (MFT_DRAIN_POLL_SECONDS)")

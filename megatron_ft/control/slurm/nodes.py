@@ -78,7 +78,7 @@ def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocat
         raise ConfigError.of(_KEY, "srun", "needs a Slurm allocation: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
     hosts = tuple(expand_nodelist("SLURM_JOB_NODELIST", nodes))
     if len(hosts) < most_nodes:
-        constraint = f"needs {most_nodes} nodes, spares included; job {job} has {len(hosts)}: {nodes}"
+        constraint = f"needs {most_nodes} nodes, spares included; job {job} has {len(hosts)} nodes: {nodes}"
         raise ConfigError.of(_KEY, "srun", constraint)
     return Allocation(job, hosts)
 
@@ -97,10 +97,10 @@ def address_of(interface: str) -> str:
         # IPv4 first; gloo and NCCL get the interface by name and choose for themselves.
         ours = [entry for family in (socket.AF_INET, socket.AF_INET6) for entry in found if entry.family == family]
         if not ours:
-            raise ConfigError.of("launch.interface", interface, "must have an address of IPv4 or IPv6; it has none")
+            raise ConfigError.of("launch.interface", interface, "must have an IPv4 or IPv6 address, but has none")
         address = ours[0].address.partition("%")[0]
     if address == "localhost" or address.startswith("127.") or address.strip("[]") == "::1":
-        constraint = "must be an address that other nodes reach, or a network interface with one, with "
+        constraint = "must be an address that other nodes can reach, or a network interface that has one, with "
         raise ConfigError.of("launch.interface", interface, f"{constraint}{_KEY}=srun or none")
     return address
 

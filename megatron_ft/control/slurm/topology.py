@@ -49,12 +49,12 @@ def read_topology(variables: Mapping[str, str]) -> str:
     try:
         done = calls.run(_COMMAND, environment=whole_lines)
     except calls.SlurmError as error:
-        raise _refused(f"needs an answer of `{' '.join(_COMMAND)}`: {error}") from None
+        raise _refused(f"`{' '.join(_COMMAND)}` failed: {error}") from None
     if done.returncode != 0 or not done.stdout.strip():  # without a plugin it ends with 0 and prints nothing
         said = done.stderr.strip() or f"nothing, and ended with {done.returncode}"
         raise _refused(
-            "needs a Slurm cluster with TopologyPlugin=topology/tree; "
-            f"`{' '.join(_COMMAND)}` says: {said}. List launch.failure_domains by hand, or leave both keys out"
+            f"needs a Slurm cluster with TopologyPlugin=topology/tree; `{' '.join(_COMMAND)}` prints: {said}. "
+            "List the domains in launch.failure_domains, or leave both keys out"
         )
     return done.stdout
 
@@ -73,7 +73,9 @@ def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
     for line in filter(None, map(str.strip, topology.splitlines())):
         switch = _SWITCH.match(line)
         if switch is None:
-            raise _refused(f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm says: {line}")
+            raise _refused(
+                f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm prints: {line}"
+            )
         # Switches of higher levels list the nodes of all leaves below them.
         if switch["level"] == "0" and switch["nodes"]:
             for host in _nodes_below(switch["name"], switch["nodes"]):
@@ -81,7 +83,9 @@ def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
     for host, switches in found.items():
         if len(switches) != 1:
             shown = ", ".join(switches) or "none"
-            raise _refused(f"needs one leaf switch for each node of the job; of {host} Slurm's topology has {shown}")
+            raise _refused(
+                f"needs exactly one leaf switch for each node of the job; Slurm's topology has for {host}: {shown}"
+            )
     return [switches[0] for switches in found.values()]
 
 
@@ -89,7 +93,7 @@ def _nodes_below(switch: str, nodes: str) -> list[str]:
     try:
         return expand_nodelist("Nodes", nodes)
     except ConfigError as error:
-        raise _refused(f"needs nodes that can be read; of switch {switch} Slurm says {error}") from None
+        raise _refused(f"cannot read the nodes of switch {switch}: {error}") from None
 
 
 def summary(config: JobConfig) -> str:
@@ -98,7 +102,7 @@ def summary(config: JobConfig) -> str:
     for node, name in enumerate(config.launch.failure_domains):
         nodes_of.setdefault(name, []).append(node)
     parts = [f"{name} (nodes {', '.join(map(str, nodes))})" for name, nodes in nodes_of.items()]
-    return f"failure domains by Slurm's topology: {', '.join(parts)}"
+    return f"failure domains from Slurm's topology: {', '.join(parts)}"
 
 
 def _refused(constraint: str) -> ConfigError:

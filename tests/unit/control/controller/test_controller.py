@@ -378,7 +378,7 @@ def test_a_node_joins_the_job_that_runs_and_another_leaves_it(job: Running) -> N
     job.deliver(2, 2, exited(2, 0, 2, 1))
     job.thread.join(timeout=10)
     assert job.end is not None and job.end.outcome is Outcome.FINISHED
-    assert (job.end.num_reforms, job.end.survived) == (2, ("nodes joined or left as asked",) * 2)
+    assert (job.end.num_reforms, job.end.survived) == (2, ("nodes joined or left on request",) * 2)
     assert job.end.details[2]["number"] == 1
 
 
@@ -435,7 +435,9 @@ def test_a_node_that_does_not_call_is_lost_and_may_not_come_back(job: Running) -
             job.deliver(rank, 0, reported(rank))
         order = job.call("poll", node=1, after=1, wait_seconds=10)["orders"][0]
         assert (order["op"], order["lost"]) == ("break", [0])
-        assert order["reason"] == "node 0 was lost: no sign of its process (detector.heartbeat_timeout_seconds=0.4)"
+        assert (
+            order["reason"] == "node 0 was lost: no heartbeat from its agent (detector.heartbeat_timeout_seconds=0.4)"
+        )
         for method, body in (
             ("poll", {"node": 0, "after": 1, "wait_seconds": 0}),
             ("deliver", {"node": 0, "first": 1, "items": []}),
@@ -611,7 +613,7 @@ def test_the_end_of_a_process_that_was_given_up_before_is_no_news(job: Running) 
         job.deliver(rank, 0, reported(rank))
     job.join(2, process_id=71)
     job.start_of[2] = 1
-    job.controller.post(NodeLost(2, 1.0, "no sign of its process"))
+    job.controller.post(NodeLost(2, 1.0, "no heartbeat from its agent"))
     assert eventually(lambda: of_agents(job.controller.state, AgentState.STARTING) == {2})
     job.controller.post(NodeLost(2, 2.0, "its process was killed by SIGKILL", 71))
     job.controller.post(NodeLost(2, 2.0, "its process was killed by SIGKILL", 71))
@@ -627,10 +629,10 @@ def test_a_process_that_asks_twice_to_take_a_place_has_it(job: Running) -> None:
     sessions = job.controller._server._sessions
     replaced = sessions.replaced(0, 8)
     assert replaced == 7
-    for event in (NodeLost(0, 1.0, "another process has taken its place", replaced),) * 2:
+    for event in (NodeLost(0, 1.0, "another process has registered for this node", replaced),) * 2:
         job.controller.post(event)
     assert job.join(0, process_id=8)["session"] == 1
-    job.controller.post(NodeLost(0, 1.0, "another process has taken its place", replaced))
+    job.controller.post(NodeLost(0, 1.0, "another process has registered for this node", replaced))
     assert job.call("poll", node=0, after=0, wait_seconds=0)["orders"], "the late word is of the one before"
 
 

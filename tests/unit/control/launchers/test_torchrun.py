@@ -170,7 +170,7 @@ def test_ft_launcher_is_torchrun_by_another_name() -> None:
 def test_a_start_says_what_is_not_there(mode: str, variables: dict[str, str], says: str) -> None:
     summary = read_environment(mode, variables).summary()
     assert re.search(says, summary), summary
-    assert "no node processes and no controller" in summary
+    assert "no controller and no agent" in summary
 
 
 NEVER_AGAIN = {**FT_LAUNCHER, "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -183,7 +183,9 @@ REQUEUED = {**SRUN, "SLURM_RESTART_COUNT": "1"}
 )
 def test_a_start_that_could_not_find_its_run_again_is_refused(mode: str, variables: dict[str, str]) -> None:
     environment = read_environment(mode, variables)
-    with pytest.raises(ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* keeps no store"):
+    with pytest.raises(
+        ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* its store does not survive"
+    ):
         check_restarts(environment, RunConfig())
     with pytest.raises(ConfigError, match=r"^run\.resume=never: must be auto or must"):
         check_restarts(environment, RunConfig(name="first"))

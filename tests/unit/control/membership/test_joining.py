@@ -97,7 +97,7 @@ def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -
     ready(job, 2)
     assert job.tick(5.0).decision is CHANGE
     stand(job, 0, 1)
-    assert job.die(4).decision is WAIT, "ranks stand at the boundary"
+    assert job.die(4).decision is WAIT, "ranks wait at the iteration boundary"
     step = stand(job, 2, 3)
     assert (step.decision, step.reason) == (REFORM, "no node joins or leaves")
     assert shape(step) == ((0, 1, 2, 3), (0, 0, 1, 1))

@@ -335,8 +335,8 @@ def test_a_hung_rank_is_lost_with_its_node_and_dies_once() -> None:
 
 def test_a_job_whose_ranks_hang_together_starts_again() -> None:
     job = Job(replace(POLICY, max_restarts=1))
-    step = job.see(JobHung(0.0, "no rank got any further"))
-    assert (step.decision, step.reason) == (Decision.STOP, "no rank got any further")
+    step = job.see(JobHung(0.0, "no rank made progress"))
+    assert (step.decision, step.reason) == (Decision.STOP, "no rank made progress")
     assert job.tick(2.0).decision is Decision.KILL
     for rank in range(6):
         step = job.die(rank)

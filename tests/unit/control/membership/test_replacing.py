@@ -287,7 +287,7 @@ def test_the_death_of_everybody_is_an_obstacle() -> None:
     for rank in (0, 2):
         assert job.die(rank).decision is BREAK
     step = job.die(4)
-    assert (step.decision, step.reason) == (STOP, "no node is left: the nodes of all places are lost")
+    assert (step.decision, step.reason) == (STOP, "no node is left: every node of the job is lost")
 
 
 def test_no_membership_is_formed_of_ranks_without_state() -> None:

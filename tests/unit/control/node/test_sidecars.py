@@ -77,7 +77,7 @@ def test_a_service_that_says_nothing_is_waited_for_in_bounds(start: Callable[...
     [
         ("fails", "sidecar dummy exited with code 3"),
         ("garbage", "must be an object"),
-        ("homeless", "must hold its address"),
+        ("homeless", "must contain its address"),
         ("wordy", "must have at most 4096 bytes"),
     ],
 )

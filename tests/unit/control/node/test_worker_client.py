@@ -210,7 +210,7 @@ def test_a_job_that_ends_ends_the_wait_of_newcomers(start: Callable[..., Rank]) 
     rank.say(op="end", reason="all ranks have finished")
     with pytest.raises(ControlError, match="all ranks have finished"):
         future.result(SECONDS)
-    with pytest.raises(ControlError, match="was started with the others"):
+    with pytest.raises(ControlError, match="was started with the job"):
         start().client.await_membership()
 
 
