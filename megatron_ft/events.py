@@ -188,7 +188,7 @@ class PlacementInForce(Record):
     """Copies of the expert that has most."""
 
     def describe(self) -> Note:
-        return Note("info", f"placement from iteration {self.iteration} on: {self.reason}")
+        return Note("info", f"new placement from iteration {self.iteration} on: {self.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ class FailpointUnfired(Record):
 
     def describe(self) -> Note:
         rank = "" if self.rank is None else f", rank {self.rank}"
-        return Note("warning", f"fault never injected: {self.failpoint}{rank}")
+        return Note("warning", f"a fault was never injected: {self.failpoint}{rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,7 +411,7 @@ class SinkFailed(Record):
     """The error."""
 
     def describe(self) -> Note:
-        return Note("bad", f"{self.sink} takes no records: {self.error}")
+        return Note("bad", f"sink {self.sink} no longer accepts records: {self.error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,16 +451,18 @@ class LogTruncated(Record):
     """Length of what was cut off."""
 
     def describe(self) -> Note:
-        return Note("warning", f"{self.file} ended in half a line; {self.num_dropped_bytes} bytes were cut off")
+        return Note(
+            "warning", f"the last line of {self.file} was incomplete; {self.num_dropped_bytes} bytes were cut off"
+        )
 
 
 def _alert(record: AlertRaised | AlertCleared, rank: str = "the slowest rank") -> str:
     value, limit = record.value, record.limit
     figures = {
         "single_loss_survival": f"the job survives the loss of one failure domain with probability {value:.3f}",
-        "stall_share": f"training waits for captures for {100 * value:.1f} % of its iterations",
-        "windows_behind": f"{value:.1f} windows are due and none was committed: peers or storage are behind",
-        "free_disk_share": f"{100 * value:.1f} % of the run's file system are free",
+        "stall_share": f"training spends {100 * value:.1f} % of its time waiting for captures",
+        "windows_behind": f"{value:.1f} windows are due but not committed (peers or storage are too slow)",
+        "free_disk_share": f"{100 * value:.1f} % of the run's file system is free",
         "slowest_rank_over_median": f"{rank} takes {value:.1f} times as long as the median rank for the same work",
     }
     return f"{figures.get(record.alert, record.alert)} (telemetry.alert_{record.alert}={limit:g})"

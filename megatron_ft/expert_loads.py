@@ -181,7 +181,7 @@ def _check_array(name: str, file: IO[bytes], num_bytes: int) -> None:
         raise DataError(f"{name}: is not a readable npy array: holds Python objects")
     said, there = math.prod(shape) * dtype.itemsize, num_bytes - file.tell()
     if min(shape, default=0) < 0 or said != there:
-        raise DataError(f"{name}: shape {shape} of {dtype} needs {said} bytes, the file has {there}")
+        raise DataError(f"{name}: shape {shape} of {dtype} needs {said} bytes, but the file has {there}")
 
 
 def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
@@ -243,7 +243,9 @@ def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[
     # Compared before the table is allocated: a few rows with distant numbers would make it huge.
     expected = len(batches) * len(layers) * len(experts)
     if len(loads) != expected:
-        raise DataError(f"{name}: has {len(loads)} rows: must have one for each batch, layer and expert, {expected}")
+        raise DataError(
+            f"{name}: has {len(loads)} rows: must have {expected}, one for each combination of batch, layer and expert"
+        )
     tokens = np.zeros((len(batches), 1, len(layers), 1, len(experts)), dtype=np.int64)
     for (batch, stage, layer, expert), count in loads.items():
         tokens[batches[(batch,)], 0, layers[(stage, layer)], 0, experts[(expert,)]] = count

@@ -177,7 +177,7 @@ class RanksRestarted(Record):
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""
-        left = f"generation {self.generation}; {self.num_restarts_left} more without progress"
+        left = f"generation {self.generation}; at most {self.num_restarts_left} more restarts without progress"
         return Note("warning", f"starting all ranks again ({left}): {self.reason}{where}")
 
 
@@ -189,7 +189,7 @@ class ControllerWaits(Record):
     """The error of the disk."""
 
     def describe(self) -> Note:
-        text = f"the controller cannot write ({self.problem}): it handles no loss until there is space"
+        text = f"the controller cannot write to disk ({self.problem}); until space is free it does not react to losses"
         return Note("bad", text)
 
 
@@ -201,7 +201,7 @@ class ControllerGoesOn(Record):
     """Seconds it waited."""
 
     def describe(self) -> Note:
-        return Note("good", f"there is space again: the controller continues after {seconds(self.seconds)}")
+        return Note("good", f"disk space is free again: the controller continues after {seconds(self.seconds)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,8 @@ class RunFolderMissing(Record):
 
     def describe(self) -> Note:
         text = (
-            f"the run's folder was deleted or moved away: {self.path}; nothing more is written, and the next loss ends "
+            f"the run's folder {self.path} was deleted or moved away. Nothing more is written, and the next loss "
+            "of a rank ends "
         )
         return Note("bad", f"{text}the job: restore the folder, or stop the job")
 
@@ -226,4 +227,4 @@ class ControllerReplaced(Record):
     """The end of the earlier controller."""
 
     def describe(self) -> Note:
-        return Note("warning", f"another controller takes over: {self.reason}")
+        return Note("warning", f"a new controller takes over: {self.reason}")

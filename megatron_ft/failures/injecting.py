@@ -62,7 +62,7 @@ class Injector:
         with self._held("kill", nodes, about) as processes:
             # A trial counts only if its fault happened: with no process left to kill, none did.
             if len(_send(processes, signal.SIGKILL)) == len(processes):
-                raise self._refused("kill", nodes, "all their processes had ended")
+                raise self._refused("kill", nodes, "all processes of these nodes had ended before")
 
     def stop(self, nodes: Sequence[int], seconds: float | None, **about: Any) -> list[str]:
         """Send SIGSTOP to every process of the nodes; SIGCONT after ``seconds``, unless None.
@@ -181,7 +181,7 @@ class Injector:
 
         for number, event in enumerate(schedule.events):
             if not wait_until(event.seconds):
-                problems.append(f"events {number} to {len(schedule.events) - 1}: the job had ended")
+                problems.append(f"events {number} to {len(schedule.events) - 1} were not injected: the job had ended")
                 return problems
             about = {"event": number, "planned_seconds": event.seconds, "at_seconds": self.clock() - began}
             if event.leaves:
@@ -189,7 +189,7 @@ class Injector:
             for node in event.joins:
                 problems += self._try(self.add, node, about)
         if not wait_until(schedule.duration_seconds):
-            problems.append("the job ended before the schedule")
+            problems.append("the job ended before the schedule ended")
         return problems
 
     @staticmethod
@@ -229,7 +229,7 @@ class Injector:
         with (self.run_dir / INJECTED_FILE).open("ab", buffering=0) as file:
             # Unbuffered, so one ``write`` appends the line, and lines of two injectors do not mix.
             if file.write(line) != len(line):
-                raise OSError(f"{INJECTED_FILE}: a line was written in part")
+                raise OSError(f"{INJECTED_FILE}: a line could not be written completely")
             os.fsync(file.fileno())
         fsync_folder(self.run_dir)
 

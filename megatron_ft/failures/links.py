@@ -37,7 +37,10 @@ def links_to(process_ids: Iterable[int]) -> list[str]:
             raise CannotCut(f"process {process_id}: its network namespace cannot be read: {error.strerror}") from None
         # To cut this process's own network would cut all nodes that share it, and the injector.
         if there == here:
-            raise CannotCut(f"process {process_id} shares this process's network namespace: no cable leads to it alone")
+            raise CannotCut(
+                f"process {process_id} is in the same network namespace as this process: its network cannot be "
+                "cut alone"
+            )
         inside = ["nsenter", f"--net=/proc/{process_id}/ns/net"]
         found = {link["link_index"] for link in _links(inside) if "link_index" in link}
         if not found:
@@ -47,7 +50,7 @@ def links_to(process_ids: Iterable[int]) -> list[str]:
     # A link whose other end is elsewhere stays up: the node would be cut off in part.
     if len(names) < len(far):
         raise CannotCut(
-            f"{len(far) - len(names)} of {len(far)} links to the nodes do not begin in this network namespace"
+            f"{len(far) - len(names)} of {len(far)} links of the nodes lead to another network namespace than this one"
         )
     return sorted(names)
 

@@ -67,7 +67,7 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
     with _held(run_dir, lambda log: node_of(log, ranks_per_node) in found) as held:
         for process in held:
             node = node_of(process.log, ranks_per_node)
-            assert node is not None, "only logs of nodes were asked for"
+            assert node is not None, "a log belongs to no node"
             found[node].append(process)
         for processes in found.values():
             # The agent first: signals arrive in this order, and an agent that outlives its ranks would report their

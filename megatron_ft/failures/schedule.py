@@ -52,7 +52,10 @@ class FailureSchedule:
         present, before = set(range(self.num_initial_nodes)), 0.0
         for number, event in enumerate(self.events):
             if not before <= event.seconds < self.duration_seconds:
-                constraint = f"must rise from {before:g} and be below duration_seconds={self.duration_seconds:g}"
+                constraint = (
+                    f"must be at least {before:g}, the time of the event before, and below "
+                    f"duration_seconds={self.duration_seconds:g}"
+                )
                 raise ConfigError.of(f"events[{number}].seconds", event.seconds, constraint)
             present, before = self._after(present, number, event), event.seconds
 
@@ -61,13 +64,15 @@ class FailureSchedule:
         leaves, joins = set(event.leaves), set(event.joins)
         for name, given, known in (("leaves", event.leaves, leaves), ("joins", event.joins, joins)):
             if list(given) != sorted(known):
-                raise ConfigError.of(f"events[{number}].{name}", list(given), "must rise, each node once")
+                raise ConfigError.of(
+                    f"events[{number}].{name}", list(given), "must be in ascending order and name each node once"
+                )
         if not leaves | joins:
-            raise ConfigError.of(f"events[{number}]", "{}", "must have nodes that leave or join")
+            raise ConfigError.of(f"events[{number}]", "{}", "must have at least one node that leaves or joins")
         if wrong := sorted(leaves - present):
-            raise ConfigError.of(f"events[{number}].leaves", wrong, f"must be among the nodes there are, {present}")
+            raise ConfigError.of(f"events[{number}].leaves", wrong, f"must be nodes that are present: {present}")
         if wrong := sorted(joins & present | {node for node in joins if not 0 <= node < self.most_nodes}):
-            constraint = f"must be numbers from 0 to below most_nodes={self.most_nodes} of nodes that are not there"
+            constraint = f"must be nodes that are not present, numbered from 0 to {self.most_nodes - 1}"
             raise ConfigError.of(f"events[{number}].joins", wrong, constraint)
         return present - leaves | joins
 
@@ -98,9 +103,10 @@ class FailureSchedule:
         """One log line."""
         fewest = min((self.num_initial_nodes, *self.num_nodes_after()))
         return (
-            f"{self.source}: {self.num_initial_nodes} of {self.most_nodes} nodes at first, {self.num_leaves} leave "
-            f"(up to {self.most_lost_at_once} at once, {fewest} nodes at the fewest) and {self.num_joins} join in "
-            f"{len(self.events)} events over {self.duration_seconds:g} s; {self.num_ignored_arrivals} arrivals ignored"
+            f"{self.source}: starts with {self.num_initial_nodes} of {self.most_nodes} nodes; {self.num_leaves} "
+            f"leave (up to {self.most_lost_at_once} at once, {fewest} nodes remain at least) and {self.num_joins} "
+            f"join in {len(self.events)} events over {self.duration_seconds:g} s; {self.num_ignored_arrivals} "
+            "arrivals are ignored"
         )
 
     def to_json(self) -> dict[str, Any]:

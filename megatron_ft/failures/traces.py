@@ -135,9 +135,9 @@ def parse_trace(source: str, content: bytes) -> MembershipTrace:
     """Parse a file's content; see ``read_trace``."""
     lines = content.split(b"\n")
     if lines.pop():
-        raise DataError(f"{source}:{len(lines) + 1}: the line has no end: the file is cut")
+        raise DataError(f"{source}:{len(lines) + 1}: the last line does not end with a newline: the file is truncated")
     if not lines:
-        raise DataError(f"{source}: has no row: must begin with the nodes that are there at first")
+        raise DataError(f"{source}: is empty: must begin with the nodes that are present at the start")
     rows: list[tuple[int, str, str]] = []
     seen: set[tuple[int, str, str]] = set()
     present: set[str] = set()
@@ -145,13 +145,15 @@ def parse_trace(source: str, content: bytes) -> MembershipTrace:
     for number, line in enumerate(lines, 1):
         milliseconds, action, node = row = _row(source, number, line)
         if milliseconds < before:
-            raise DataError(f"{source}:{number}: time {milliseconds}: must not be before {before} of the line above")
+            raise DataError(
+                f"{source}:{number}: time {milliseconds}: must be at least {before}, the time of the line before"
+            )
         before = milliseconds
         if row in seen:
             continue
         seen.add(row)
         if (action == "remove") is not (node in present):
-            known = "is there already" if action == "add" else "is not there"
+            known = "is present already" if action == "add" else "is not present"
             raise DataError(f"{source}:{number}: {action} {node}: {node} {known}")
         present.symmetric_difference_update({node})
         rows.append(row)

@@ -116,14 +116,12 @@ def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> 
             store = waits.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"no process serves the store at {where} for {timeout_seconds} s: {error}"
-                ) from error
+                raise RuntimeError(f"found no store at {where} within {timeout_seconds} s: {error}") from error
         else:
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
             return store
         if opening.pause(_RETRY_SECONDS):
-            raise RuntimeError(f"ranks were lost before any process served the store at {where}")
+            raise RuntimeError(f"a rank was lost before the store at {where} was started")
 
 
 def _store(context: RankContext, timeout_seconds: float) -> dist.TCPStore:

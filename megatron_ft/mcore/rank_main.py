@@ -58,7 +58,7 @@ def warm_cuda() -> None:
         else:
             _import_needed_later()
     if torch.cuda.is_initialized():
-        raise SoftwareError("importing what ranks need has initialised CUDA: ranks cannot be forked from this process")
+        raise SoftwareError("an import initialised CUDA, so ranks cannot be forked from this process")
 
 
 def _warm(install_device: Callable[[], None]) -> None:

@@ -76,7 +76,10 @@ class CheckpointFinder:
         own."""
         notes = [self._not_own(directory, manifest)]
         if manifest.format_version == 1:
-            notes.append("format 1 does not record data, model, optimizer and schedule: they cannot be compared")
+            notes.append(
+                "a checkpoint of format 1 does not record data, model, optimizer and schedule, so these cannot "
+                "be compared"
+            )
         else:
             notes += map(str, differences(manifest.settings, self._identity.settings))
         return tuple(note for note in notes if note is not None)
@@ -100,8 +103,9 @@ class CheckpointFinder:
         if not found:
             return None
         return (
-            f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
-            f"its own settings, or begin another run from its state: run.name=<another> checkpoint.load={path}"
+            f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Use the "
+            "settings of the run, or start a new run from this checkpoint: run.name=<another> "
+            f"checkpoint.load={path}"
         )
 
     def unusable(self, folder: Path) -> tuple[str, ...]:
@@ -118,13 +122,13 @@ class CheckpointFinder:
             try:
                 moved = checkpoints.set_aside(path, kind)
             except OSError as failure:
-                error = f"{path}: {kind} ({reason}) and cannot be set aside: {failure}"
+                error = f"{path}: {kind} ({reason}), but cannot be renamed: {failure}"
         error = self._collectives.errors(error)
         if error is not None:
             raise CheckpointError(error)
         if moved is not None:
             self._reasons[moved.name] = reason
-            self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, set aside as {moved.name}: {reason}")
+            self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, renamed to {moved.name}: {reason}")
 
     def verify(self, directory: Path) -> Manifest:
         """Check all files of ``directory``, the reading shared by the ranks.
@@ -140,7 +144,7 @@ class CheckpointFinder:
         everywhere = self._collectives.errors(error)
         if everywhere is not None:
             raise CheckpointError(everywhere if error is None else error)
-        assert manifest is not None, "a manifest without an error"
+        assert manifest is not None, "there is neither a manifest nor an error"
         self._verified = (directory, manifest)
         return manifest
 
@@ -151,13 +155,13 @@ class CheckpointFinder:
         Raises CheckpointError when it is damaged, or has no manifest and is not trusted.
         """
         if not directory.is_dir():
-            raise CheckpointError(f"checkpoint.load={directory}: not a directory")
+            raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
         if not (directory / MANIFEST_NAME).exists():
             if trust:
                 return None
             raise CheckpointError(
-                f"{directory}: no {MANIFEST_NAME} of this project, so its pickle files cannot be verified; "
-                "set checkpoint.trust=true only if you know who wrote it"
+                f"{directory}: has no {MANIFEST_NAME} of this project, so its pickle files cannot be verified; "
+                "set checkpoint.trust=true only if you trust its origin"
             )
         # Good for one load: the files may change afterwards.
         verified, self._verified = self._verified, None

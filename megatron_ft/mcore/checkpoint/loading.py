@@ -46,6 +46,7 @@ def load_shards(
     unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
     if absent or unclaimed:
         raise CheckpointError(
-            f"{directory}: does not fit this model: it lacks {sorted(absent)[:3]} and has besides {unclaimed[:3]}"
+            f"{directory}: does not fit this model: tensors are missing ({sorted(absent)[:3]}) or not part of the "
+            f"model ({unclaimed[:3]})"
         )
     return loaded

@@ -113,7 +113,9 @@ class CheckpointManager:
 
         A save in progress is finished first, and all writing for an abandoned save has ended before.
         """
-        assert iteration == state.iteration, f"saving iteration {iteration} of a state at {state.iteration}"
+        assert iteration == state.iteration, (
+            f"cannot save the state of iteration {state.iteration} as iteration {iteration}"
+        )
         self.finish()
         started = time.monotonic()
         self._await_given_up()
@@ -274,7 +276,7 @@ class CheckpointManager:
                 checkpoints.delete(self.folder / name)
         except OSError as failure:
             self._say_failed(
-                pending.iteration, pending.directory, f"saved, but older ones could not be removed: {failure}"
+                pending.iteration, pending.directory, f"saved, but older checkpoints could not be removed: {failure}"
             )
 
     def _in_use(self, num_complete: int) -> tuple[str, ...]:
@@ -323,7 +325,8 @@ class CheckpointManager:
         install(state, frame, loaded)
         if manifest is not None and manifest.iteration != state.iteration:
             raise CheckpointError(
-                f"{directory}: holds iteration {state.iteration}, its manifest says {manifest.iteration}"
+                f"{directory}: contains iteration {state.iteration}, but its manifest names iteration "
+                f"{manifest.iteration}"
             )
         self.last_saved_iteration = state.iteration
         self._resumed_from = directory.name if directory.parent == self.folder else None

@@ -42,7 +42,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 def step_count(optimizer: MegatronOptimizer) -> int:
     """Return the number of applied updates, the same for every parameter."""
     steps = {int(step) for member in sub_optimizers(optimizer) for step in _steps(member)}
-    assert len(steps) <= 1, f"parameters have seen different numbers of updates: {sorted(steps)}"
+    assert len(steps) <= 1, f"parameters have different numbers of updates: {sorted(steps)}"
     return steps.pop() if steps else 0
 
 

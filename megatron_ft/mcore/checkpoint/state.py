@@ -108,4 +108,6 @@ def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
             "extra": {},
         }
     except (KeyError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"the foreign checkpoint lacks what a resume needs: {error!r}") from error
+        raise CheckpointError(
+            f"a checkpoint of another project lacks an entry that resuming needs: {error!r}"
+        ) from error

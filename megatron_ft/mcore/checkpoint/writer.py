@@ -147,7 +147,7 @@ class WriteJob:
 
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
-            raise GivenUp(f"{self._directory}: the save was given up while it was written")
+            raise GivenUp(f"{self._directory}: the save was cancelled while its files were written")
 
     def _run(self) -> None:
         try:
@@ -210,7 +210,7 @@ class _Capture(FileSystem):
 
 def _to_json(result: WriteResult) -> list[Any]:
     index, place = result.index, result.storage_data
-    assert place.transform_descriptors is None, "a transform would need a place in the record"
+    assert place.transform_descriptors is None, "the JSON form of a write result has no field for transforms"
     offset = None if index.offset is None else list(index.offset)
     return [index.fqn, offset, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length]
 

@@ -81,10 +81,11 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
     try:
         known = parse_json(path.read_bytes())["train"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: must say what the run reads: {error}") from None
+        raise DataError(f"{path}: must contain the fingerprint of the run's data: {error}") from None
     if known != samples.fingerprint():
         raise DataError(
-            f"data.train={config.data.train}: must be the data that the run reads, by {path}, for ranks to join it"
+            f"data.train={config.data.train}: a rank that joins must read the run's data, whose fingerprint is in "
+            f"{path}"
         )
 
 
@@ -110,7 +111,7 @@ def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first:
     if trainer.context.rank in strangers:
         _end_alone(_other_data(trainer.job, trainer.context.rank, first))
     # Like the error of a broken collective: the others then form the next membership.
-    raise RuntimeError(f"ranks {strangers} do not join: {error}")
+    raise RuntimeError(f"ranks {strangers} cannot join: {error}")
 
 
 def _end_alone(error: DataError) -> NoReturn:
@@ -121,8 +122,9 @@ def _end_alone(error: DataError) -> NoReturn:
 
 def _other_data(config: JobConfig, rank: int, first: int) -> DataError:
     return DataError(
-        f"data.train={config.data.train}: must be the same data on every rank; rank {rank} reads other data than "
-        f"rank {first} (a built-in corpus differs between Python versions: index one and share it)"
+        f"data.train={config.data.train}: must be the same data on every rank; rank {rank} and rank {first} read "
+        "different data (a built-in corpus differs between Python versions: write it to an indexed dataset once "
+        "and share that)"
     )
 
 
@@ -136,6 +138,7 @@ def check_known_data(config: JobConfig, samples: Samples, known: str | None, dir
         return
     if known != samples.fingerprint():
         raise DataError(
-            f"data.train={config.data.train}: must be what {directory.name} was trained on (sources, weights, "
-            "seed, sequence length), or samples are repeated and left out; checkpoint.allow_other_data=true continues"
+            f"data.train={config.data.train}: must be the data that {directory.name} was trained on (same "
+            "sources, weights, seed and sequence length); otherwise some samples are repeated and others "
+            "skipped. To continue anyway set checkpoint.allow_other_data=true"
         )

@@ -25,7 +25,7 @@ class Samples:
         self._datasets = [IndexedDataset(span.prefix, mmap=mmap) for span in plan.spans]
         for span, dataset in zip(plan.spans, self._datasets, strict=True):
             total = int(dataset.sequence_lengths.sum(dtype=np.int64))
-            assert total >= span.first_token + span.num_tokens, f"{span.prefix} changed while it was opened"
+            assert total >= span.first_token + span.num_tokens, f"{span.prefix} became shorter while it was opened"
 
     def sample(self, index: int) -> np.ndarray:
         """Tokens at ``index`` (at least 0): a fresh ``int64[seq_length + 1]``.

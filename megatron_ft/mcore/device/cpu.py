@@ -208,7 +208,7 @@ def install() -> None:
         return
     if common.num_visible_gpus():
         raise SoftwareError(
-            "training.device=cpu: must not see a GPU; hide it (CUDA_VISIBLE_DEVICES=) or set training.device=cuda"
+            "training.device=cpu: no GPU may be visible; set CUDA_VISIBLE_DEVICES= (empty) or training.device=cuda"
         )
     _patch_torch_cuda()
     _patch_tensor_methods()

@@ -94,11 +94,11 @@ def check_provider(fp8: str | None, context_parallel_size: int, transformer_impl
         return
     if fp8 is not None:
         raise ConfigError.of(
-            "precision.fp8", fp8, "needs a provider: Transformer Engine is not in use (precision.fp8=null)"
+            "precision.fp8", fp8, "needs Transformer Engine, which this job does not use; set precision.fp8=null"
         )
     if context_parallel_size > 1:
         raise ConfigError.of(
             "parallel.context_parallel_size",
             context_parallel_size,
-            "must be 1 without Transformer Engine, whose attention splits sequences",
+            "must be 1 without Transformer Engine, which provides attention over split sequences",
         )

@@ -103,7 +103,7 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 def _space_for(expert: _ExpertId, like: NamedState) -> NamedState:
     """Empty tensors for an expert's state: experts are alike."""
     template = expert_of(next(iter(like)))
-    assert template is not None, "the state of an expert"
+    assert template is not None, "the state names no expert"
     old, new = _prefix(template), _prefix(expert)
     return {
         name.replace(old, new, 1): torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -246,7 +246,7 @@ class PlacementManager:
         return self._place(0, first_loads(self._config, self._requests[0], self._inputs))
 
     def _replan(self, stage: int) -> MigrationPlan:
-        assert self.loads is not None, "plans are made from loads"
+        assert self.loads is not None, "no loads are known to plan from"
         wanted = self._place(stage, self.loads[stage])
         return self._migration(stage, remap(wanted, holdings(self.plans[stage])))
 

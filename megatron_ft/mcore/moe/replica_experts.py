@@ -65,7 +65,7 @@ class ReplicaExperts(SequentialMLP):
     ) -> ShardedStateDict:
         """Return Megatron's form, keyed by expert; the copies of an expert are replicas of one tensor."""
         assert metadata is not None and metadata.get("singleton_local_shards"), (
-            "experts with replicas are saved one tensor each: metadata must have singleton_local_shards"
+            "metadata must have singleton_local_shards: each expert with replicas is saved as tensors of its own"
         )
         state: ShardedStateDict = {}
         for number, expert in enumerate(self.local_experts):

@@ -154,8 +154,8 @@ def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int
 def _describe(master: Master) -> dict[str, Any]:
     if master.tensor.dtype is not torch.float32 or "step" not in master.state:
         raise ConfigError(
-            f"placement.state_copies: needs FP32 master weights and torch's AdamW, whose update others can repeat; "
-            f"{master.name} has {master.tensor.dtype} and {sorted(master.state)}"
+            "placement.state_copies: needs FP32 master weights and torch's AdamW, whose update another rank can "
+            f"repeat; {master.name} has {master.tensor.dtype} and optimizer state {sorted(master.state)}"
         )
     return {"name": master.name, "shape": list(master.tensor.shape), "weight_decay": master.weight_decay}
 

@@ -33,7 +33,7 @@ def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessG
 def world_group() -> dist.ProcessGroup:
     """Return the group of all ranks of the job."""
     world = dist.group.WORLD
-    assert world is not None, "groups are formed"
+    assert world is not None, "process groups are not initialized"
     return world
 
 

@@ -75,7 +75,7 @@ class StagedCommunicator(P2PCommunicator):
                 wait_on_reqs=wait_on_reqs,
             )
             return received
-        assert not self.config.variable_seq_lengths, "shapes are known"
+        assert not self.config.variable_seq_lengths, "variable sequence lengths are not supported"
         dtype, device = self.config.pipeline_dtype, current_device()
         hosts: dict[str, torch.Tensor] = {}
         targets: dict[str, torch.Tensor] = {}

@@ -67,7 +67,7 @@ def test_repeated_rows_count_once_and_any_line_end_will_do() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "has no row"),
+        (b"", "is empty"),
         (b"0,add,a\r\n10,remove,a", "t.csv:2: the line has no end"),
         (b"0,add,a\r\n10,rem\r\n", "t.csv:2: b'10,rem"),
         (b"0,add,a\n\n10,remove,a\n", "t.csv:2: b''"),
@@ -134,7 +134,10 @@ def test_a_schedule_survives_json_and_counts_its_nodes() -> None:
         ({"num_ignored_arrivals": -1}, "num_ignored_arrivals"),
         ({"events": (MembershipEvent(seconds=0.0),)}, r"events\[0\]"),
         ({"events": (MembershipEvent(seconds=0.0, leaves=(3,)),)}, r"events\[0\].leaves=\[3\]"),
-        ({"events": (MembershipEvent(seconds=0.0, leaves=(1, 1)),)}, "must rise, each node once"),
+        (
+            {"events": (MembershipEvent(seconds=0.0, leaves=(1, 1)),)},
+            "must be in ascending order and name each node once",
+        ),
         ({"events": (MembershipEvent(seconds=0.0, joins=(1,)),)}, r"events\[0\].joins=\[1\]"),
         ({"events": (MembershipEvent(seconds=0.0, joins=(4,)),)}, r"events\[0\].joins=\[4\]"),
         ({"events": (MembershipEvent(seconds=float("nan"), joins=(3,)),)}, "seconds=nan"),

@@ -193,9 +193,7 @@ def test_an_upstream_log_over_its_limit_is_refused() -> None:
 def test_a_plan_says_that_slurm_has_not_named_the_domains() -> None:
     known = {"num_nodes": 4, "ranks_per_node": 1, "node_launcher": "srun"}
     (note,) = plan(launch={**known, "failure_domain_source": "slurm_topology"}).notes
-    assert (
-        note.startswith("launch.failure_domain_source=slurm_topology: ") and "every node is a domain of its own" in note
-    )
+    assert note.startswith("launch.failure_domain_source=slurm_topology: ") and "takes every node as a domain" in note
     assert not plan(launch={**known, "failure_domains": ["a", "a", "b", "b"]}).notes
 
 
