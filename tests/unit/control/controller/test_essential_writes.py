@@ -65,7 +65,7 @@ def test_another_error_of_the_disk_is_not_waited_for(told: Told) -> None:
 def test_who_asks_for_the_end_need_not_wait_for_room(told: Told) -> None:
     asks = threading.Timer(0.05, told.writes.request_end)
     asks.start()
-    with pytest.raises(CannotDecide, match="asked to end") as raised:
+    with pytest.raises(CannotDecide, match="asked to stop") as raised:
         told.writes.do(Disk(10**9).write)
     asks.join()
     assert raised.value.outcome is Outcome.INTERRUPTED

@@ -65,7 +65,7 @@ def test_other_operators_or_larger_ones_make_another_plan() -> None:
     assert more.reason.startswith("the operators have changed")
     more.validate(equal_experts(9).operators)
     larger = replan(policy, equal_experts(8, 130), given(), plan)
-    assert larger.reason.startswith("the largest slice went from ")
+    assert larger.reason.startswith("the largest slice changed from ")
 
 
 def test_a_plan_without_a_basis_is_made_again() -> None:

@@ -197,14 +197,14 @@ def test_rows_outside_of_their_tensors_are_refused() -> None:
         plan_transfers(fine, want(need(1, 4, 4)))
     with pytest.raises(ConfigError, match="on a rank from 0"):
         plan_transfers(fine, want(need(STORAGE, 0, 4)))
-    with pytest.raises(ConfigError, match="must be of a rank, or of storage on storage"):
+    with pytest.raises(ConfigError, match="must name a rank, or storage"):
         plan_transfers(have(held(0, 0, 4, medium=Medium.STORAGE)), want())
     with pytest.raises(ConfigError, match="limit_bytes=15: must be at least 4 items of 4 bytes"):
         plan_transfers(fine, want(need(1, 0, 4)), limit_bytes=15)
 
 
 def test_tensors_are_described_once() -> None:
-    with pytest.raises(ConfigError, match="must be described once"):
+    with pytest.raises(ConfigError, match="is described twice"):
         TensorIndex.of([MASTER, tensor(num_elements=3)])
     with pytest.raises(ConfigError, match="at least one element"):
         TensorIndex.of([tensor(num_elements=0)])
