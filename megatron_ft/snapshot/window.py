@@ -278,7 +278,7 @@ class Window(Origin):
             CheckpointError: out of order, or not where a slice may lie.
         """
         if index != len(self.slices) or self.captured:
-            raise CheckpointError(f"slice {index}: the next slice must be {len(self.slices)} of {self.num_slices}")
+            raise CheckpointError(f"slice {index}: must be slice {len(self.slices)} of {self.num_slices}, the next one")
         self._check_position(index, part, self.num_bytes)
         if part.end > window_bytes:
             raise CheckpointError(f"slice {index}: ends at byte {part.end}: must end before byte {window_bytes}")

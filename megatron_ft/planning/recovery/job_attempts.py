@@ -89,7 +89,7 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
     if last.exit_code in FINAL_EXIT_CODES:
         return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end the same way", is_final=True)
     if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
-        return Verdict(Next.END, "its end was requested", is_final=True)
+        return Verdict(Next.END, "it was asked to end", is_final=True)
     # Also before a requeue: a job that fails at the same place each time would occupy the cluster without end.
     no_progress = why_hopeless(attempts, policy.max_fruitless)
     if no_progress is not None:

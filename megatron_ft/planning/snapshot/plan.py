@@ -103,8 +103,8 @@ class WindowPlan:
     def summary(self) -> str:
         sizes = " ".join(str(len(units)) for units in self.slices)
         return (
-            f"window of {self.num_iterations} iterations every {self.interval_iterations}: {sizes} operators in "
-            f"its slices; {self.reason}"
+            f"window of {self.num_iterations} iterations every {self.interval_iterations}: "
+            f"operators or parts per slice {sizes}; {self.reason}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def test_extents_cover_every_byte() -> None:
         (lambda b: b.update(format_version=WINDOW_FORMAT_VERSION + 1), "needs a newer version of this project"),
         (lambda b: b.update(rank=2), "rank=2: must be less than world_size=2"),
         (lambda b: b.update(num_slices=3), "num_slices=3"),
-        (lambda b: b["slices"][1].update(iteration=23), "must be "),
+        (lambda b: b["slices"][1].update(iteration=23), "iteration 23 must be"),
         (lambda b: b["slices"][1].update(offset=0), "slice 1: offset=0"),
         (lambda b: b["slices"][1].update(offset=16388), "slice 1: offset=16388"),
         (lambda b: b.update(extra=1), "missing or unknown: extra"),

@@ -96,7 +96,7 @@ def test_a_checkpoint_that_is_not_the_run_s_is_passed_over_and_set_aside(
     assert (tmp_path / f"foreign_{foreign.name}" / MANIFEST_NAME).exists()
     assert json.loads((tmp_path / "latest").read_text())["checkpoint"] == own.name
     (report,) = reports
-    assert report.startswith(f"{foreign.name}: foreign, set aside as foreign_{foreign.name}: ") and reason in report
+    assert report.startswith(f"{foreign.name}: foreign, renamed to foreign_{foreign.name}: ") and reason in report
     assert found.newest(tmp_path) == own and not found.foreign
 
 
