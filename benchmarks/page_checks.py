@@ -72,7 +72,7 @@ class Files:
             "Recoveries": True,
             "Expert load": bool(self.every("expert_load")),
             "Placement": bool(self.every("placement_in_force")),
-            "How each went": bool(self.hits),
+            "Details of each recovery": bool(self.hits),
         }
         return [name for name, is_present in present.items() if is_present]
 

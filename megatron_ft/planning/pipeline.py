@@ -77,8 +77,8 @@ class PipelineShape:
             raise ConfigError.of(
                 _MICROBATCHES,
                 self.num_microbatches,
-                f"must form groups of {self.group_size}; a smaller last group must have at least {self.num_stages}, the number "
-                "of stages",
+                f"must form groups of {self.group_size}; a smaller last group must have at least {self.num_stages} "
+                "microbatches (the number of stages)",
             )
 
 

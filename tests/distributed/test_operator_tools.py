@@ -68,7 +68,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
         """The answer, once the placement of the membership that status tells is written."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (code := can_recover.main([str(run_dir), "--lose", lost, "--json"])) == DataError.exit_code:
-            assert "ask again" in capsys.readouterr().err and time.monotonic() < deadline
+            assert "try again" in capsys.readouterr().err and time.monotonic() < deadline
             time.sleep(0.1)
         said = capsys.readouterr()
         assert said.out, said.err

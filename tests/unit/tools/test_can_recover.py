@@ -226,8 +226,8 @@ def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
 
 def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.CaptureFixture[str]) -> None:
     for overrides, words in (
-        (["launch.min_nodes=3"], "stay alive in their present state"),
-        ([], "have their present state on nodes that are left, which is not used"),
+        (["launch.min_nodes=3"], "keep their present state"),
+        ([], "have their present state on other nodes, but it is not used"),
     ):
         can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])
         assert words in capsys.readouterr().out

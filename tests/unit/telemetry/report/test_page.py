@@ -135,7 +135,7 @@ def test_a_calm_run(run: MadeUpRun) -> None:
     run.say(0.0, started(), events.RanksReady(seconds=0.1))
     run.say(run.train(1, 1, 0.1), events.Evaluation(iteration=1, loss=4.5))
     page = run.page()
-    assert "Nothing was lost" in page and "validation loss" in page and "How each went" not in page
+    assert "Nothing was lost" in page and "validation loss" in page and "Details of each recovery" not in page
     assert titles(page) == ["Loss over iterations", "Shares of the wall time"]
 
 

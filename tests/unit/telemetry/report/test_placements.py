@@ -29,7 +29,7 @@ def test_a_plan_that_the_folder_does_not_hold_is_told_in_words(run: MadeUpRun) -
     run.say(0.0, started(2))
     placed(run, 1).unlink()
     page = run.page()
-    assert "Its slots are not drawn: the run's folder does not hold the plan." in page and PLAN.summary() in page
+    assert "Its slots are not drawn, because the run's folder has no plan of it." in page and PLAN.summary() in page
 
 
 def test_runs_without_replicas_have_no_such_part(run: MadeUpRun) -> None:
