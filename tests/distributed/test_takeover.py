@@ -68,7 +68,7 @@ def test_a_controller_killed_while_survivors_are_asked_is_replaced_and_the_next_
     assert at_death == ["start", "break"], "in the middle of a recovery"
     assert orders(runs) == ["start", "break", "reform", "end"]
     assert (reformed(runs, 1).previous_ranks, len(decisions(runs))) == ((0, 1, 4, 5), 1)
-    assert replaced(runs) == ["the controller is gone: it was killed by SIGKILL"]
+    assert replaced(runs) == ["the controller failed: it was killed by SIGKILL"]
 
 
 @pytest.mark.parametrize("lengths", [(1, 5, 12), (3, 9, 14), (6, 15, 16), (11, 13, 18)])

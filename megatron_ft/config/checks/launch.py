@@ -217,7 +217,7 @@ def check_names(config: JobConfig) -> None:
 
 
 def check_coming_nodes(config: JobConfig) -> None:
-    """Check that nodes that this command does not start can find it, and the next command that resumes the run."""
+    """Check that nodes started by others, and a later command that resumes the run, can find its folder."""
     if config.launch.node_launcher == "none":
         why = (
             "with launch.node_launcher=none: nodes find the controller in the run's folder, also when another "

@@ -8,7 +8,8 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, 
 
 
 def check_survival(config: JobConfig) -> None:
-    """Check ``launch.min_nodes``, ``launch.keep_layout``, ``launch.membership_schedule`` and what they need.
+    """Check ``launch.min_nodes``, ``launch.keep_layout``, ``launch.membership_schedule`` and the keys that they
+    require.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -160,7 +161,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def check_snapshot(config: JobConfig) -> None:
-    """Check ``snapshot`` as far as that needs no plan.
+    """Check the keys of ``snapshot`` that can be checked without a plan.
 
     Raises:
         ConfigError: names key, value and constraint.

@@ -18,10 +18,10 @@ _MAX_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The lease of one controller. Ends with its process, or with ``release``."""
+    """The lease of one controller. It ends with the process, or with ``release``."""
 
     epoch: int
-    """Rises from 1 with each controller of the run."""
+    """Increases from 1 with each controller of the run."""
     _path: Path
     _descriptor: int
 

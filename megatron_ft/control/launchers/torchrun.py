@@ -32,7 +32,7 @@ class RankEnvironment:
     job_id: str
     attempt: int = 0
     max_restarts: int = 0
-    """Times that the launcher starts all ranks again."""
+    """Number of times that the launcher restarts all ranks."""
     store_is_served: bool = False
     """Whether the launcher already serves a ``TCPStore`` at the master's address, which outlives an attempt."""
     program: str = ""
@@ -40,12 +40,12 @@ class RankEnvironment:
 
     @property
     def node(self) -> int:
-        """Number of this rank's node, ranks being dealt node by node."""
+        """Number of this rank's node, if ranks are numbered node by node."""
         return self.rank // self.local_world_size
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the job."""
+        """Number of nodes of the job."""
         return self.world_size // self.local_world_size
 
     def summary(self) -> str:
@@ -65,14 +65,14 @@ class RankEnvironment:
 
 
 def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
-    """A start after the first has to find the run again.
+    """Check that a restart by the launcher can find the run again.
 
-    It asks the launcher's store for the name. Where none outlives an attempt (ft_launcher, torchrun with another
-    rendezvous than ``c10d``, a requeued srun job), the configuration has to name the run, or training would start over
-    in another folder.
+    Ranks read the run's name from the launcher's store. If no store outlives an attempt (ft_launcher, torchrun with
+    another rendezvous than ``c10d``, a requeued srun job), the configuration must name the run; otherwise training
+    would start over in another folder.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the configuration does not name it.
     """
     # A single start never has to find the run again, and a store that outlives the attempt remembers its name.
     if environment.store_is_served or not (environment.max_restarts or environment.attempt):
@@ -101,14 +101,14 @@ def detect(variables: Mapping[str, str]) -> str:
 
 
 def read_environment(mode: str, variables: Mapping[str, str], *, master_port: int = 0) -> RankEnvironment:
-    """The rank this process is.
+    """Read the environment of this rank.
 
     Args:
         mode: ``torchrun`` or ``srun``.
         master_port: ``launch.master_port``; 0 derives one from Slurm's job and step.
 
     Raises:
-        ConfigError: a variable is missing, no number, or contradicts another.
+        ConfigError: a variable is missing, not a number, or contradicts another.
     """
     assert mode in ("torchrun", "srun"), f"mode {mode} has no launcher environment"
     environment = _torchrun(variables) if mode == "torchrun" else _srun(variables, master_port)
@@ -180,13 +180,13 @@ def _check(environment: RankEnvironment) -> None:
 
 
 def expand_nodelist(name: str, text: str) -> list[str]:
-    """Host names of a Slurm nodelist in its order, e.g. ``a[01-03,7],b`` gives ``a01 a02 a03 a7 b``.
+    """Expand a Slurm nodelist, e.g. ``a[01-03,7],b`` to ``a01 a02 a03 a7 b``, in its order.
 
     Args:
-        name: where it was read, e.g. the variable.
+        name: source of the text, e.g. the variable.
 
     Raises:
-        ConfigError: the text is no nodelist.
+        ConfigError: the text is not a nodelist.
     """
     try:
         hosts = [host for part in _split_outside_brackets(text) for host in _expand_part(part)]
@@ -227,13 +227,13 @@ def _expand_range(piece: str) -> list[str]:
 
 
 def expand_counts(name: str, text: str) -> list[int]:
-    """Slurm's tasks per node, e.g. ``2(x3),1`` gives ``2 2 2 1``.
+    """Expand Slurm's tasks per node, e.g. ``2(x3),1`` to ``2 2 2 1``.
 
     Args:
-        name: where it was read, e.g. the variable.
+        name: source of the text, e.g. the variable.
 
     Raises:
-        ConfigError: the text is no such list.
+        ConfigError: the text is not such a list.
     """
     counts: list[int] = []
     for piece in text.split(","):
@@ -245,7 +245,7 @@ def expand_counts(name: str, text: str) -> list[int]:
 
 
 def _read(variables: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """The first of ``names`` that is set, and its value."""
+    """Return the first of ``names`` that is set, and its value."""
     for name in names:
         if variables.get(name):
             return name, variables[name]

@@ -63,7 +63,7 @@ class LossCost:
     def summary(self) -> str:
         nodes = ", ".join(map(str, self.lost_nodes))
         what = "loss of" if self.is_gone else "death of all ranks of"
-        return f"{what} nodes {nodes}: {self.source}; repeated iterations: {self.iterations}; {self.result}"
+        return f"{what} nodes {nodes}: {self.source}; iterations run again: {self.iterations}; {self.result}"
 
     @property
     def source(self) -> str:

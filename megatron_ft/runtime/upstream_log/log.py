@@ -173,7 +173,7 @@ class UpstreamLog:
         # Only committed ones: an attempt that failed may have sent other bits than its repetition.
         logged = self._logged.get(iteration)
         if logged is None or not logged.is_committed:
-            raise RecoveryError(f"the upstream log lacks iteration {iteration}; it has {self.iterations}")
+            raise RecoveryError(f"iteration {iteration} is not in the upstream log, which has {self.iterations}")
         for position, (microbatch, chunk) in enumerate(self._sends[direction]):
             key = LogKey(
                 iteration=iteration,

@@ -109,7 +109,7 @@ def test_a_server_that_comes_late_is_waited_for_and_then_trusted_as_long_as_aske
 def test_a_server_that_never_comes_is_an_error_in_time() -> None:
     with (
         opened() as opening,
-        pytest.raises(RuntimeError, match=r"no process serves the store at 127.0.0.1:\d+ for 0.2 s"),
+        pytest.raises(RuntimeError, match=r"found no store at 127.0.0.1:\d+ within 0.2 s"),
     ):
         open_store(context(1, free_port("127.0.0.1")), timeout_seconds=0.2, opening=opening)
 

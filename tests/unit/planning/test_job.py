@@ -222,6 +222,6 @@ def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
         return plan(model=model, placement=placement, parallel=parallel, launch=nodes).notes
 
     (note,) = notes(2, min_nodes=2)
-    assert "after the loss of a node 6 slots are left, too few for 2 replicas of 4 experts" in note
-    assert note.endswith("the loss of another one can end the job; 3 slots per rank are enough")
+    assert "after the loss of a node the job has 6 slots, too few for 2 replicas of 4 experts" in note
+    assert note.endswith("the next loss can end the job; 3 slots per rank avoid this")
     assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()

@@ -58,9 +58,9 @@ def test_the_hashes_of_a_slice_are_those_of_its_bytes() -> None:
 def test_a_window_without_all_slices_is_not_whole(num_slices: int) -> None:
     content = body()
     del content["slices"][num_slices:]
-    with pytest.raises(CheckpointError, match=f"num_slices=2: there are {num_slices}"):
+    with pytest.raises(CheckpointError, match=f"num_slices=2: the window has {num_slices}"):
         Window.from_json(content)
-    with pytest.raises(CheckpointError, match="num_slices=2: there are 2"):
+    with pytest.raises(CheckpointError, match="num_slices=2: the window has 2"):
         Window.from_json(body(), whole=False)
 
 
@@ -68,7 +68,7 @@ def test_a_window_without_all_slices_is_not_whole(num_slices: int) -> None:
     ("changes", "says"),
     [
         ({"stop": 9}, "stop=9: must be at least start=10"),
-        ({"num_bytes": 39}, "num_bytes=39: must be 4 or 4 for each"),
+        ({"num_bytes": 39}, "num_bytes=39: must be 4, or 4 times"),
         ({"dtype": "float31"}, "dtype='float31'"),
         ({"parameter": "../a"}, "parameter='../a'"),
         ({"component": "Master"}, "component='Master'"),

@@ -239,7 +239,7 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ("deliver", {"node": 0, "session": "x", "first": 0, "items": []}, "malformed"),
         ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "nodes 0 to 1"),
         ("poll", {"node": 0, "after": 0}, "malformed"),
-        ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not of node 0"),
+        ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not belong to node 0"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0, "generation": 0}]}, "unknown report"),
         (
             "deliver",
@@ -248,7 +248,7 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ),
         ("deliver", {"node": 0, "first": 0, "items": [{**exited(0), "iteration": "many"}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "reported", "rank": 0}]}, "malformed"),
-        ("deliver", {"node": 0, "first": 0, "items": [reported(0, 1)]}, "not of generation 1"),
+        ("deliver", {"node": 0, "first": 0, "items": [reported(0, 1)]}, "not a member of generation 1"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "reported", "rank": 0, "generation": 0}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{**reported(0), "op": "progress"}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{**reported(0), "op": "hung"}]}, "malformed"),
@@ -324,7 +324,7 @@ def test_a_rank_fails_with_its_first_error_and_by_its_number_in_the_membership(j
     [
         (broken(0, rank=1), "sends the position"),
         ({**broken(0), "position": broken(0, 1)["position"]}, "sends the position"),
-        (broken(0, 1), "not of generation 1"),
+        (broken(0, 1), "not a member of generation 1"),
         (broken(0, completed="4"), "malformed (report broken: )?position"),
         (broken(0, contributed=6), "malformed (report broken: )?position"),
         (broken(0, has_state=1), "malformed (report broken: )?position"),
@@ -419,7 +419,7 @@ def test_an_item_of_the_wrong_shape_is_refused_and_the_controller_goes_on(job: R
 
 def test_items_from_the_future_are_refused_for_those_between_would_be_lost(job: Running) -> None:
     job.start()
-    with pytest.raises(RpcError, match="must be at most 0, the next"):
+    with pytest.raises(RpcError, match="report 0 is next"):
         job.deliver(0, 10**9, record(0, 1))
     assert job.deliver(0, 0, record(0, 0)) == 1
 
@@ -458,7 +458,7 @@ def test_ranks_that_get_no_further_are_hung(job: Running) -> None:
         job.deliver(rank, 0, reported(rank), progress(rank, 5 + rank))
     order = job.order(1)
     assert (order["op"], order["lost"]) == ("break", [0])
-    assert order["reason"] == "rank 0 got no further than in iteration 5, phase data for detector.hang_seconds=0.3"
+    assert order["reason"] == "rank 0 made no progress for detector.hang_seconds=0.3: it is in iteration 5, phase data"
     assert job.controller.details[0]["hung"] == order["reason"].removeprefix("rank 0 ")
 
 
@@ -519,7 +519,7 @@ def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> No
             job.call("drain", **body)
     assert job.call("drain", node=0) == {"epoch": 1}
     assert job.order(2)["leaving"] == [0]
-    for node, reason in ((0, "leaving already"), (1, "0 nodes would be left, launch.min_nodes=1")):
+    for node, reason in ((0, "leaving already"), (1, "only 0 nodes would remain, fewer than launch.min_nodes=1")):
         with pytest.raises(RpcError, match=reason):
             job.call("drain", node=node)
     assert job.call("status")["draining"] == [0]

@@ -85,7 +85,7 @@ def test_nothing_is_written_where_the_folder_is_gone(
     told: Told, tmp_path: Path, happens: Callable[[Path], None]
 ) -> None:
     happens(tmp_path / "run")
-    with pytest.raises(CannotDecide, match=r"was deleted or moved away .*/run; ") as raised:
+    with pytest.raises(CannotDecide, match=r"/run was deleted or moved away") as raised:
         told.writes.do(Disk(0).write)
     assert raised.value.outcome is Outcome.FAILED
 

@@ -79,7 +79,7 @@ def test_who_started_this_process() -> None:
         ("torchrun", {"LOCAL_RANK": "4"}, "local rank 4"),
         ("torchrun", {"LOCAL_RANK": "2"}, "node by node"),
         ("srun", {"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST"),
-        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "must fit 2 nodes"),
+        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "2 nodes and 6 tasks contradict"),
         ("srun", {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"}, "same number of tasks on every node"),
         ("srun", {"SLURM_LOCALID": "0"}, "node by node"),
     ],
@@ -162,9 +162,13 @@ def test_ft_launcher_is_torchrun_by_another_name() -> None:
 @pytest.mark.parametrize(
     ("mode", "variables", "says"),
     [
-        ("torchrun", FT_LAUNCHER, "rank of ft_launcher: 2 nodes x 4 ranks; .* ft_launcher start all again .* 3 times"),
-        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun: .* will end the job"),
-        ("srun", SRUN, "rank of srun: 3 nodes x 2 ranks; .* will end the step"),
+        (
+            "torchrun",
+            FT_LAUNCHER,
+            "rank of ft_launcher: 2 nodes x 4 ranks. .* ft_launcher start all ranks again .* 3 times",
+        ),
+        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun: .* ends the job"),
+        ("srun", SRUN, "rank of srun: 3 nodes x 2 ranks. .* ends the job step"),
     ],
 )
 def test_a_start_says_what_is_not_there(mode: str, variables: dict[str, str], says: str) -> None:

@@ -160,7 +160,7 @@ def test_a_spare_that_registers_while_a_place_waits_takes_it() -> None:
     step = late.tick(100.0)
     assert (step.decision, late.now) == (STOP, 100.0)
     assert step.reason == (
-        "no replacement node for place 2 of node 2: there is no spare, and it is not started again: "
+        "node 2 (place 2) has no replacement: no spare is left, and the node is not restarted: "
         "launch.restart_lost_nodes=false"
     )
 
@@ -172,7 +172,7 @@ def test_where_nobody_can_come_the_job_stops_at_once() -> None:
     job.die(0)
     step = job.die(2)
     assert (step.decision, step.state.phase) == (STOP, Phase.STOPPING)
-    assert "no replacement node for place 0 of node 0" in step.reason
+    assert "node 0 (place 0) has no replacement" in step.reason
 
 
 def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:

@@ -260,7 +260,7 @@ def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
 def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
     code, errors = play.run([{"exit_code": 0}], MFT_CHAINED="1", REFUSES="slurmctld is down")
     assert (code, play.marker) == (0, {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True})
-    assert "jobs named lm still wait: " in errors and "slurmctld is down" in errors
+    assert "cannot cancel the waiting jobs named lm: " in errors and "slurmctld is down" in errors
 
 
 def test_a_chain_without_a_name_is_refused() -> None:

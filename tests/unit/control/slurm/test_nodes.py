@@ -88,7 +88,7 @@ def test_an_interface_stands_for_its_address(monkeypatch: pytest.MonkeyPatch) ->
         "10.9.9.9",
         "head",
     ]
-    with pytest.raises(ConfigError, match="ib2: must have an address"):
+    with pytest.raises(ConfigError, match="ib2: must have an IPv4 or IPv6 address"):
         address_of("ib2")
 
 

@@ -78,7 +78,7 @@ def other(concern: str, key: str, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"name": 50}, "holds iteration 20, its name says 50"),
+        ({"name": 50}, "contains iteration 20, not 50"),
         ({"run_id": "6" * 32, "run_name": "second"}, "belongs to another run, second"),
         ({"run_id": "6" * 32}, "belongs to another run, first"),
     ],
@@ -150,7 +150,7 @@ def test_what_a_load_on_purpose_differs_in_is_told(tmp_path: Path) -> None:
     manifest = found.check(written, trust=False)
     assert manifest is not None
     assert found.differences(written, manifest) == (
-        f"{written}: holds iteration 20, its name says 30: it was renamed, or its files swapped",
+        f"{written}: contains iteration 20, not 30 as its name says: it was renamed, or its files swapped",
         "optimizer.lr: was 0.5, now 0.001",
     )
     elsewhere = written.rename(tmp_path / "best")

@@ -361,7 +361,7 @@ def test_a_stage_goes_back_to_what_has_been_committed() -> None:
 def test_copies_that_no_recovery_reads_are_named() -> None:
     assert idle_copies(elastic()) == () and idle_copies(job()) == ()
     (state,) = idle_copies(job(launch={"num_nodes": 4}, placement={**SPREAD, "state_copies": 2}))
-    assert state.startswith("placement.state_copies=2: no recovery reads these copies")
+    assert state.startswith("placement.state_copies=2: no recovery uses these copies")
     (windows,) = idle_copies(restarting())
     assert windows.startswith("snapshot.num_peer_copies=1: ") and "the loss of a node ends the job" in windows
     (beside_replicas,) = idle_copies(elastic(snapshot={"policy": WINDOWS, "num_peer_copies": 1}))

@@ -265,7 +265,7 @@ def test_a_keeper_that_is_stopped_is_named_and_holds_its_ranks_up_no_longer_than
         begin(telling, 0, 0, num_slices=words.MAX_UNREAD + 1)
         nodes.nodes[0].process.send_signal(signal.SIGSTOP)
         monkeypatch.setattr(words, "ANSWER_SECONDS", 0.2)
-        stuck = f"snapshot server at {nodes.nodes[0].socket_path}: no answer for 0.2 s"
+        stuck = f"snapshot server at {nodes.nodes[0].socket_path}: no answer within 0.2 s"
         with pytest.raises(ControlError, match=stuck):
             asking.problems()
         with pytest.raises(ControlError, match=stuck):

@@ -51,7 +51,7 @@ def test_an_early_end_is_seen(pair: tuple[Wire, socket.socket]) -> None:
 def test_a_frame_over_the_limit_is_not_read(pair: tuple[Wire, socket.socket]) -> None:
     wire, other = pair
     other.sendall(b"\0\0\x01\0")
-    with pytest.raises(ControlError, match="256 bytes: at most 255"):
+    with pytest.raises(ControlError, match="256 bytes: must have at most 255"):
         wire.receive(most_bytes=255)
 
 

@@ -21,7 +21,7 @@ def test_the_newest_placement_is_drawn_and_all_are_listed(run: MadeUpRun) -> Non
     cells = {str(path.get("class")): len(re.findall("M", str(path.get("d")))) for path in drawing.iter("path")}
     # expert 0 on rank 0; 1 twice on rank 0 and once on rank 1; 2 and 3 on rank 1
     assert cells == {"held-1": 4, "held-2": 1}
-    assert "In force from iteration 9 on (saves 50 %)." in page and PLAN.summary() in page
+    assert "In force since iteration 9 (saves 50 %)." in page and PLAN.summary() in page
     assert "3.0 MB" in page and "50.0 %" in page and "node1" in page
 
 
