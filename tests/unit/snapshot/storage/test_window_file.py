@@ -129,7 +129,7 @@ def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
         damaged = bytearray(content)
         struct.pack_into("<Q", damaged, offset, length)
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=f"manifest of {length} bytes in a file of {len(content)}"):
+        with pytest.raises(CheckpointError, match=f"manifest of {length} bytes in a file of only {len(content)}"):
             open_window(path)
     path.write_bytes(content)
     os.truncate(path, 1 << 40)
