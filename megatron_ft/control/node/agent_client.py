@@ -1,4 +1,4 @@
-"""``WorkerClient`` over the unix socket of a node's agent."""
+"""``WorkerClient`` over the Unix socket of a node's agent."""
 
 import contextlib
 import socket
@@ -22,22 +22,20 @@ class Identity:
     """Identity of a process when it starts."""
 
     number: int
-    """Number of the process in the control plane for its lifetime: ``node * ranks_per_node + local_rank``."""
+    """Number of the process during its whole life: ``node * ranks_per_node + local_rank``."""
     rank: int
-    """Its number in the membership of ``generation``; without meaning on a joining node."""
+    """Number in the membership of ``generation``; meaningless on a joining node."""
     node: int
     local_rank: int
     generation: int
     start: int
-    """Number of the start that made this process, from 0; stale processes are known by it."""
+    """Number of the start that made this process, from 0; it identifies stale processes."""
     is_joining: bool = False
 
 
 class AgentClient:
-    """Messages go out in the calling thread: when the agent is behind, the socket's buffer is full and the call blocks.
-
-    A thread receives the agent's messages and answers its pings.
-    """
+    """Sends messages in the calling thread: when the agent is slow, the socket's buffer is full and the call blocks. A
+    thread receives the agent's messages and answers its pings."""
 
     def __init__(self, path: str, identity: Identity, *, stop: StopFlag, can_survive: bool = False) -> None:
         """Connect and report.
@@ -84,16 +82,16 @@ class AgentClient:
         self._send({"op": "progress", "iteration": iteration, "phase": phase})
 
     def raised(self, traceback: str, *, error: str, exit_code: int | None) -> None:
-        """Say that this rank ends with an exception.
+        """Report that this rank ends with an exception.
 
         Args:
-            error: its last line.
-            exit_code: of an error of this project's own, else ``None``.
+            error: last line of the traceback.
+            exit_code: exit code of an error of this project, otherwise ``None``.
         """
         self._send({"op": "raised", **_failure(traceback, error, exit_code)})
 
     def done(self) -> None:
-        """Say that this rank's work is done and that it ends."""
+        """Report that this rank has finished its work and ends."""
         self._send({"op": "done"})
 
     def stop_requested(self) -> bool:
@@ -162,7 +160,7 @@ class AgentClient:
         self._send({"op": "broken", "position": encode(position), **about})
 
     def _await_next(self) -> NextMembership | None:
-        """The next membership; None where this rank's node leaves."""
+        """Wait for the next membership; None if this rank's node leaves."""
         with self._changed:
             self._changed.wait_for(lambda: self._next is not None or self._leaves or self._ended is not None)
             following, self._next = self._next, None

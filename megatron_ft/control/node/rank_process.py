@@ -1,4 +1,4 @@
-"""Entry of a forked rank: from the spec it was started with to its exit code."""
+"""Entry of a forked rank: from its spec to its exit code."""
 
 import dataclasses
 import faulthandler
@@ -20,7 +20,7 @@ UNEXPECTED_EXIT_CODE = 1
 
 
 def run(spec: Message) -> int:
-    """Be the rank that ``spec`` describes; the process's exit code.
+    """Run the rank that ``spec`` describes; return the process's exit code.
 
     ``spec`` holds ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
     ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``), the fields of ``Identity`` and those of

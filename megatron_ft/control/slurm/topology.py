@@ -1,7 +1,7 @@
-"""Failure domains by Slurm's topology: a node's domain is its leaf switch.
+"""Failure domains from Slurm's topology: a node's domain is its leaf switch.
 
-Sources: the manual pages scontrol(1) (``show topology``, variable ``SLURM_TOPO_LEN``) and topology.conf(5); what the
-tests read was printed by Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` would be of one node only.
+Sources: the manual pages scontrol(1) (``show topology``, variable ``SLURM_TOPO_LEN``) and topology.conf(5); the tests
+read output of Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` describes one node only.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _SWITCH = re.compile(r"SwitchName=(?P<name>\S+) Level=(?P<level>\d+)(?: LinkSpee
 
 
 def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> JobConfig:
-    """``config`` with the domains that it has Slurm name, as if they had been listed.
+    """Return ``config`` with the failure domains from Slurm, as if they had been listed.
 
     Args:
         variables: the environment of this process, which runs in the job's allocation.
@@ -39,10 +39,11 @@ def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> Job
 
 
 def read_topology(variables: Mapping[str, str]) -> str:
-    """The output of ``scontrol show topology``.
+    """Return the output of ``scontrol show topology``.
 
     Raises:
-        ConfigError: it cannot be run, fails, does not answer, or has nothing to say: there is no topology plugin.
+        ConfigError: the command cannot be run, fails, does not answer, or prints nothing because there is no topology
+            plugin.
     """
     # ``SLURM_TOPO_LEN`` cuts the lines, and so the list of nodes.
     whole_lines = {name: value for name, value in variables.items() if name != "SLURM_TOPO_LEN"}
@@ -60,14 +61,14 @@ def read_topology(variables: Mapping[str, str]) -> str:
 
 
 def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
-    """The leaf switch of each host.
+    """Return the leaf switch of each host.
 
     Args:
-        topology: what ``scontrol show topology`` prints.
+        topology: output of ``scontrol show topology``.
 
     Raises:
-        ConfigError: a line is of something else than a switch, or names nodes that are none, or a host is on no leaf
-            switch, or on two.
+        ConfigError: a line does not describe a switch, or its nodes cannot be read, or a host has no leaf switch or
+            two.
     """
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for line in filter(None, map(str.strip, topology.splitlines())):
@@ -97,7 +98,7 @@ def _nodes_below(switch: str, nodes: str) -> list[str]:
 
 
 def summary(config: JobConfig) -> str:
-    """One line: which nodes of the job, by number, are in which domain."""
+    """Return one line with the domain of each node of the job."""
     nodes_of: dict[str, list[int]] = {}
     for node, name in enumerate(config.launch.failure_domains):
         nodes_of.setdefault(name, []).append(node)

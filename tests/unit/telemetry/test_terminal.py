@@ -252,7 +252,8 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
                 generation=2, reason="rank 3 raised", failed_ranks=(3,), iteration=7, num_restarts_left=1
             ),
             "warning",
-            "starting all ranks again (generation 2; at most 1 more restarts without progress): rank 3 raised in iteration 7",
+            "starting all ranks again (generation 2; at most 1 more restarts without progress): "
+            "rank 3 raised in iteration 7",
         ),
         (events.RunStarted(run_name="r", model="m", world_size=1), "info", "r: m, 1 rank"),
         (
