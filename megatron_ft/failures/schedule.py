@@ -1,4 +1,4 @@
-"""Membership schedules: which nodes leave and join when, numbered as a job numbers them."""
+"""Membership schedules: times at which nodes leave and join, with the job's node numbers."""
 
 import math
 from collections.abc import Mapping
@@ -11,33 +11,33 @@ from megatron_ft.strict_json import decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipEvent:
-    """Changes at one moment: departures and arrivals of different nodes."""
+    """Departures and arrivals of nodes at one moment."""
 
     seconds: float
     """Seconds since the schedule began."""
     leaves: tuple[int, ...] = ()
-    """Nodes that are lost, rising."""
+    """Nodes that are lost, ascending."""
     joins: tuple[int, ...] = ()
-    """Nodes that arrive, rising."""
+    """Nodes that arrive, ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSchedule:
-    """Membership changes of nodes; nodes 0 to below ``num_initial_nodes`` are there when it begins."""
+    """Membership changes of nodes. At the beginning the nodes 0 to ``num_initial_nodes`` - 1 are present."""
 
     source: str
-    """Source, for messages."""
+    """Origin of the schedule, for messages."""
     most_nodes: int
-    """Number of node numbers: 0 to below it."""
+    """Number of node numbers, which start at 0."""
     num_initial_nodes: int
     duration_seconds: float
     events: tuple[MembershipEvent, ...]
-    """Events by rising seconds, all before ``duration_seconds``."""
+    """Events by ascending time, all before ``duration_seconds``."""
     num_ignored_arrivals: int = 0
-    """Arrivals of the source that found no free number, the first instant's included."""
+    """Number of arrivals in the source that found no free number, also at its beginning."""
 
     def validate(self) -> None:
-        """Check that times rise, that leaving nodes are present and that joining nodes are not.
+        """Check that times ascend, that leaving nodes are present and that joining nodes are not.
 
         Raises:
             ConfigError: naming the event and the field.
@@ -100,7 +100,7 @@ class FailureSchedule:
         return tuple(counts)
 
     def summary(self) -> str:
-        """One log line."""
+        """Return one line for a log."""
         fewest = min((self.num_initial_nodes, *self.num_nodes_after()))
         return (
             f"{self.source}: starts with {self.num_initial_nodes} of {self.most_nodes} nodes; {self.num_leaves} "

@@ -89,7 +89,7 @@ class Controller:
         self._members = {0: self._state.members}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
-        """For each node, the number of the start that made its present ranks; reports of earlier ranks are ignored."""
+        """Number of the start that made the present ranks of each node; reports of earlier ranks are ignored."""
         detection = detection or DetectorPolicy()
         self._check_seconds = detection.heartbeat_interval_seconds
         self._detector = Detector(policy, detection)

@@ -185,7 +185,7 @@ def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
     step = job.die(2)
     assert step.decision is STOP
     assert step.reason.endswith("too often in a row (launch.max_node_restarts=2)")
-    assert "place 1 of node 1" in step.reason
+    assert "node 1 (place 1)" in step.reason
 
 
 def test_newcomers_that_do_not_report_in_time_are_killed_and_tried_again() -> None:

@@ -80,7 +80,7 @@ def test_a_service_that_says_nothing_is_waited_for_in_bounds(start: Callable[...
         ("fails", "sidecar dummy exited with code 3"),
         ("garbage", "must be an object"),
         ("homeless", "must contain its address"),
-        ("wordy", "must have at most 4096 bytes"),
+        ("wordy", "is longer than 4096 bytes"),
     ],
 )
 def test_a_service_that_ends_or_says_something_else_is_refused(
