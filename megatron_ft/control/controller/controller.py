@@ -127,7 +127,7 @@ class Controller:
 
     @property
     def details(self) -> dict[int, Message]:
-        """How ranks of this generation ended, see ``JobResult``."""
+        """Details of the ends of this generation's ranks, see ``JobResult``."""
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:

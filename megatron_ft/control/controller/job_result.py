@@ -22,8 +22,8 @@ class JobResult:
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """How ranks ended, by their number at the start: ``number`` (in the membership), ``node, returncode, at_seconds,
-    traceback, error, exit_code, iteration, phase, log, log_tail``, as far as known."""
+    """Details of the ends of ranks, by their number at the start: ``number`` (in the membership), ``node, returncode,
+    at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``, as far as known."""
     survived: tuple[str, ...] = ()
     """Reason for the end of each earlier generation."""
     num_reforms: int = 0
