@@ -335,7 +335,7 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
         most = usable * launch.ranks_per_gpu
         constraint = (
-            f"must be lower: the job starts {num_ranks} ranks on this machine, and its {usable} usable GPUs take "
+            f"must be lower: the job starts {num_ranks} ranks on this machine, but its {usable} usable GPUs can hold "
         )
         constraint += f"{most} (launch.ranks_per_gpu={launch.ranks_per_gpu})"
         raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
@@ -355,7 +355,7 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
         raise ConfigError.of(
             "launch.host_memory_bytes",
             "null",
-            f"must allow {needed} bytes, what {nodes_here} local nodes need (estimated); this machine has "
+            f"must allow {needed} bytes, the estimated need of {nodes_here} local nodes; this machine has "
             f"{total}; choose a smaller model or fewer ranks",
         )
 

@@ -42,7 +42,8 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def write_whole(descriptor: int, content: bytes) -> None:
-    """Write all bytes, in several calls if necessary; raises OSError, also after a part of them (disk full)."""
+    """Write all bytes, in several calls if necessary. Raises OSError, also after a part of them was written (disk
+    full)."""
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -119,7 +119,7 @@ def _layer(model: ModelConfig, layer: int) -> list[Operator]:
 
 
 def _experts(model: ModelConfig, layer: int) -> list[Operator]:
-    assert model.num_moe_experts is not None, f"layer {layer} is dense"
+    assert model.num_moe_experts is not None, f"layer {layer} is dense and has no experts"
     split, repeated = _mlp(model, model.moe_ffn_hidden_size or model.ffn_hidden_size)
     return [_operator(layer, "expert", split, repeated, expert) for expert in range(model.num_moe_experts)]
 

@@ -78,7 +78,7 @@ class Record:
         hints = field_types(cls.kind)
         # Refused, not ignored: a misspelled field would be lost without a trace.
         if unknown := [name for name in values if name not in hints]:
-            raise ValueError(f"{cls.kind}.{unknown[0]}: is no field of it; fields are {', '.join(hints)}")
+            raise ValueError(f"{cls.kind}.{unknown[0]}: is not a field of this record; fields are {', '.join(hints)}")
         if missing := [name for name in _required(cls.kind) if name not in values]:
             raise ValueError(f"{cls.kind}.{missing[0]}: is required")
         return cls(**{name: decode(hints[name], value, f"{cls.kind}.{name}") for name, value in values.items()})

@@ -110,7 +110,7 @@ def _to_float(value: float, where: str) -> float:
         # Integers in JSON have any size.
         return float(value)
     except OverflowError:
-        raise ValueError(f"{where}: must be a number that a float can hold") from None
+        raise ValueError(f"{where}: must be within the range of a float") from None
 
 
 def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, hint: Any) -> Any:
@@ -152,4 +152,4 @@ def _check_bound(bound: Any, value: Any, where: str) -> None:
                 raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be from {low} to {high}")
         case Length(low, high):
             if not low <= len(value) <= high:
-                raise ValueError(f"{where}: must have {low} to {high} entries or characters, has {len(value)}")
+                raise ValueError(f"{where}: must have {low} to {high} entries or characters, but has {len(value)}")

@@ -120,8 +120,8 @@ class Run:
         num_ranks = len(self.nodes) * self.config.launch.ranks_per_node
         if (found := sum(len(plan.ranks) for plan in plans)) != num_ranks:
             raise DataError(
-                f"{path}: is of {found} ranks; the nodes present, {list(self.nodes)}, have {num_ranks}: "
-                "a membership may be forming just now, ask again"
+                f"{path}: has a placement of {found} ranks, but the present nodes {list(self.nodes)} have "
+                f"{num_ranks} ranks; if a membership is being formed, try again"
             )
         return plans, loads
 
@@ -164,7 +164,7 @@ def read_config(path: Path) -> JobConfig:
     try:
         return derive_placement(from_dict(yaml.safe_load(path.read_text())))
     except (OSError, yaml.YAMLError, ConfigError, AttributeError) as error:
-        raise DataError(f"{path}: must be the configuration of a run: {error}") from None
+        raise DataError(f"{path}: must contain the configuration of a run: {error}") from None
 
 
 def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
@@ -281,8 +281,8 @@ def render(answer: Answer) -> str:
 def _held(cost: LossCost) -> str:
     """Describe the use of the present state of operators on the remaining nodes."""
     if cost.rung in ("replicas", "localized"):
-        return "stay alive in their present state"
-    return "have their present state on nodes that are left, which is not used"
+        return "keep their present state"
+    return "have their present state on other nodes, but it is not used"
 
 
 def grouped(operators: Sequence[OperatorId]) -> str:
@@ -309,10 +309,12 @@ def parser() -> argparse.ArgumentParser:
     first, *_ = (__doc__ or "").split("\n\n")
     result = argparse.ArgumentParser(prog="can_recover", description=first)
     result.add_argument("run_dir", type=Path, nargs="?", help="folder of the run")
-    result.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="a job that has not begun, instead of a run")
-    result.add_argument("--lose", required=True, metavar="2,5", help="nodes lost together")
-    result.add_argument("--ranks-only", action="store_true", help="their ranks die, the nodes' processes live")
-    result.add_argument("--as-if-running", action="store_true", help="a run that has ended: what would have followed")
+    result.add_argument(
+        "--config", nargs="+", metavar="KEY=VALUE", help="evaluate a job that is not started, instead of a run"
+    )
+    result.add_argument("--lose", required=True, metavar="2,5", help="nodes that are lost together")
+    result.add_argument("--ranks-only", action="store_true", help="only their ranks die; the agents continue")
+    result.add_argument("--as-if-running", action="store_true", help="evaluate a run that has ended as if it still ran")
     result.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return result
 
@@ -322,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(arguments)
     if (options.run_dir is None) == (options.config is None):
-        command.error("give a run's folder or --config, one of them")
+        command.error("give either a run's folder or --config")
     try:
         lost = [int(number) for number in options.lose.split(",")]
     except ValueError:

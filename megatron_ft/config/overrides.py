@@ -81,7 +81,7 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
     if documented is not None and "nterpolation" not in type(cause).__name__:
         return ConfigError.of(key, value, f"must be of type {documented.type} ({reason})")
     if documented is not None:
-        return ConfigError.of(key, value, f"must refer to something that exists ({reason})")
+        return ConfigError.of(key, value, f"must be an interpolation of keys that exist ({reason})")
     if plain in group_docs():
         return ConfigError.of(key, value, f"must be a mapping of the keys of group {plain} ({reason})")
     return ConfigError.of(key, value, "is not a known key" + _near(plain, list(known_keys())))

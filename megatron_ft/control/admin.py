@@ -1,6 +1,6 @@
-"""Client for administrators of a running job: its status, and requests that a node leaves or joins.
+"""Client for administrators of a running job: reads its status, lets nodes leave or join.
 
-A job that runs keeps ``controller.json`` in its folder, of mode 0600: address and token of its controller.
+A running job keeps ``controller.json`` (mode 0600) in its folder: address and token of its controller.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from megatron_ft.strict_json import parse_json
 
 CONTROLLER_FILE = "controller.json"
 CALL_SECONDS = 10.0
-"""Longest wait for an answer; a controller on a busy machine may take a connection late."""
+"""Longest wait for an answer; on a busy machine the controller may accept a connection late."""
 
 
 class JobNotRunning(ControlError):
-    """No job runs in the folder, or none that answers."""
+    """No job runs in the folder, or its controller does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +38,17 @@ class ControllerAddress:
 
 
 def read_address(run_dir: Path) -> ControllerAddress:
-    """The address in a run's folder.
+    """Read the controller's address from a run's folder.
 
     Raises:
-        JobNotRunning: there is none.
-        ControlError: others than its owner can read or write it, it belongs to another user, or is damaged.
+        JobNotRunning: the file is missing.
+        ControlError: the file belongs to another user, other users can read or write it, or it is damaged.
     """
     path = run_dir / CONTROLLER_FILE
     try:
         content = read_secret(path)
     except FileNotFoundError:
-        missing = "there is no such folder" if not run_dir.is_dir() else f"it has no {CONTROLLER_FILE}"
+        missing = "there is no such folder" if not run_dir.is_dir() else f"the folder has no {CONTROLLER_FILE}"
         raise JobNotRunning(f"run_dir={run_dir}: no job runs there: {missing}") from None
     return _parse(path, content)
 
@@ -65,7 +65,7 @@ def _parse(path: Path, content: bytes) -> ControllerAddress:
 
 
 class AdminClient:
-    """Calls a running job's controller. A context manager: the connection is closed at its end.
+    """Calls the controller of a running job. A context manager, which closes the connection at its end.
 
     Raises:
         ControlError: as ``read_address``.
@@ -86,15 +86,15 @@ class AdminClient:
         self._client.close()
 
     def status(self) -> Message:
-        """``generation, phase, members, waiting, lost, draining, nodes, num_reforms, epoch``."""
+        """Return ``generation, phase, members, waiting, lost, draining, nodes, num_reforms, epoch``."""
         return self._call("status", {})
 
     def drain(self, node: int) -> None:
-        """Have ``node`` leave at the next iteration boundary."""
+        """Let ``node`` leave at the next iteration boundary."""
         self._call("drain", {"node": node})
 
     def add(self, node: int) -> None:
-        """Have ``node`` started, so that it joins at an iteration boundary."""
+        """Start ``node``, so that it joins at an iteration boundary."""
         self._call("add", {"node": node})
 
     def _call(self, method: str, body: Message) -> Message:

@@ -48,10 +48,10 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedWriter:
-    """Writes documents one by one; both files appear, complete and durable, when the ``with`` block ends well.
+    """Writes documents one by one; both files appear, complete and durable, when the ``with`` block ends without error.
 
-    Until then they carry temporary names, which an exception removes. ``.idx`` is renamed last: a prefix with an
-    ``.idx`` is complete.
+    Until then they have temporary names; an exception removes them. ``.idx`` is renamed last: a prefix with an ``.idx``
+    is complete.
 
     Raises:
         DataError: the prefix exists and ``overwrite`` is false, its folder cannot be written, a token does not fit
@@ -229,7 +229,7 @@ def _chunks(stream: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[n
 
 
 def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int, itemsize: int) -> int:
-    """Return the number of tokens. Byte offsets must be the running sum of the lengths: sequences lie back to back."""
+    """Check that byte offsets are the running sum of the lengths; return the number of tokens."""
     total, first = 0, 0
     all_lengths = _chunks(stream, HEADER.size, "<i4", num_sequences)
     all_pointers = _chunks(stream, HEADER.size + 4 * num_sequences, "<i8", num_sequences)

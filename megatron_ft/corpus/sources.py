@@ -1,7 +1,7 @@
 """Sources of a job: their training and validation tokens, and the number of samples.
 
-A sample is ``seq_length + 1`` consecutive tokens of a source's documents laid end to end; sample k of a split starts
-``k * seq_length`` tokens after the split's first. A split's samples never reach into the other split.
+The documents of a source are concatenated. A sample is ``seq_length + 1`` consecutive tokens; sample k of a split
+starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other split.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ class SplitPlan:
 
 
 def num_samples(num_tokens: int, seq_length: int) -> int:
-    """Count the samples that fit into ``num_tokens``; neighbours share one token, the last label and the next first
-    input."""
+    """Count the samples in ``num_tokens`` tokens. Neighbours share one token: the last label of one is the first input
+    of the next."""
     return max(0, (num_tokens - 1) // seq_length)
 
 
@@ -61,8 +61,7 @@ def read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """Return (key, sources, weights) of ``split``: validation takes the training sources where it has
-    none of its own."""
+    """Return (key, sources, weights) of ``split``; validation uses the training sources if it has none of its own."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights
@@ -108,7 +107,7 @@ def _too_short(config: DataConfig, split: str, total: int, count: int, seq_lengt
 
 
 def check_lists(config: DataConfig) -> None:
-    """Raises ConfigError for lists of sources and weights that make no sense together."""
+    """Check lists of sources and weights. Raises ConfigError if they contradict each other."""
     if not config.train:
         raise ConfigError.of("data.train", config.train, "must name at least one source")
     check_weights("data.train_weights", config.train_weights, len(config.train))

@@ -38,7 +38,6 @@ def observe_devices(visible: str | None, root: Path = Path("/"), *, asks_memory:
 
 
 def _torch_has_cuda() -> bool:
-    """Read from the file that PyTorch's build writes; True where it cannot be read there."""
     spec = importlib.util.find_spec("torch")
     # Read as text: importing torch takes seconds and may fail on the machine that is checked.
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / "version.py"

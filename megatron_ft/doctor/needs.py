@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """Figures that checks compare a machine with. Bytes are counted or estimated as ``dry_run`` prints them."""
+    """Needs of the job that are compared with a machine. Bytes are counted or estimated as in ``dry_run``."""
 
     mode: str
     interface: str
@@ -50,13 +50,13 @@ class JobNeeds:
     device_bytes: int = 0
     """Device memory of the rank that needs most."""
     gpu_memory_bytes: int | None = None
-    """``launch.gpu_memory_bytes``, which the plan was compared with."""
+    """``launch.gpu_memory_bytes``, with which the plan was compared."""
     other_device: str = ""
-    """Problem that ranks on the other device would have; empty where ``device`` is certain."""
+    """Problem of ranks on the other device; empty if ``device`` is certain."""
     is_refused_there: bool = False
     """Whether the other device refuses the job."""
     starts_elsewhere: bool = False
-    """Whether nodes are other machines than the one that starts the job."""
+    """Whether nodes run on other machines than the one that starts the job."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that ranks get on CUDA unless they are set already."""
 

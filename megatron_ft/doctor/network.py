@@ -48,7 +48,7 @@ class NetworkFacts:
     reserved: tuple[tuple[int, int], ...] = ()
     """Port ranges that are excluded from it."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Values of ``INTERFACE_VARIABLES`` that are set."""
+    """Those of ``INTERFACE_VARIABLES`` that are set, with their values."""
 
 
 def observe_network(needs: JobNeeds) -> NetworkFacts:
@@ -89,8 +89,8 @@ def _resolve(name: str) -> tuple[str, ...]:
 
 
 def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, bool]:
-    """Return why the port cannot be bound, and whether another process holds it. Only listening takes a port, so it
-    listens."""
+    """Return the error if the port cannot be bound, and whether another process holds it. Only listening reserves a
+    port, so it listens."""
     if not addresses:
         return "no address", False
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
@@ -113,7 +113,7 @@ def _ephemeral() -> tuple[int, int] | None:
 
 
 def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Ranges of ports as the kernel writes them, e.g. ``8080,20000-31999``."""
+    """Parse ranges of ports in the kernel's form, e.g. ``8080,20000-31999``."""
     ranges = []
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
@@ -150,7 +150,7 @@ def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _own(facts: NetworkFacts) -> str:
-    """List addresses that are up, e.g. ``10.0.0.5 (eth0)``."""
+    """List addresses of interfaces that are up, e.g. ``10.0.0.5 (eth0)``."""
     up = [(name, each) for name, each in facts.interfaces.items() if each.is_up and each.addresses]
     return ", ".join(f"{each.addresses[0]} ({name})" for name, each in up) or "it has none"
 

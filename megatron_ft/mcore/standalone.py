@@ -162,7 +162,7 @@ def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCP
     # Adding 0 reads the count; ``get`` would block until the first reader has come.
     while (num_readers := store.add(_readers(environment), 0)) < num_others and not stop:
         if time.monotonic() > deadline:
-            print(f"rank 0: {num_others - num_readers} of {num_others} other ranks never came", file=sys.stderr)
+            print(f"rank 0: {num_others - num_readers} of {num_others} other ranks did not start", file=sys.stderr)
             return
         threading.Event().wait(_READERS_POLL_SECONDS)
 
@@ -199,7 +199,7 @@ def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) ->
     try:
         store.wait([_key(environment)], timedelta(seconds=config.launch.start_timeout_seconds))
     except RuntimeError as error:
-        raise ControlError(f"rank {environment.rank} had no word of rank 0: {error}") from error
+        raise ControlError(f"rank {environment.rank} received no start message from rank 0: {error}") from error
     agreed: dict[str, Any] = json.loads(store.get(_key(environment)))
     # Counted before an error is raised: rank 0 serves the store until all have read from it.
     if environment.rank != 0:

@@ -161,8 +161,9 @@ def _check_agreement(name: str, values: Sequence[float]) -> None:
     for rank, other in enumerate(bits):
         if other != bits[0]:
             raise TrainingStopped(
-                f"commit vote: {name} is {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}: "
-                "must be the same on every rank; a device has computed a wrong result, or ranks are at different steps"
+                f"commit vote: {name} is {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}, but must be "
+                "the same on every rank: a device has computed a wrong result, or ranks are at different "
+                "iterations"
             )
 
 
@@ -226,7 +227,8 @@ class CommitPolicy:
         decision = self._decide(vote, history)
         if decision.action == "skip" and history.num_consecutive_skips + 1 > self.max_consecutive_skips:
             reason = (
-                f"{decision.reason}; more than training.max_consecutive_skips={self.max_consecutive_skips} in a row"
+                f"{decision.reason}; this happened more than "
+                f"training.max_consecutive_skips={self.max_consecutive_skips} times in a row"
             )
             return Decision(action="stop", reason=reason, spike=decision.spike)
         return decision
@@ -249,5 +251,5 @@ class CommitPolicy:
         if vote.loss <= self.loss_spike_factor * median:
             return Decision(action="commit")
         action = "commit" if self.loss_spike_policy == "warn" else self.loss_spike_policy
-        reason = f"loss={vote.loss:g} is above {self.loss_spike_factor:g} times the median {median:g}"
+        reason = f"loss={vote.loss:g} is above {self.loss_spike_factor:g} times the median of recent losses, {median:g}"
         return Decision(action=action, reason=reason, spike=True)

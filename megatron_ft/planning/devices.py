@@ -126,7 +126,7 @@ def choose_device(
     # The job is meant for GPUs: to train it on CPU because none is found here would be a silent fallback.
     if gpu_memory_bytes is not None:
         if not may_be_elsewhere:
-            constraint = "must be cpu, without launch.gpu_memory_bytes, on a machine without a usable GPU: "
+            constraint = "must be cpu, and launch.gpu_memory_bytes null, on a machine without a usable GPU: "
             raise ConfigError.of("training.device", "auto", constraint + _why_no_gpu(facts))
         reason = "training.device=auto with launch.gpu_memory_bytes given"
         _check_accepted(refused["cuda"], reason)
@@ -136,7 +136,9 @@ def choose_device(
     if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
         _check_accepted(refused["cpu"], reason)
         return DeviceChoice(device="cpu", is_certain=not may_be_elsewhere, reason=reason)
-    return DeviceChoice(device="cuda", is_certain=False, reason=f"{reason}; cpu refuses this job: {refused['cpu']}")
+    return DeviceChoice(
+        device="cuda", is_certain=False, reason=f"{reason}; on cpu this job would be refused: {refused['cpu']}"
+    )
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
@@ -145,8 +147,11 @@ def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
         return ""
     other = "cuda" if choice.device == "cpu" else "cpu"
     if refused[other]:
-        return f"on {other} this job is refused before it starts: {refused[other]}"
-    return f"on {other} this job is also accepted, and losses cost the same; memory is shown for {choice.device} only"
+        return f"on {other} this job would be refused before it starts: {refused[other]}"
+    return (
+        f"on {other} this job would also be accepted, with the same cost of losses; the plan shows memory for "
+        f"{choice.device} only"
+    )
 
 
 def _check_accepted(refusal: str, reason: str = "") -> None:
@@ -156,7 +161,7 @@ def _check_accepted(refusal: str, reason: str = "") -> None:
 
 def _why_no_gpu(facts: DeviceFacts) -> str:
     if not facts.has_driver or not facts.num_gpus:
-        return "the driver shows none"
+        return "no driver or no GPU was found"
     if not facts.torch_has_cuda:
         return "the installed PyTorch is built without CUDA"
     return f"CUDA_VISIBLE_DEVICES={facts.visible} hides them"

@@ -115,14 +115,14 @@ class JobPlan:
             self.gpu_memory_bytes if self.device == "cuda" else None,
             "launch.gpu_memory_bytes",
             self.device_bytes,
-            "what the largest rank needs (activations estimated); use more ranks, larger parallel sizes, "
+            "the memory of the largest rank (activations estimated); use more ranks, larger parallel sizes, "
             "training.recompute_granularity=full or a smaller training.micro_batch_size",
         )
         within_limit(
             self.host_memory_bytes,
             "launch.host_memory_bytes",
             self.host_bytes_per_node,
-            "what a node needs (estimated); use more nodes, a smaller launch.ranks_per_node or a smaller model",
+            "the memory of a node (estimated); use more nodes, a smaller launch.ranks_per_node or a smaller model",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -245,10 +245,10 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
         return ()
     enough = -(-num_copies * num_experts // num_ranks)
     return (
-        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of a node {num_slots} slots are "
-        f"left, too few for {num_copies} replicas of {num_experts} experts "
-        f"(placement.min_replicas={placement.min_replicas}): until a node joins, the loss of another one can end the "
-        f"job; {enough} slots per rank are enough",
+        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of a node the job has "
+        f"{num_slots} slots, too few for {num_copies} replicas of {num_experts} experts "
+        f"(placement.min_replicas={placement.min_replicas}). Until a node joins, the next loss can end the job; "
+        f"{enough} slots per rank avoid this",
     )
 
 
@@ -257,9 +257,9 @@ def _unknown_domains(config: JobConfig) -> tuple[str, ...]:
     if source == "listed":
         return ()
     return (
-        f"launch.failure_domain_source={source}: failure domains are known once the job has its nodes; this plan "
-        "assumes that every node is a domain of its own, so survival may be lower and peers may differ, and a start "
-        "with too few domains is refused",
+        f"launch.failure_domain_source={source}: failure domains are not known before the job has its nodes. This "
+        "plan takes every node as a domain; the real survival may be lower and peers may differ. A start with "
+        "too few domains is refused",
     )
 
 
@@ -267,8 +267,8 @@ def _unchecked_gpu_memory(config: JobConfig, device: str, needed: int) -> tuple[
     if device != "cuda" or config.launch.gpu_memory_bytes is not None:
         return ()
     return (
-        f"GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs {needed / 2**30:.1f} GiB "
-        "(activations estimated)",
+        "GPU memory is not checked, because launch.gpu_memory_bytes=null; the largest rank needs "
+        f"{needed / 2**30:.1f} GiB (activations estimated)",
     )
 
 

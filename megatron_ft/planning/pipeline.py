@@ -77,8 +77,8 @@ class PipelineShape:
             raise ConfigError.of(
                 _MICROBATCHES,
                 self.num_microbatches,
-                f"must split into one or more groups of {self.group_size}, the last one of at least {self.num_stages} "
-                "(the number of stages)",
+                f"must form groups of {self.group_size}; a smaller last group must have at least {self.num_stages} "
+                "microbatches (the number of stages)",
             )
 
 
@@ -140,7 +140,9 @@ def receives(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tu
     received = []
     for microbatch, chunk in sends(shape, neighbour, direction):
         target = destination(shape, neighbour, chunk, direction)
-        assert target is not None and target[0] == stage, f"stage {neighbour} sends to {target}, not to stage {stage}"
+        assert target is not None and target[0] == stage, (
+            f"stage {neighbour} sends to {target} instead of stage {stage}"
+        )
         received.append((microbatch, target[1]))
     return tuple(received)
 

@@ -58,8 +58,8 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
         limit_bytes,
         "upstream_log.memory_limit_bytes",
         needed_bytes,
-        "the bytes of logs on the largest node; use shorter windows, lower upstream_log.commit_lag_iterations, or "
-        "spread stages over more nodes",
+        "the memory of logs on the largest node; use shorter windows, lower upstream_log.commit_lag_iterations, "
+        "or spread stages over more nodes",
     )
 
 
@@ -77,7 +77,7 @@ def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval
     interval = window_iterations if interval_iterations is None else interval_iterations
     assert window_iterations >= 1, f"a window of {window_iterations} iterations"
     assert interval >= window_iterations, f"windows of {window_iterations} iterations every {interval}"
-    assert commit_lag_iterations >= 0, f"a commit {-commit_lag_iterations} iterations early"
+    assert commit_lag_iterations >= 0, f"the commit lag is {commit_lag_iterations} iterations"
     return interval + window_iterations + 2 * commit_lag_iterations
 
 

@@ -211,11 +211,11 @@ def test_a_dry_run_names_the_device_that_refuses_a_recovery(
     assert pretrain_moe.main([*ELASTIC, "dry_run=true"]) == 0
     text = capsys.readouterr().out
     assert "cost of a loss on cpu\n" in text
-    assert "note: on cuda this job is refused before it starts: training.device=cuda: must be cpu" in text
+    assert "note: on cuda this job would be refused before it starts: training.device=cuda: must be cpu" in text
     assert pretrain_moe.main([*ELASTIC, "dry_run=true", "launch.gpu_memory_bytes=80000000000"]) == 2
     assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
     assert pretrain_moe.main(["launch.num_nodes=4", "dry_run=true"]) == 0
-    assert "on cuda this job is also accepted" in capsys.readouterr().out
+    assert "on cuda this job would also be accepted" in capsys.readouterr().out
 
 
 def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
@@ -231,7 +231,7 @@ def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
     assert pretrain_moe.main([*large, "dry_run=true"]) == 0
     text = capsys.readouterr().out
     assert ", not checked (launch.gpu_memory_bytes=null)" in text
-    assert "note: GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs" in text
+    assert "note: GPU memory is not checked, because launch.gpu_memory_bytes=null; the largest rank needs" in text
 
 
 def test_ranks_without_a_gpu_are_refused_before_they_start(

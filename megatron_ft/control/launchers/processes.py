@@ -1,4 +1,4 @@
-"""Processes that the launcher starts: each has a session of its own, and ends when its standard input closes."""
+"""Processes that the launcher starts: each has its own session and ends when its standard input closes."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ import megatron_ft
 
 @dataclass
 class Processes:
-    """Starts processes of a job on this machine, and holds what they share."""
+    """Starts processes of a job on this machine and keeps their common settings."""
 
     runtime_dir: Path
     log_dir: Path
 
     @property
     def forkserver_socket(self) -> Path:
-        """Socket of the job's own fork server."""
+        """Path of the socket of the job's own fork server."""
         return self.runtime_dir / "forkserver.sock"
 
     def start(
@@ -35,11 +35,11 @@ class Processes:
         descriptors: Sequence[int] = (),
         through: Sequence[str] = (),
     ) -> Any:
-        """Start ``python -m module`` in a session of its own; its standard input is its lifeline.
+        """Start ``python -m module`` in a session of its own; it ends when its standard input closes.
 
         Args:
-            descriptors: further ones that it inherits.
-            through: a command that runs it, ``srun`` for example.
+            descriptors: further descriptors that it inherits.
+            through: a command that runs it, for example ``srun``.
         """
         with (self.log_dir / log).open("ab") as output:
             return subprocess.Popen(
@@ -56,17 +56,17 @@ class Processes:
 
 def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
     """Write a spec to the standard input of a process that was just started."""
-    assert process.stdin is not None, "started with a lifeline"
+    assert process.stdin is not None, "the process was started without a pipe"
     with contextlib.suppress(BrokenPipeError):  # it has died, which its watcher reports
         process.stdin.write(line)
         process.stdin.flush()
 
 
 def kill(process: "subprocess.Popen[bytes]", *, term_seconds: float = 0.0) -> None:
-    """End a process and what it started, unless it has ended.
+    """End a process and all processes of its session, unless it has ended.
 
     Args:
-        term_seconds: time that it has after SIGTERM before it is killed; 0 kills it at once.
+        term_seconds: time between SIGTERM and SIGKILL; 0 kills at once.
     """
     if term_seconds > 0 and process.poll() is None:
         process.terminate()
@@ -84,7 +84,6 @@ def kill(process: "subprocess.Popen[bytes]", *, term_seconds: float = 0.0) -> No
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with this project importable."""
     root = str(Path(megatron_ft.__file__).resolve().parent.parent)
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
     return {**os.environ, **extra, "PYTHONPATH": path}

@@ -69,9 +69,12 @@ def _check(trainer: Trainer, history: ScriptedHistory) -> None:
     launch, iteration = trainer.job.launch, trainer.engine.iteration
     if trainer.device.type != "cpu" and (launch.may_lose_nodes or launch.membership_schedule):
         why = launch.why_nodes_change or f"launch.membership_schedule={launch.membership_schedule}"
-        raise ConfigError(f"{why}: must be left out on {trainer.device.type}: only gloo's ranks can be lost yet")
+        raise ConfigError(
+            f"{why}: must not be set with training.device={trainer.device.type}: only ranks on gloo (CPU) can be "
+            "lost in this version"
+        )
     if history.next is not None and history.next.target.iteration < iteration:
-        reason = f"must begin after iteration {iteration}, which the run continues from with all nodes"
+        reason = f"must begin after iteration {iteration}, from which the run continues with all nodes"
         raise ConfigError.of("launch.membership_schedule", launch.membership_schedule, reason)
 
 
@@ -103,7 +106,7 @@ def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | 
 
 def _survive(trainer: Trainer, failure: str) -> NextMembership:
     # First: others may wait for this rank in a collective, and report their positions only once they have left it.
-    trainer.hang_up("this rank's iteration failed")
+    trainer.hang_up("an iteration failed on this rank")
     try:
         position = position_of(trainer.engine, trainer.context.rank)
     except RecoveryError as error:
@@ -146,12 +149,12 @@ def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory)
             if not trainer.context.worker.can_survive:
                 raise
             if _is_own(error):
-                raise RankLost(f"this rank cannot form generation {following.generation}: {error!r}") from error
+                raise RankLost(f"this rank cannot join generation {following.generation}: {error!r}") from error
             # It failed while it took out its state, before it entered ``following``: it has nothing sound to continue.
             if trainer.context.generation != following.generation:
                 raise
             failure = traceback.format_exc()
-        trainer.hang_up("this membership did not form")
+        trainer.hang_up("this generation could not be formed")
         # Nothing was committed in this membership: the rank is where it began, without a vote of its own.
         position = Position(
             rank=trainer.context.rank,

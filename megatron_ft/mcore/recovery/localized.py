@@ -60,7 +60,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     assert client is not None, "launch.keep_layout needs a snapshot.policy"
     failpoints.hit("reform_move", target)
     kept = _recover(trainer, carried, plan, standings, client, votes, window_plan)
-    assert engine.iteration == plan.target, f"at iteration {engine.iteration}, not {plan.target}"
+    assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
     engine.newest_vote = state.newest_vote
     # A save or an evaluation that was due may be done on some ranks only: each keeps what it has done.
     trainer.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
@@ -92,7 +92,9 @@ def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tupl
     is_ring = trainer.config.parallel.virtual_pipeline_model_parallel_size is not None
     plan = plan_localized(standings, num_stages=pp.size(), is_ring=is_ring)
     if isinstance(plan, Declined):
-        raise RecoveryError(f"generation {trainer.context.generation} cannot continue in place: {plan.summary()}")
+        raise RecoveryError(
+            f"generation {trainer.context.generation} cannot recover by localized replay: {plan.summary()}"
+        )
     return plan, standings
 
 
@@ -139,7 +141,7 @@ def _recover(
         region = plan.region_of(pp.rank())
         circle = form_region_groups(trainer, plan, [standing.stage for standing in standings])
         if region is None or circle is None:
-            assert carried is not None, "a healthy rank has state"
+            assert carried is not None, "a rank outside the replaying regions has no state"
             # Sending begins before this rank restores its own state: the region waits for the first message.
             requests, num_bytes = _serve(trainer, plan)
             kept = _put_back(trainer, carried, plan, client)
@@ -152,7 +154,7 @@ def _recover(
     # Every rank comes here, also one that failed: the others wait for it in this collective.
     error = trainer.collectives.errors(error)
     if error is not None:
-        raise RecoveryError(f"generation {trainer.context.generation}: a localized recovery has failed: {error}")
+        raise RecoveryError(f"generation {trainer.context.generation}: the localized replay failed: {error}")
     # The sends read the log's own memory: training must not log over it before they are done.
     for request in requests:
         request.wait()
@@ -181,7 +183,7 @@ def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
     requests, num_bytes = [], 0
     for direction, _ in plan.serves(engine.pg.pp.rank()):
         log = engine.boundaries.log
-        assert log is not None, "the plan has seen it"
+        assert log is not None, "a rank that serves its upstream log has none"
         rank = engine.p2p.next_rank if direction == "forward" else engine.p2p.prev_rank
         begun, size = serve(log, engine.pg.pp, direction, rank, plan.iterations)
         requests += begun
@@ -223,7 +225,9 @@ def _compare(trainer: "Trainer", carried: Carried | None) -> None:
     other += trainer.engine.train_state().differences(carried.host)
     if other:
         rank, shown = trainer.context.rank, ", ".join(other[:3])
-        raise RecoveryError(f"rank {rank} has replayed to something else than it had: {len(other)} tensors: {shown}")
+        raise RecoveryError(
+            f"rank {rank}: the replay gave another state than before the failure: {len(other)} tensors differ: {shown}"
+        )
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -68,7 +68,7 @@ def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence
             lines = [] if alone is not None else [_add(trainer, line) for line in zip(*rows, strict=True)]
             line = next((found for found in lines if found is not None), alone)
             if me in members:
-                assert everybody is not None and line is not None, "this rank is of it"
+                assert everybody is not None and line is not None, "a member of the region has no groups"
                 mine = RegionGroups(everybody=everybody, line=line)
     return mine
 
@@ -132,11 +132,11 @@ class Region:
 
     def _find(self) -> LocalWindow:
         trainer, kept = self._trainer, self._plan.window
-        assert kept is not None, "a region has a window to go back to"
+        assert kept is not None, "the plan names no window"
         restorer = open_restorer(trainer, self._client, region=self._collectives)
         window = restorer.find(None, only=kept)
         if window is None:
-            reasons = "; ".join(restorer.chosen.declined) or "no rank holds it"
+            reasons = "; ".join(restorer.chosen.declined) or "no rank has this window"
             raise RecoveryError(f"window of iteration {kept.start_iteration}: {reasons}")
         return window
 
@@ -154,7 +154,7 @@ class Region:
         )
         before, config = engine.p2p, engine.transformer_config
         finalize = config.finalize_model_grads_func
-        assert finalize is not None, "the engine has set it"
+        assert finalize is not None, "the engine has set no finalize_model_grads_func"
         engine.p2p, config.finalize_model_grads_func = communicator, self._finalizing(finalize)
         try:
             yield communicator

@@ -155,7 +155,9 @@ class Replayer:
         """
         engine = self._engine
         if vote.iteration != engine.iteration + 1:
-            raise RecoveryError(f"cannot replay iteration {vote.iteration} from the state after {engine.iteration}")
+            raise RecoveryError(
+                f"cannot replay iteration {vote.iteration}: the state is after iteration {engine.iteration}"
+            )
         failpoints.hit("replay", vote.iteration)
         undo = RollbackRecord.take(engine.model_chunks, engine.optimizer)
         unchanged = parameters_of(engine.model_chunks, operators, engine.config.model.num_layers)
@@ -169,7 +171,7 @@ class Replayer:
         elif decision.action == "skip":
             undo.restore_expert_bias(engine.model_chunks)
         else:
-            raise RecoveryError(f"iteration {vote.iteration} stopped the run and was not captured: {decision.reason}")
+            raise RecoveryError(f"cannot replay iteration {vote.iteration}, which stopped the run: {decision.reason}")
         engine.finish(vote, decision)
 
     def _restore(self, record: Mapping[str, Any] | None) -> str | None:
@@ -181,7 +183,7 @@ class Replayer:
         except RecoveryError as error:
             return str(error)
         except (KeyError, TypeError, ValueError) as error:
-            return f"train state of slice 0 cannot be read: {error!r}"
+            return f"the train state of slice 0 cannot be read: {error!r}"
         return None
 
     def _accumulate(self, vote: Vote, unchanged: Collection[Any]) -> Ballot:
@@ -213,7 +215,7 @@ class Replayer:
         changed = [name for name in before if name not in _OF_THE_JOB and repr(before[name]) != repr(now[name])]
         if changed:
             what = ", ".join(f"{name}={now[name]!r}, not {before[name]!r}" for name in changed)
-            raise RecoveryError(f"iteration {logged.iteration} was replayed to something else: {what}")
+            raise RecoveryError(f"the replay of iteration {logged.iteration} gave other results than the log: {what}")
 
 
 def open_replay(engine: TrainingEngine, window: LocalWindow, collectives: Collectives) -> Replayer:

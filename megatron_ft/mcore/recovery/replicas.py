@@ -143,7 +143,7 @@ def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previ
 
 
 def _held(carried: Carried | None, key: Key) -> Holding:
-    assert carried is not None, "a rank with a holding has state"
+    assert carried is not None, "a rank with a holding has no state"
     return next(held for held in carried.holdings if held.key == key)
 
 
@@ -200,7 +200,7 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
 def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stopped: bool) -> None:
     """Note that from here on this rank can continue by the placement of this membership, if it breaks."""
     beginning, nodes = trainer.membership_start, tuple(trainer.nodes)
-    assert beginning is not None, "the membership is forming"
+    assert beginning is not None, "no membership is being formed"
     change = MembershipChange.between(held.nodes, nodes, _joining(nodes, previous), beginning.iteration + 1)
     changes = (*held.changes, change.to_text())
     # A run that a policy stops has the state before the iteration: nothing comes after it.
@@ -213,7 +213,7 @@ def _in_common(
     """Broadcast the common state and, where ranks join, the shapes of its tensors; collective."""
     # The same on every rank: all skip the broadcast, or none does.
     if None not in previous:
-        assert carried is not None, "everybody has state"
+        assert carried is not None, "a rank without state did not join"
         return carried.host, _held(carried, key), None
     record = None
     if carried is not None:
@@ -230,11 +230,13 @@ def _first(previous: Previous) -> int:
 
 
 def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[PlacementManager, MigrationPlan]:
-    assert held.placement is not None, "experts have places"
+    assert held.placement is not None, "the holding has no placement"
     found = PlacementManager.following(held.placement, trainer.config, previous)
     if isinstance(found, Declined):
         generation = trainer.context.generation
-        raise RecoveryError(f"generation {generation} cannot continue from living ranks: {found.summary()}")
+        raise RecoveryError(
+            f"generation {generation} cannot continue with the state of the surviving ranks: {found.summary()}"
+        )
     return found
 
 
@@ -245,14 +247,16 @@ def _account(trainer: Trainer, carried: Carried, seconds: float) -> bool:
         trainer.account(finished, seconds, carried.batch)
     if carried.unsaved is not None:
         path = str(trainer.context.run_dir / "checkpoints" / directory_name(carried.unsaved))
-        error = "ranks were lost while it was written; the state they continue with is saved instead"
+        error = "ranks were lost while it was written; the next save contains the state after the recovery"
         trainer.report(CheckpointFailed(iteration=carried.unsaved, error=error, path=path))
     return carried.unsaved is not None
 
 
 def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
     rank = following.rank_on(context.node, context.local_rank)
-    assert rank is not None, f"rank {context.local_rank} of node {context.node} is not of {following.summary()}"
+    assert rank is not None, (
+        f"rank {context.local_rank} of node {context.node} is not in the membership {following.summary()}"
+    )
     return replace(
         context,
         rank=rank,

@@ -35,9 +35,9 @@ def select_restore_source(
         window = restorer.find(found)
         if window is None and found is None and checkpoints.foreign and not run.start_over:
             raise CheckpointError(
-                f"{folder}: must hold a checkpoint of this run: {'; '.join(checkpoints.foreign)}. "
-                "checkpoint.load=<path> begins another run from one of them on purpose, run.start_over=true begins "
-                "this run at iteration 0"
+                f"{folder}: must contain a checkpoint of this run: {'; '.join(checkpoints.foreign)}. To start "
+                "another run from one of these set checkpoint.load=<path>; to start this run at iteration 0 set "
+                "run.start_over=true"
             )
         # After the refusal above: where nothing else is left, nothing is renamed.
         checkpoints.set_foreign_aside()
@@ -48,11 +48,11 @@ def select_restore_source(
         # A restart may come before the run's first save: only the job's own start has to find a checkpoint.
         if found is None and run.resume == "must" and context.generation == 0:
             raise CheckpointError(
-                f"run.resume=must: {folder} must hold a checkpoint that verifies; it holds none{_listed(unusable)}"
+                f"run.resume=must: {folder} must contain a valid checkpoint, but has none{_listed(unusable)}"
             )
         check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
     elif run.resume == "auto" and (iteration := newest_iteration(context.run_dir)):
-        restorer.choose_nothing(f"{context.run_dir} records {iteration} iterations, and has saved no state of them")
+        restorer.choose_nothing(f"{context.run_dir} records {iteration} iterations, but no state was saved")
     load = config.checkpoint.load
     source = Path(load) if found is None and load is not None else found
     restorer.report_start(source, context.generation)
@@ -70,8 +70,8 @@ def check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool
     """
     if unusable and not start_over:
         raise CheckpointError(
-            f"nothing is left to continue from: {run_dir} has saved committed iterations, and none can be used"
-            f"{_listed(unusable)}. Mend what is named, or start at iteration 0 on purpose: run.start_over=true, or "
+            f"cannot continue: {run_dir} contains committed iterations, but none of its checkpoints and windows "
+            f"is usable{_listed(unusable)}. Repair them, or start at iteration 0 with run.start_over=true or with "
             "another run.name"
         )
 
@@ -102,5 +102,5 @@ def recorded_placement(checkpoints: CheckpointManager, source: Path | None, wind
     """The placement that was in force in what is continued."""
     if window is not None:
         return window.header(0, PLACEMENT)
-    assert source is not None, "a placement is restored from something"
+    assert source is not None, "neither a window nor a checkpoint is given"
     return checkpoints.read_extra(source).get("placement")

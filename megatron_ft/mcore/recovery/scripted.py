@@ -90,7 +90,7 @@ class ScriptedHistory:
             self.store.set(_key(what, membership), word)
 
     def _heard(self, what: str, membership: NextMembership) -> str:
-        assert self.store is not None, "there are memberships to wait for"
+        assert self.store is not None, "no store: the schedule has no membership to wait for"
         key = _key(what, membership)
         while True:
             with contextlib.suppress(dist.DistStoreError):  # not yet

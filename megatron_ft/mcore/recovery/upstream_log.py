@@ -34,7 +34,7 @@ def keep_log(trainer: "Trainer") -> None:
         return
     keep_room(trainer, snapshots.plan)
     log, kept = trainer.engine.boundaries.log, snapshots.kept
-    assert log is not None, "there is room"
+    assert log is not None, "the upstream log has no memory"
     if kept is not None:
         # By the job's committed window, which all ranks learn from the same vote: no neighbour needs anything older.
         log.trim(kept.start_iteration)

@@ -136,7 +136,7 @@ def restart_snapshots(trainer: "Trainer") -> None:
         return
     trainer.context = share_addresses(trainer.context, trainer.collectives)
     client = open_snapshot_client(trainer)
-    assert client is not None, "there is a policy"
+    assert client is not None, "snapshot.policy is not set"
     trainer.snapshots = take_snapshots(trainer, client, None)
 
 

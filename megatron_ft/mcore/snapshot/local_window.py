@@ -80,7 +80,10 @@ class LocalWindow:
             raise RecoveryError(f"{where}: plan or headers cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
         if num_slices != self.window.num_slices or not isinstance(extras, dict):
-            raise RecoveryError(f"{where}: its plan has {num_slices} slices, or slice 0 has no extras")
+            raise RecoveryError(
+                f"{where}: its replay plan has {num_slices} slices and the window {self.window.num_slices}, or "
+                "slice 0 has no train state"
+            )
         return replay
 
     def problem_in(self, view: OperatorView) -> str | None:
@@ -88,7 +91,7 @@ class LocalWindow:
         for index, part in enumerate(self.window.slices):
             if part.pieces != view.pieces(self.plan, index):
                 start = self.window.start_iteration
-                return f"slice {index} of window {start} was captured from other ranges of the state"
+                return f"slice {index} of window {start} was captured with other element ranges than this rank has now"
         return None
 
 

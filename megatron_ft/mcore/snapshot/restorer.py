@@ -123,7 +123,7 @@ class SnapshotRestorer:
                     reasons.append(f"{source.kind} window, rank {rank}: {text}")
             if any(errors):
                 continue
-            assert window is not None, "without an error it was opened"
+            assert window is not None, "no window was opened, and no error was reported"
             # By content: a window that was captured again under the same name may be sound.
             self._chosen_digest = window_digest(self._collectives.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
@@ -132,7 +132,10 @@ class SnapshotRestorer:
                 return window
             for windows, place in zip(by_rank, source.places, strict=True):
                 windows.remove(place)
-            text = f"{source.kind} window of iteration {rejection.start_iteration}: refused before: {rejection.reason}"
+            text = (
+                f"{source.kind} window of iteration {rejection.start_iteration}: was rejected before: "
+                f"{rejection.reason}"
+            )
             if text not in self._rejected:  # each copy in memory is the same window
                 self._rejected.append(text)
                 reasons.append(text)
@@ -232,7 +235,7 @@ class SnapshotRestorer:
             self._on_first(lambda: add_rejected(self._run_dir, rejection))
         except CheckpointError as error:
             raise CheckpointError(
-                f"{reason}; and the rejection of this window could not be written to the run folder: {error}"
+                f"{reason}; this rejection could not be recorded in the run folder: {error}"
             ) from error
 
     def _choose(self, source: RecoverySource) -> None:
@@ -246,8 +249,8 @@ class SnapshotRestorer:
         """This rank's windows on this node, on its peers and on storage."""
         found = [] if self._client is None else self._client.inventory(self._rank, ask_peers=True)
         self._damaged = [
-            f"window of iteration {window.start_iteration} in memory of node {window.node}: committed, and not "
-            "all ranks have it any more"
+            f"window of iteration {window.start_iteration} in memory of node {window.node}: was committed, but "
+            "some ranks no longer have it"
             for window in found
             if window.committed
         ]
@@ -298,9 +301,9 @@ class SnapshotRestorer:
             return None, str(error)
 
     def _read(self, place: StoredWindow) -> LocalWindow:
-        assert self._folder is not None, "there are no persisted windows"
+        assert self._folder is not None, "there is no folder of persisted windows"
         if place.key not in self._folder.list_windows():
-            raise CheckpointError(f"persisted window of iteration {place.start_iteration}: has been deleted meanwhile")
+            raise CheckpointError(f"persisted window of iteration {place.start_iteration}: was deleted in the meantime")
         with self._folder.open(place.key, self._rank) as opened:
             self._check(opened.window, opened.path)
             opened.verify()
@@ -308,7 +311,7 @@ class SnapshotRestorer:
         return LocalWindow(window=opened.window, slices=slices, stored=replace(place, buffer=self._committed_buffer))
 
     def _fetch(self, place: StoredWindow) -> LocalWindow:
-        assert self._client is not None, "there is no snapshot server"
+        assert self._client is not None, "there is no snapshot client"
         window, payload = self._client.fetch(self._rank, place.key, node=place.node)
         where = f"window of iteration {place.start_iteration} on node {place.node}"
         self._check(window, where)
@@ -330,7 +333,7 @@ class SnapshotRestorer:
         if (other := self._other_run(window)) is not None:
             return other
         if window.rank != self._rank:
-            return f"is of rank {window.rank}"
+            return f"belongs to rank {window.rank}"
         before, now = window.topology, self._topology
         changed = [
             f"{name} {before.get(name)}, now {now[name]}" for name in sorted(now) if before.get(name) != now[name]
@@ -338,8 +341,8 @@ class SnapshotRestorer:
         if not changed:
             return None
         return (
-            f"captured at another layout ({', '.join(changed)}); replay it at its own layout, on as few nodes as you "
-            "like, and continue from the dense checkpoint that this leaves"
+            f"was captured with another layout ({', '.join(changed)}); start the run once with that layout, on as "
+            "many nodes as you like, and continue from the dense checkpoint that it saves"
         )
 
     def _other_run(self, window: Window) -> str | None:
@@ -353,12 +356,12 @@ class SnapshotRestorer:
         try:
             found = differences(parse_json(window.slices[0].header[SETTINGS]), self._identity.settings)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{where}: must have the settings it was captured with: {error!r}") from None
+            raise CheckpointError(f"{where}: must contain readable settings of its job: {error!r}") from None
         if not found:
             return None
         return (
-            f"{where}: was captured with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
-            "its own settings, or begin another one"
+            f"{where}: was captured with other settings than this job has: {'; '.join(map(str, found))}. Use the "
+            "settings of the run, or start another run"
         )
 
     def _other_key(self, window: Window) -> str | None:
@@ -369,4 +372,4 @@ class SnapshotRestorer:
         if not changed:
             return None
         key = changed[0]
-        return f"was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}"
+        return f"was trained with {key}={before.get(key)!r}, but this job has {now.get(key)!r}"

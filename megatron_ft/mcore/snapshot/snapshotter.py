@@ -82,7 +82,7 @@ class Snapshotter:
         header: Header,
         report: Callable[[Record], None],
     ) -> None:
-        assert config.snapshot.policy is not None, "there is a policy to follow"
+        assert config.snapshot.policy is not None, "snapshot.policy is not set"
         self._config = config
         self._engine = engine
         self._client = client
@@ -147,7 +147,7 @@ class Snapshotter:
         shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
         # Both answers are gathered: a rank that captured alone would have a window that can never be committed.
         if self._collectives.any(window_bytes(whole, shards) > memory.arena.window_bytes):
-            return self._report_plan_problem(iteration, "the whole state does not fit the buffers, and is not captured")
+            return self._report_plan_problem(iteration, "the whole state is not captured: it does not fit the buffers")
         if not self._collectives.all(bool(self._window_report().has_free_buffer)):
             return self._report_delayed(iteration)
         capture = self._capture(whole, opened.view, memory)
@@ -183,7 +183,7 @@ class Snapshotter:
             has_buffer = self._collectives.all(bool(self._window_report().has_free_buffer))
         if self._start is None and not self._begin_window(iteration, self._opened, has_buffer=has_buffer):
             return
-        assert self._start is not None, "a window is under way"
+        assert self._start is not None, "no window has begun"
         failpoints.hit("capture", iteration)
         index = iteration - self._start
         header = {"vote": json.dumps(vote.to_record()), **self._header(index)}
@@ -214,7 +214,7 @@ class Snapshotter:
         self.settle()
         if not self._client.flush():
             self._report_problem(
-                self._engine.iteration, "persist", "timed out waiting for storage of the newest window"
+                self._engine.iteration, "persist", "timed out waiting until the newest window was written to storage"
             )
         self._report_problems(self._engine.iteration)
 
@@ -312,7 +312,10 @@ class Snapshotter:
         if self._memory is not None:
             if not self._collectives.any(exact > self._memory.arena.window_bytes):
                 return self._memory
-            self._report_plan_problem(iteration, "windows have outgrown their memory: those in it are abandoned")
+            self._report_plan_problem(
+                iteration,
+                "windows no longer fit the allocated memory and get new memory; windows in the old memory are lost",
+            )
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()
         # Also where it is still large enough: windows are on all ranks or on none.
@@ -364,7 +367,9 @@ class Snapshotter:
         if plan == opened.plan:
             return opened
         if self._collectives.any(window_bytes(plan, view.shards) > self._memory.arena.window_bytes):
-            self._report_plan_problem(iteration, f"does not fit the buffers and is not used: {plan.summary()}")
+            self._report_plan_problem(
+                iteration, f"a new snapshot plan is not used, because it does not fit the buffers: {plan.summary()}"
+            )
             return opened
         return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes)
 

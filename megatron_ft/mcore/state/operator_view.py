@@ -90,7 +90,7 @@ class OperatorView:
             if first <= start and stop <= last:
                 tensor = state[component]
                 return tensor if component == STEP else tensor[start - first : stop - first]
-        raise KeyError(f"{part}/{component}: elements {start} to {stop} are not on rank {self.rank}")
+        raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
 
     def restore(self, plan: WindowPlan, index: int, payload: Payload) -> int:
         """Restore slice ``index`` on every rank that holds any of it; collective over the whole job.
@@ -115,7 +115,7 @@ def _held(
     for chunk in model_chunks:
         for name, parameter in named_parameters(chunk):
             part = (name, tensor_part(name, parameter, pg_collection))
-            assert part not in found, f"{part} is on this rank twice"
+            assert part not in found, f"{part} occurs twice on this rank"
             parts[parameter], found[part] = part, _Held(weight=parameter.detach().view(-1))
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):

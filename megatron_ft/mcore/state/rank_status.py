@@ -120,7 +120,7 @@ def choose_holding(
     """
     known = [presence for presence in present if presence is not None]
     if not known:
-        raise RecoveryError(f"generation {generation} has no rank with state: all that had any are lost")
+        raise RecoveryError(f"generation {generation}: every rank with state is lost")
     keys = sorted({key for presence in known for key, _, _ in presence.holdings})
     # Every rank with state has formed such a membership, so nothing that it transferred is missing.
     shared = [key for key in keys if all(presence.rank_in(key) is not None for presence in known)]
@@ -128,7 +128,7 @@ def choose_holding(
     found = {key: _previous(present, nodes, key) for key in order}
     order = [key for key in order if any(rank is not None for rank in found[key])]
     if not order:
-        raise RecoveryError(f"generation {generation} has no node whose ranks all have state")
+        raise RecoveryError(f"generation {generation}: on every node some rank has no state")
     # ``is_whole`` is collective: all ranks have the same reports, so they ask about the same holdings in order.
     if len(order) > 1:
         order = [key for key in order if is_whole(key, found[key])] or order

@@ -99,7 +99,10 @@ def _rounded(captured: torch.Tensor, dtype: str, holding: Holding) -> torch.Tens
 def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
     given = memoryview(payload).nbytes
     if given < num_bytes:
-        raise RecoveryError(f"slice {index}: {given} bytes were captured, {num_bytes} are needed: another layout?")
+        raise RecoveryError(
+            f"slice {index}: has {given} captured bytes, but {num_bytes} are needed; was it captured with another "
+            "layout?"
+        )
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():

@@ -71,7 +71,8 @@ class TrainState:
         buffers = dict(_buffers(model_chunks))
         if set(buffers) != set(self.buffers):
             raise RecoveryError(
-                f"buffers differ from the captured ones: {sorted(set(buffers) ^ set(self.buffers))[:5]}"
+                "the model has other buffers than were captured; they differ in "
+                f"{sorted(set(buffers) ^ set(self.buffers))[:5]}"
             )
         for name, value in self.buffers.items():
             # Megatron turns the router bias back into FP32 at the first forward only: the dtype is that of the capture.
@@ -81,7 +82,7 @@ class TrainState:
         scalers, groups = grad_scalers(optimizer), list(_groups(optimizer))
         if (len(scalers), len(groups)) != (len(self.grad_scalers), len(self.group_steps)):
             parts = f"{len(groups)} groups, {len(scalers)} scalers"
-            raise RecoveryError(f"captured from an optimizer of other parts: {parts}")
+            raise RecoveryError(f"was captured from an optimizer with other numbers of parts; this one has {parts}")
         for scaler, state in zip(scalers, self.grad_scalers, strict=True):
             scaler.load_state_dict(dict(state))
         for group, step in zip(groups, self.group_steps, strict=True):

@@ -310,7 +310,7 @@ class Trainer:
 
     def move(self, migration: MigrationPlan, iteration: int, *, is_evacuation: bool = False) -> None:
         """Move experts before ``iteration``; until one is committed after it, this rank can go back. Collective."""
-        assert self.placement is not None, "experts have places"
+        assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
         plans = self.placement.plans
         former = partial(PreviousPlacement, before_iteration=iteration, plans=plans, is_evacuation=is_evacuation)
@@ -330,7 +330,7 @@ class Trainer:
 
     def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
         """Say which placement is in force from the next iteration on, and keep it as a file."""
-        assert self.placement is not None, "there is a placement to report"
+        assert self.placement is not None, "the job has no expert placement"
         iteration = self.engine.iteration + 1
         if self.context.rank == 0:
             self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")

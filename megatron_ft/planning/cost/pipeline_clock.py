@@ -74,9 +74,11 @@ def run_iteration(
     """
     own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
     assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"stages {own} of {shape.num_stages}"
-    assert len(stages) == shape.num_stages, f"times of {len(stages)} stages for {shape.num_stages}"
+    assert len(stages) == shape.num_stages, f"{len(stages)} stages have times, the pipeline has {shape.num_stages}"
     for seconds in stages:
-        assert len(seconds.chunks) == shape.num_chunks, f"times of {len(seconds.chunks)} chunks for {shape.num_chunks}"
+        assert len(seconds.chunks) == shape.num_chunks, (
+            f"{len(seconds.chunks)} chunks have times, a stage has {shape.num_chunks}"
+        )
     run = _Run(shape, stages, frozenset(own), send_seconds)
     ends = run.to_the_end()
     return IterationSeconds(
@@ -105,7 +107,9 @@ class _Run:
                 while passes and (there := self._arrival(stage, passes[-1])) is not None:
                     free[stage] = self._compute(stage, passes.pop(), max(free[stage], there))
             # A round without any pass means a cycle of waits: the order of passes is not one that Megatron could run.
-            assert sum(map(len, waiting.values())) < before, f"stages {sorted(self._own)} wait for each other"
+            assert sum(map(len, waiting.values())) < before, (
+                f"stages {sorted(self._own)} wait for each other in a cycle"
+            )
         return free
 
     def _compute(self, stage: int, one: Pass, start: float) -> float:

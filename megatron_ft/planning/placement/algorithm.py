@@ -145,7 +145,7 @@ def fill_vacancies(
             vacant[chosen] -= 1
             sums[chosen] += weights[expert]
             left[expert] -= len(chosen)
-    assert vacant.min() >= 0, "more replicas than slots"
+    assert vacant.min() >= 0, "there are more replicas than slots"
     return result
 
 

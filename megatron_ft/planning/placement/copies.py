@@ -63,7 +63,7 @@ class StateCopyPlan:
                 whole = self.num_state_copies is None or len(owners) == len(distinct)
                 if len(distinct) < wanted or not whole:
                     where = f"owners of layer {operator.layer_number}, expert {operator.expert}, shard {shard}"
-                    raise ConfigError.of(where, list(owners), f"must lie on {wanted} distinct failure domains")
+                    raise ConfigError.of(where, list(owners), f"must be on {wanted} different failure domains")
 
     def bytes_per_rank(self) -> dict[int, int]:
         """Bytes of optimizer state that each rank owns."""
@@ -81,7 +81,7 @@ class StateCopyPlan:
 
     def summary(self) -> str:
         per_rank = self.bytes_per_rank().values()
-        computing = "every rank that computes with it"
+        computing = "every rank that computes with the expert"
         copies = computing if self.num_state_copies is None else f"{self.num_state_copies} failure domains"
         return f"optimizer state on {copies}: {self.num_bytes:,} bytes, at most {max(per_rank):,} on one rank"
 

@@ -37,7 +37,7 @@ class Layout:
         alive = [rank for node in sorted(cluster.alive) for rank in cluster.ranks_of(node)]
         chosen = tuple(alive if ranks is None else ranks)
         if not chosen:
-            raise ConfigError.of("ranks", "[]", "must name at least one rank on a node that is alive")
+            raise ConfigError.of("ranks", "[]", "must name at least one rank of a living node")
         for rank in chosen:
             if cluster.node_of(rank) not in cluster.alive:
                 raise ConfigError.of("ranks", rank, "must run on a node that is alive")

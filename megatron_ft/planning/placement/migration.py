@@ -56,12 +56,14 @@ class MigrationPlan:
         for transfer in self.transfers:
             target = (transfer.layer_number, transfer.expert, transfer.target_rank)
             if target not in wanted or target in seen or transfer.source_rank == transfer.target_rank:
-                raise ConfigError.of("transfer", transfer, "must bring an expert to a rank that needs it, once")
+                raise ConfigError.of(
+                    "transfer", transfer, "must bring an expert, once, from another rank to a rank that needs it"
+                )
             seen.add(target)
 
     def summary(self) -> str:
         largest = max(self.sent_bytes().values(), default=0)
-        return f"{len(self.transfers)} expert states move, {self.num_bytes:,} bytes, at most {largest:,} from one rank"
+        return f"{len(self.transfers)} expert states move: {self.num_bytes:,} bytes, at most {largest:,} from one rank"
 
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:
@@ -117,7 +119,7 @@ def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequ
             for expert in sorted(set(experts) - has):
                 if not owners[expert]:
                     where = f"expert {expert} of layer {plan.layer_numbers[layer]}"
-                    raise ConfigError.of(where, "lost", "must be held by at least one surviving rank to be moved")
+                    raise ConfigError.of(where, "lost", "must be on at least one surviving rank")
                 counts = served[expert]
                 source = min(owners[expert], key=lambda owner: (counts[owner], sent[owner], owner))
                 counts[source] += 1

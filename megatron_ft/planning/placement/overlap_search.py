@@ -164,7 +164,7 @@ class OverlapSearch(PlacementBase):
         """Best of all placements; ``start`` if none is better."""
         # All sets of lost domains: enumeration of placements is exact only if their scores are.
         losses = self._losses(len(capacities), limit=1 << len(capacities))
-        assert losses is not None, "a small layer has few losses"
+        assert losses is not None, "too many losses for a small layer"
         best, best_score = start, losses.score(start)
         for counts in placements(replica_counts, capacities[0], len(capacities), floor):
             score = losses.score(counts)

@@ -67,13 +67,16 @@ class RebalancePolicy:
         saved = (before - after) * self.interval_iterations
         budget = saved * self.bytes_per_saved_token
         if gain < self.min_gain:
-            verdict, why = False, f"saves {gain:.1%} of the busiest ranks' tokens, less than {self.min_gain:.1%}"
+            verdict, why = (
+                False,
+                f"the busiest ranks would save {gain:.1%} of their tokens, less than {self.min_gain:.1%}",
+            )
         elif migration.num_bytes > budget:
-            verdict, why = False, f"moves {migration.num_bytes:,} bytes for {saved:,.0f} tokens saved"
+            verdict, why = False, f"too many bytes would move: {migration.num_bytes:,} for {saved:,.0f} saved tokens"
         else:
             verdict, why = (
                 True,
-                f"saves {gain:.1%} of the busiest ranks' tokens and moves {migration.num_bytes:,} bytes",
+                f"the busiest ranks save {gain:.1%} of their tokens, and {migration.num_bytes:,} bytes move",
             )
         return Rebalance(pays=verdict, reason=why, gain=gain, moved_bytes=migration.num_bytes)
 

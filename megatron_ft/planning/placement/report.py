@@ -55,7 +55,9 @@ class PlacementReport:
         for plan in self.stages:
             plan.validate()
         if self.kept_min_replicas < 1:
-            raise ConfigError.of("placement.min_replicas", self.kept_min_replicas, "must leave every expert a replica")
+            raise ConfigError.of(
+                "placement.min_replicas", self.kept_min_replicas, "must leave every expert at least one replica"
+            )
 
     @property
     def num_slots_per_rank(self) -> int:
@@ -68,7 +70,7 @@ class PlacementReport:
         if self.kept_min_replicas >= self.min_replicas:
             return ()
         requested = f"placement.min_replicas={self.min_replicas}"
-        return (f"{requested}: there are too few slots, the rarest expert has {self.kept_min_replicas} replicas",)
+        return (f"{requested}: there are too few slots; the rarest expert has {self.kept_min_replicas} replicas",)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values, which are a valid file for ``placement.schedule``."""
@@ -200,7 +202,7 @@ class _Stage:
 
     def copies_bytes(self, *, experts: bool) -> int:
         """Bytes of the requested copies of optimizer state, of experts or of all other parameters."""
-        assert self.copies is not None, "state copies are requested"
+        assert self.copies is not None, "no state copies are requested"
         return sum(
             operator.shard_bytes(shard) * len(owners)
             for operator in self.copies.operators

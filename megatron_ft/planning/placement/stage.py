@@ -134,7 +134,7 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
     """
     key = f"placement.schedule={scheduled.path}"
     if len(scheduled.stages) != len(requests):
-        constraint = f"must be {len(requests)}, the number of pipeline stages"
+        constraint = f"has {len(scheduled.stages)} stages: must have {len(requests)}, as the pipeline"
         raise DataError(f"{key}: stages={len(scheduled.stages)}: {constraint}")
     plans = []
     for stage, (content, request) in enumerate(zip(scheduled.stages, requests, strict=True)):
@@ -166,7 +166,7 @@ def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
     for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
         for rank, experts in zip(plan.ranks, by_rank, strict=True):
             if not experts:
-                raise ConfigError.of(f"slots of layer {layer}, rank {rank}", [], "must hold at least one expert")
+                raise ConfigError.of(f"slots of layer {layer}, rank {rank}", [], "must contain at least one expert")
 
 
 def fits(plan: PlacementPlan, request: StageRequest) -> bool:

@@ -71,7 +71,7 @@ def survival(
         if not 0 <= count <= len(index):
             raise ConfigError.of("lost domains", count, f"must be in 0..{len(index)}, the number of failure domains")
     if 0 in masks:
-        raise ConfigError.of("holders", "{}", "must name at least one failure domain for every piece of state")
+        raise ConfigError.of("holders", "{}", "must name at least one failure domain for each piece of state")
     return tuple(_survival(masks, len(index), count, odds, num_samples, seed) for count in wanted)
 
 

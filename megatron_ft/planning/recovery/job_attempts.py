@@ -82,12 +82,12 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
         hosts: present hosts of the allocation.
     """
     last = attempts[-1]
-    assert last.exit_code is not None, "the last attempt has ended"
+    assert last.exit_code is not None, "the last attempt has no exit code"
     if last.exit_code == EXIT_OK:
         return Verdict(Next.END, "the run has ended as planned", is_final=True)
     # Before anything else that could start it again: a configuration that is refused now is refused on every node.
     if last.exit_code in FINAL_EXIT_CODES:
-        return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end alike", is_final=True)
+        return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end the same way", is_final=True)
     if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
         return Verdict(Next.END, "it was asked to end", is_final=True)
     # Also before a requeue: a job that fails at the same place each time would occupy the cluster without end.
@@ -95,13 +95,13 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
     if no_progress is not None:
         return Verdict(Next.END, no_progress, is_final=True)
     if last.asked is Asked.TO_GO_ON_LATER:
-        return Verdict(policy.on_warning, "it was warned that its nodes will be taken away")
+        return Verdict(policy.on_warning, "the nodes will be taken away (warning signal)")
     # ``hosts`` may still contain those that the last attempt lost.
     usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
     how = f"exit code {last.exit_code}" if last.exit_code >= 0 else f"killed by signal {-last.exit_code}"
     if usable >= policy.num_nodes:
-        return Verdict(Next.AGAIN, f"{how}; {usable} nodes are left, {policy.num_nodes} needed")
-    lacking = f"{how}; {usable} nodes are left of {policy.num_nodes} needed"
+        return Verdict(Next.AGAIN, f"{how}; {usable} nodes remain, {policy.num_nodes} are needed")
+    lacking = f"{how}; only {usable} nodes remain, {policy.num_nodes} are needed"
     return Verdict(policy.on_warning, lacking)
 
 
@@ -111,7 +111,7 @@ def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
     if fruitless < max_fruitless:
         return None
     newest = max(attempt.iteration for attempt in attempts)
-    return f"{fruitless} attempts in a row made no progress: none came beyond iteration {newest}"
+    return f"{fruitless} attempts in a row made no progress beyond iteration {newest}"
 
 
 def num_fruitless(attempts: Sequence[Attempt]) -> int:

@@ -87,7 +87,9 @@ class LocalizedPlan:
     def validate(self) -> None:
         """Assert that regions are separate and that the window starts at or before the target."""
         stages = [stage for region in self.regions for stage in region]
-        assert len(stages) == len(set(stages)) and set(stages) <= set(range(self.num_stages)), "a stage in two regions"
+        assert len(stages) == len(set(stages)) and set(stages) <= set(range(self.num_stages)), (
+            "a stage is in two regions, or unknown"
+        )
         assert self.window is not None or not stages, "stages replay without a window"
         assert self.window is None or self.target >= self.window.start_iteration, "the window starts after the target"
         for region in self.regions:
@@ -99,7 +101,9 @@ class LocalizedPlan:
             return f"all stages have the state after iteration {self.target}"
         regions = " and ".join(_named(region) for region in self.regions)
         first, count = self.window.start_iteration, len(self.iterations)
-        return f"{regions} of {self.num_stages} replay from window {first}: {count} iterations to {self.target}"
+        return (
+            f"{regions} of {self.num_stages} replay {count} iterations from window {first} to iteration {self.target}"
+        )
 
 
 def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> LocalizedPlan | Declined:
@@ -129,12 +133,15 @@ def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: b
     # Votes are the same on every rank, so one that has kept them can share them with all.
     unknown = sorted(set(plan.iterations).difference(*(standing.voted for standing in standings))) if behind else []
     if unknown:
-        return Declined(rung=RUNG, reason=f"no rank has kept the votes of iterations {_span(unknown)}")
+        return Declined(rung=RUNG, reason=f"no surviving rank has the votes of iterations {_span(unknown)}")
     for rank, standing in enumerate(standings):
         # Only logs at the edges of a region are read; stages inside it send each other what they compute.
         lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
         if lacking:
-            reason = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
+            reason = (
+                f"an adjacent stage needs iterations {_span(lacking)} of the upstream log of rank {rank}, which "
+                "lacks them"
+            )
             return Declined(rung=RUNG, reason=reason)
     plan.validate()
     return plan

@@ -53,10 +53,12 @@ class LossCost:
         found = tuple(declined.rung for declined in self.declined)
         # Jobs that do not keep their layout never try this one.
         without = tuple(rung for rung in earlier if rung != "localized")
-        assert found in (earlier, without), f"{self.rung} after {found}: every earlier strategy declines, in order"
+        assert found in (earlier, without), f"{self.rung}: the declined strategies before it are {found}"
         if self.rung == "replicas":
-            assert self.is_automatic and not self.lost_operators and self.max_iterations == 0, "replicas lose nothing"
-        assert not (self.is_gone and self.rung == "memory"), "the memory of lost nodes is gone"
+            assert self.is_automatic and not self.lost_operators and self.max_iterations == 0, (
+                "recovery from replicas with a loss"
+            )
+        assert not (self.is_gone and self.rung == "memory"), "memory of lost nodes cannot be a source"
 
     def summary(self) -> str:
         nodes = ", ".join(map(str, self.lost_nodes))
@@ -67,7 +69,7 @@ class LossCost:
     def source(self) -> str:
         """Source of the state, as text."""
         if self.rung == "nothing":
-            return "starts over" if self.is_automatic else f"starts over, by {self.restarted_by}"
+            return "starts over" if self.is_automatic else f"starts over after {self.restarted_by}"
         where = f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
         return f"{self.rung}{where}" if self.is_automatic else f"{self.rung}, by {self.restarted_by}"
 

@@ -155,7 +155,7 @@ def cost_of_loss(
         if isinstance(found, _Served):
             break
         declined.append(found)
-    assert isinstance(found, _Served), "the last strategy never declines"
+    assert isinstance(found, _Served), "every strategy declined"
     cost = LossCost(
         lost_nodes=gone,
         is_gone=is_gone,
@@ -237,11 +237,11 @@ def _localized(
     if not means.is_running:
         reason = NOT_RUNNING
     elif not remaining:
-        reason = "no rank is left that has the votes"
+        reason = "no surviving rank has the votes"
     elif is_gone and not means.restarts_lost_nodes and len(lost) > means.num_spare_nodes:
-        reason = f"launch.num_spare_nodes={means.num_spare_nodes}: {len(lost)} nodes need a replacement"
+        reason = f"launch.num_spare_nodes={means.num_spare_nodes}: too few spares, {len(lost)} nodes need a replacement"
     elif is_gone and alone:
-        reason = f"nodes {alone} are lost together with their peers, which held copies of their windows"
+        reason = f"nodes {alone} are lost, and so are the peers with copies of their windows"
     elif stored is not None and stored.memory_start is None:
         reason = "no window has been committed yet"
     if reason:
@@ -294,7 +294,7 @@ def _store(
     return _Served(max(0, stored.iteration - start))
 
 
-_OTHER_SIZE = "ranks restart on fewer nodes, and windows fit the previous number of ranks only"
+_OTHER_SIZE = "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
 _NO_SNAPSHOTS = "snapshot.policy=null: nothing is captured"
 
 
@@ -306,7 +306,7 @@ def _no_memory(means: RecoveryMeans, restart: str | None, is_gone: bool) -> str:
     if restart == "fewer":
         return _OTHER_SIZE
     if is_gone and restart == "all":
-        return "the windows of lost nodes and their peer copies are lost, or no window has been committed"
+        return "windows and peer copies of the lost nodes are lost, or no window has been committed"
     if is_gone:
         return "the loss of a node ends the job, and windows in memory are lost with it"
     return "" if restart else "launch.max_restarts=0: the job does not restart its ranks"
@@ -332,6 +332,6 @@ def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
     """Iterations from the start of a window until the window ``num_windows`` later is complete."""
     if means.window_iterations is None:
         return None
-    assert means.interval_iterations is not None, "both are of the same plan"
+    assert means.interval_iterations is not None, "a plan with a window has an interval"
     # In the worst case the failure comes just before the commit of the window that would have served.
     return num_windows * means.interval_iterations + means.window_iterations

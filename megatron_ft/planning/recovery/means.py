@@ -87,13 +87,13 @@ def idle_copies(config: JobConfig) -> tuple[str, ...]:
     launch, notes = config.launch, []
     if config.placement.state_copies is not None:
         copies = f"placement.state_copies={config.placement.state_copies}"
-        notes.append(f"{copies}: no recovery reads these copies, which cost memory and time")
+        notes.append(f"{copies}: no recovery uses these copies; they only cost memory and time")
     if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not launch.keep_layout:
         after = "the loss of a node ends the job, and windows in memory are lost with it"
         if not why_no_replicas(config):
-            after = "after the loss of a node the job continues by replicas, or from a dense checkpoint"
+            after = "after the loss of a node the job continues from replicas, or from a dense checkpoint"
         copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
-        notes.append(f"{copies}: peer copies are read only where a node's own window is damaged; {after}")
+        notes.append(f"{copies}: peer copies are only used if a node's own window is damaged; {after}")
     return tuple(notes)
 
 
@@ -106,7 +106,7 @@ def windows_serve(config: JobConfig) -> str:
     if launch.max_restarts:
         served.append(f"the death of ranks on running nodes (launch.max_restarts={launch.max_restarts})")
     if snapshot.persist_interval_windows:
-        served.append("run.resume on the same number of ranks, from persisted windows")
+        served.append("run.resume with the same number of ranks, from persisted windows")
     return "; ".join(served) or "no failure: launch.max_restarts=0 and snapshot.persist_interval_windows=0"
 
 

@@ -44,12 +44,14 @@ class NextMembership:
         staying = [previous for previous in self.previous_ranks if previous is not None]
         assert staying, "no rank has state"
         # Sums are taken in rank order: a scheduled history repeats one of failures only if nodes decide that order.
-        assert staying == sorted(set(staying)), "ranks keep their order"
-        assert len(self.nodes) == self.world_size, "a node for each rank"
+        assert staying == sorted(set(staying)), "ranks changed their order"
+        assert len(self.nodes) == self.world_size, "not every rank has a node"
         together = [node for node, _ in groupby(self.nodes)]
-        assert len(together) == len(set(together)), "ranks of a node are adjacent"
+        assert len(together) == len(set(together)), "ranks of a node are not adjacent"
         keeps_ranks = all(previous in (None, rank) for rank, previous in enumerate(self.previous_ranks))
-        assert keeps_ranks or together == sorted(together), "nodes are ascending, or ranks keep their numbers"
+        assert keeps_ranks or together == sorted(together), (
+            "nodes are not ascending, although ranks change their numbers"
+        )
         self.target.validate()
 
     def new_rank(self, previous: int) -> int | None:

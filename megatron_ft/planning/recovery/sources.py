@@ -76,7 +76,7 @@ class RecoverySource:
         assert bool(self.places) == (self.kind in ("memory", "persisted")), (
             f"{self.kind} with {len(self.places)} places"
         )
-        assert len({place.key for place in self.places}) <= 1, "ranks take different windows"
+        assert len({place.key for place in self.places}) <= 1, "ranks load different windows"
 
     def summary(self) -> str:
         declined = f"; not used: {'; '.join(self.declined)}" if self.declined else ""
@@ -110,7 +110,7 @@ def choose_source(
             last = places[0].last_iteration
             # A checkpoint is dense already; a window would have to be replayed first.
             if checkpoint_iteration is not None and checkpoint_iteration >= last:
-                declined.append(f"{kind} window of iteration {start}: the checkpoint is as new")
+                declined.append(f"{kind} window of iteration {start}: the checkpoint is at least as new")
                 continue
             return RecoverySource(kind=kind, iteration=last, places=places, declined=tuple(declined))
     if checkpoint_iteration is not None:
@@ -134,5 +134,5 @@ def _places(
     if not found:
         return None, ""
     if missing:
-        return None, f"{kind} window of iteration {key.start_iteration}: incomplete, rank {missing[0]} lacks it"
+        return None, f"{kind} window of iteration {key.start_iteration}: incomplete, missing on rank {missing[0]}"
     return tuple(found), ""

@@ -39,8 +39,8 @@ class Position:
         in_order = self.completed <= self.contributed <= self.completed + 1 and settled <= self.contributed
         if not in_order or (self.vote is not None and settled < self.completed):
             raise RecoveryError(
-                f"rank {self.rank} reports impossible progress: completed iteration {self.completed}, contributed to "
-                f"{self.contributed}, settled {settled}"
+                f"rank {self.rank} reports an impossible position: completed iteration {self.completed}, "
+                f"contributed to {self.contributed}, vote complete for {settled}"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -63,10 +63,10 @@ class Target:
 
     def validate(self) -> None:
         """Assert that the vote is of the iteration."""
-        assert self.vote is None or self.vote.iteration == self.iteration, "the vote of another iteration"
+        assert self.vote is None or self.vote.iteration == self.iteration, "the vote is of another iteration"
 
     def summary(self) -> str:
-        how = "all ranks have completed it" if self.vote is None else "its vote was settled"
+        how = "all ranks completed it" if self.vote is None else "its vote was complete"
         return f"continue after iteration {self.iteration}: {how}"
 
     def to_json(self) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def choose_target(positions: Sequence[Position]) -> Target:
         # Positions that contradict this come from different histories: continuing would mix them.
         if position.completed < target and position.contributed != target:
             raise RecoveryError(
-                f"rank {position.rank} has completed iteration {position.completed} and has no gradients of iteration "
-                f"{target}, whose vote another rank has settled"
+                f"rank {position.rank} has completed iteration {position.completed} and has no gradients of "
+                f"iteration {target}, but another rank has the complete vote of {target}"
             )
     votes = [p.vote for p in positions if p.vote is not None and p.vote.iteration == target]
     # As text, which is exact for floats and equal for NaN.
@@ -112,4 +112,4 @@ def choose_target(positions: Sequence[Position]) -> Target:
 
 def _check_alike(name: str, values: Sequence[object]) -> None:
     if any(value != values[0] for value in values):
-        raise RecoveryError(f"survivors disagree about the {name}: {sorted(set(map(str, values)))}")
+        raise RecoveryError(f"surviving ranks have different values of the {name}: {sorted(set(map(str, values)))}")

@@ -26,12 +26,12 @@ class Activations:
 
     def validate(self) -> None:
         """Assert that every record has a row of counts for each layer, all of equal length."""
-        assert self.tokens, "activations have at least one record"
+        assert self.tokens, "there is no record of activations"
         width = len(self.tokens[0][0]) if self.layers else 0
         for rows in self.tokens:
             assert len(rows) == len(self.layers), f"{len(rows)} rows of activations for {len(self.layers)} layers"
             assert all(len(row) == width for row in rows), "layers have different numbers of experts"
-            assert all(value >= 0 for row in rows for value in row), "activations are counts"
+            assert all(value >= 0 for row in rows for value in row), "a count is negative"
 
     @property
     def totals(self) -> tuple[tuple[int, ...], ...]:

@@ -31,7 +31,7 @@ class PeerAssignment:
 
     def validate(self) -> None:
         """Assert that ``num_copies`` other domains hold what every node captures, with one copy in each."""
-        assert len(self.peers) == len(self.failure_domains), "every node has peers and a failure domain"
+        assert len(self.peers) == len(self.failure_domains), "a node has no peers or no failure domain"
         domains = self.failure_domains
         for node, peers in enumerate(self.peers):
             chosen = [domains[peer] for peer in peers]

@@ -59,8 +59,8 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
         limit_bytes,
         "snapshot.host_memory_limit_bytes",
         needed_bytes,
-        "the bytes of windows and peers' copies on the largest node; lower snapshot.num_peer_copies, spread the model "
-        "over more nodes, or choose snapshot=none",
+        "the memory of windows and peer copies on the largest node; lower snapshot.num_peer_copies, spread the "
+        "model over more nodes, or choose snapshot=none",
     )
 
 
@@ -97,7 +97,7 @@ def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> Sna
         peers=assignment.peers,
         nodes=host_bytes(plan, demand.shards_by_rank, launch.ranks_per_node, assignment, plans_again=plans_again),
         host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
-        reason=plan.reason if is_known else "bandwidth and iteration time are measured before the first window",
+        reason=plan.reason if is_known else "unknown until bandwidth and iteration time are measured",
     )
     report.validate()
     return report
@@ -107,7 +107,9 @@ def whole_plan(shards_by_rank: Sequence[tuple[StateShard, ...]], interval_iterat
     """The whole state of the job as one slice."""
     operators = sorted({shard.operator for shards in shards_by_rank for shard in shards}, key=str)
     units = tuple(Unit(operator=operator) for operator in operators)
-    return WindowPlan(slices=(units,), interval_iterations=interval_iterations, reason="whole, after a recovery")
+    return WindowPlan(
+        slices=(units,), interval_iterations=interval_iterations, reason="whole state at once, after a recovery"
+    )
 
 
 def dense_plan(shards: tuple[StateShard, ...]) -> WindowPlan:

@@ -170,7 +170,7 @@ class Holdings:
     def and_also(self, other: "Holdings") -> "Holdings":
         """These and the rows of ``other``, which has the same index."""
         # Columns hold numbers of one index; those of another one would name other tensors.
-        assert self.index is other.index, "holdings of two indices"
+        assert self.index is other.index, "holdings have different indices"
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
         columns = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Holdings(index=self.index, domain_of={**self.domain_of, **other.domain_of}, **columns)
@@ -208,7 +208,9 @@ class Holdings:
         wrong = np.flatnonzero((self.rank == STORAGE) != (self.medium == int(Medium.STORAGE)))
         if len(wrong):
             row = next(iter(self.take(wrong[:1])))
-            raise ConfigError.of(f"holding of {row.tensor}", row.rank, "must be of a rank, or of storage on storage")
+            raise ConfigError.of(
+                f"holding of {row.tensor}", row.rank, "must name a rank, or storage with the medium storage"
+            )
 
 
 def _columns(names: Sequence[str], table: Sequence[Sequence[int]]) -> dict[str, Column]:
@@ -222,5 +224,5 @@ def _check_rows(rows: Needs | Holdings, *, lowest_rank: int) -> None:
         tensor = rows.index.tensors[rows.tensor[row]]
         value = f"elements {rows.start[row]} to {rows.stop[row]} on rank {rows.rank[row]}"
         raise ConfigError.of(
-            str(tensor), value, f"must lie in 0 to {tensor.num_elements}, on a rank from {lowest_rank}"
+            str(tensor), value, f"must be within 0 to {tensor.num_elements}, on a rank from {lowest_rank}"
         )

@@ -149,7 +149,9 @@ class _Rows:
     def add_layout(self, layout: ParallelLayout, sharding: Sharding, domain_of: Mapping[int, str]) -> None:
         layout.validate()
         if len(self.model.chunks) != layout.num_stages or self.model.tensor_size != layout.tensor_size:
-            raise ConfigError.of("layout", layout.summary(), "must have the stages and TP degree of the model")
+            raise ConfigError.of(
+                "layout", layout.summary(), "must have as many stages and the same TP degree as the model"
+            )
         num_groups = layout.num_stages * layout.tensor_size
         for stage, chunks in enumerate(self.model.chunks):
             ranks = layout.stage_array(stage)
@@ -181,7 +183,8 @@ class _Rows:
         num_local, rest = divmod(self.model.num_experts, size)
         if rest or ranks.size % (parts * size):
             constraint = (
-                f"must divide {self.model.num_experts} experts and, times {parts}, {ranks.size} ranks of a stage"
+                f"must divide {self.model.num_experts} experts; {parts} times it must divide the {ranks.size} "
+                "ranks of a stage"
             )
             raise ConfigError.of("parallel.expert_model_parallel_size", size, constraint)
         grid = ranks.reshape(-1, size, parts)

@@ -98,7 +98,7 @@ class BufferLayout:
         for start, stop in self.buckets:
             if (stop - start) % num_shards:
                 raise ConfigError.of(
-                    "num_shards", num_shards, f"must divide every bucket; one has {stop - start} elements"
+                    "num_shards", num_shards, f"must divide the size of every bucket; one has {stop - start} elements"
                 )
         buckets = np.array(self.buckets, dtype=np.int64).reshape(-1, 2)
         steps = (buckets[:, 1] - buckets[:, 0]) // num_shards

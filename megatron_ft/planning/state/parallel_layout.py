@@ -93,13 +93,15 @@ class ParallelLayout:
         """
         lanes = {len(stage) for stage in self.stages}
         if len(lanes) != 1 or 0 in lanes:
-            raise ConfigError.of("lanes", [len(stage) for stage in self.stages], "must be one number for all stages")
+            raise ConfigError.of(
+                "lanes", [len(stage) for stage in self.stages], "must be the same number in every stage"
+            )
         sizes = {len(group) for stage in self.stages for group in stage}
         if sizes != {self.group_size}:
-            raise ConfigError.of("groups", sorted(sizes), f"must have TP * CP = {self.group_size} ranks")
+            raise ConfigError.of("groups", sorted(sizes), f"must be groups of TP * CP = {self.group_size} ranks")
         counts = Counter((*self.ranks, *self.spares))
         if twice := [rank for rank, count in counts.items() if count > 1]:
-            raise ConfigError.of("rank", min(twice), "must stand at one place")
+            raise ConfigError.of("rank", min(twice), "must occur only once")
 
     def summary(self) -> str:
         """One log line."""

@@ -35,7 +35,9 @@ def cut_and_stage(
     largest = int(item_bytes.max()) if len(item_bytes) else 0
     if limit_bytes < PIECES_PER_LIMIT * largest:
         raise ConfigError.of(
-            "limit_bytes", limit_bytes, f"must be at least {PIECES_PER_LIMIT} items of {largest} bytes"
+            "limit_bytes",
+            limit_bytes,
+            f"must be at least {PIECES_PER_LIMIT * largest}, {PIECES_PER_LIMIT} times the largest item",
         )
     most = limit_bytes // PIECES_PER_LIMIT // np.maximum(item_bytes, 1)
     rows, places = expand(-(-num_items // np.maximum(most, 1)))

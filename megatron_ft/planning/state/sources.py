@@ -66,10 +66,10 @@ def match(needs: Needs, holdings: Holdings) -> Matched:
     """
     # Positions of two indices are not comparable.
     index = needs.index
-    assert index is holdings.index, "needs and holdings of two indices"
+    assert index is holdings.index, "needs and holdings have different indices"
     highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
     if (highest + 1) * max(1, index.num_positions) > np.iinfo(np.int64).max:
-        raise ConfigError.of("elements", index.num_positions, f"must, times {highest + 1} ranks, stay below 2**63")
+        raise ConfigError.of("elements", index.num_positions, f"times {highest + 1} ranks must be below 2**63")
     sets = _Sets()
     kept: list[Pieces] = []
     remote: list[Pieces] = []
@@ -228,4 +228,4 @@ def _groups(segments: Column, numbers: Column) -> Iterator[tuple[int, tuple[int,
         begin = end
 
 
-assert int(Medium.STORAGE) == max(Medium), "what every rank reads by itself comes last"
+assert int(Medium.STORAGE) == max(Medium), "storage, which every rank reads by itself, must have the last number"

@@ -59,9 +59,11 @@ class TensorIndex:
         found: dict[TensorKey, StateTensor] = {}
         for tensor in tensors:
             if tensor.num_elements < 1 or tensor.item_bytes < 1:
-                raise ConfigError.of(str(tensor), tensor.num_elements, "must have at least one element of one byte")
+                raise ConfigError.of(
+                    str(tensor), tensor.num_elements, "must have at least one element and one byte per element"
+                )
             if found.setdefault(tensor.key, tensor) != tensor:
-                raise ConfigError.of(str(tensor), tensor, f"must be described once; also {found[tensor.key]}")
+                raise ConfigError.of(str(tensor), tensor, f"is described twice, also as {found[tensor.key]}")
         # Sorted: ranks describe the model in different orders, and numbers must mean the same tensor on all of them.
         return cls(tuple(sorted(found.values(), key=_order)))
 

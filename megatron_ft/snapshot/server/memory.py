@@ -53,19 +53,19 @@ class Memory:
             segment = Segment(name, num_bytes)
         except OSError as error:
             self._give_back(num_bytes)
-            raise ControlError(f"{name}: {num_bytes} bytes of memory: {error}") from error
+            raise ControlError(f"{name}: cannot allocate {num_bytes} bytes: {error}") from error
         weakref.finalize(segment, self._give_back, num_bytes)
         return segment
 
     def _check(self, name: str, num_bytes: int) -> None:
         if self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes:
             raise ControlError(
-                f"{name}: {num_bytes} bytes: {self.used_bytes} are in use, at most {self.limit_bytes} may be "
-                "(memory_limit_bytes of the snapshot server)"
+                f"{name}: cannot allocate {num_bytes} bytes: {self.used_bytes} are in use, the limit is "
+                f"{self.limit_bytes} (memory_limit_bytes of the snapshot server)"
             )
         available = available_bytes()
         if num_bytes > available * _USABLE_SHARE:
-            raise ControlError(f"{name}: {num_bytes} bytes: the machine has {available} available")
+            raise ControlError(f"{name}: cannot allocate {num_bytes} bytes: the machine has only {available} available")
 
     def _give_back(self, num_bytes: int) -> None:
         with self._lock:
@@ -81,4 +81,4 @@ def available_bytes() -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    raise ControlError("/proc/meminfo has no MemAvailable: must be a Linux machine")
+    raise ControlError("/proc/meminfo has no MemAvailable: this machine must run Linux")

@@ -75,7 +75,7 @@ class PeerSessions:
             # Outside the lock, which the other thread may need in order to end.
             earlier.join(REPLACE_SECONDS)
             if earlier.is_alive():
-                raise ControlError(f"node={node}: its earlier connection is still in use")
+                raise ControlError(f"node={node}: an earlier connection is still in use")
 
 
 class PeerSession(threading.Thread):
@@ -181,7 +181,7 @@ class PeerSession(threading.Thread):
             hashes = receive_hashed(part, payload, self._wire.receive_into)
             # Both ends hash on their own: a difference shows what memory or network did to the bytes.
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
-                raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
+                raise Refused(f"slice={index} of window {window.start_iteration}: was damaged on the way", "hash")
             part.hashes = hashes
             # Receiving took time: a newer generation may have fenced this connection meanwhile.
             with self._store.lock:
@@ -199,7 +199,7 @@ class PeerSession(threading.Thread):
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
         if not may_take:
-            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes was requested")
+            raise ControlError(f"rank={rank}: no memory was requested for windows of {window_bytes} bytes")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._store.take_copy, rank, window_bytes)
             while not taken.done():
@@ -210,10 +210,10 @@ class PeerSession(threading.Thread):
     def _reserve(self, rank: int, copy: Copy, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
         with self._store.lock:
             if self._store.copies.get(rank) is not copy:
-                raise ControlError(f"rank={rank}: its memory was freed meanwhile")
+                raise ControlError(f"rank={rank}: the memory was freed in the meantime")
             # An earlier connection that could not be ended may still write to the buffer.
             if incoming.buffer in copy.receiving:
-                raise ControlError(f"buffer={incoming.buffer}: is being filled through another connection")
+                raise ControlError(f"buffer={incoming.buffer}: is being written through another connection")
             window = copy.windows.expect(incoming, index, part)
             copy.receiving.add(window.buffer)
         return window
@@ -223,7 +223,7 @@ class PeerSession(threading.Thread):
         key = fields.window_key(message)
         with self._store.lock:
             if rank not in self._store.copies:
-                raise ControlError(f"rank={rank}: no copy of it is here")
+                raise ControlError(f"rank={rank}: this server has no copy of the rank's windows")
             self._store.copies[rank].windows.commit(key)
         self._wire.send({"op": "ack"})
 
@@ -241,7 +241,7 @@ class PeerSession(threading.Thread):
         self._wire.send({"op": "window", "window": description, "num_bytes": num_bytes})
         # The other end allocates memory first, which may take long.
         if self._wire.receive(patient=True).get("op") != "go":
-            raise ControlError("a window is sent on go")
+            raise ControlError("expected the message go before the window is sent")
         self._wire.send_bytes(segment.view[offset : offset + num_bytes])
 
 

@@ -51,7 +51,7 @@ class RankSession(threading.Thread):
                 for message in messages:
                     self._serve(message)
         except (ControlError, OSError) as error:
-            self._store.report(f"a rank's connection ends: {error}")
+            self._store.report(f"the connection of a rank is closed: {error}")
         finally:
             with self._store.lock:
                 # A newer connection may act for the rank by now: its entry stays.
@@ -87,7 +87,7 @@ class RankSession(threading.Thread):
         try:
             send(self._sock, answer, descriptors)
         except OSError as error:
-            self._store.report(f"a rank takes no answers any more: {error}")
+            self._store.report(f"a rank no longer accepts answers: {error}")
             self._rank_listens = False
 
     def _answer(self, message: Message, descriptors: list[int]) -> Message:
@@ -98,7 +98,7 @@ class RankSession(threading.Thread):
             self._store.check_generation(self._settings.origin.generation)
             # Another process has greeted for this rank since: requests that were on their way must not count.
             if self._own.settings is not self._settings:
-                raise Refused("another process acts for this rank now", "stale")
+                raise Refused("another process has replaced this rank", "stale")
         answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
             "allocate": self._allocate,
             "begin": self._begin,
@@ -175,7 +175,7 @@ class RankSession(threading.Thread):
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._store.changing(own) as windows:
             if own.settings.persist_url is None:
-                raise ControlError("persist_url=null: must be a path or URL to write windows to")
+                raise ControlError("persist_url=null: must be a path or URL for windows")
             self._persister.request(own, windows.find(fields.integer(message, "start_iteration")))
         return _OK
 
@@ -214,7 +214,7 @@ class RankSession(threading.Thread):
                 wire.close()
         except (ControlError, OSError) as error:
             # A peer that is lost has no windows any more: the restart uses those of the others.
-            self._store.report(f"windows of rank {rank} on node {node}: {error}")
+            self._store.report(f"cannot ask node {node} for windows of rank {rank}: {error}")
             return []
 
     def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:

@@ -160,7 +160,7 @@ class Store:
             Refused: ``generation`` is older than the newest one.
         """
         if generation < self.generation:
-            raise Refused(f"generation={generation}: is stale, {self.generation} is the newest", "stale")
+            raise Refused(f"generation={generation}: is stale, the newest is {self.generation}", "stale")
 
     def register(self, settings: Settings, abort: Callable[[], None]) -> OwnRank:
         """Let a new connection act for a rank of this node; ``abort`` ends it, an earlier one ends now.
@@ -271,7 +271,7 @@ class Store:
                 if window.key == key and window.complete:
                     assert memory is not None and memory.segment is not None, "a window without memory"
                     return memory.segment, memory.offset(window), window
-        raise ControlError(f"window {key.start_iteration} of generation {key.generation}: no complete one is here")
+        raise ControlError(f"window {key.start_iteration} of generation {key.generation}: not complete on this server")
 
     def _windows_of(self, rank: int) -> Iterator[tuple[Where, HeldWindow]]:
         own, copy = self.ranks.get(rank), self.copies.get(rank)

@@ -59,7 +59,7 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
     """
     head = _head(window)
     sizes = [view.nbytes for view in payload]
-    assert sizes == [part.num_bytes for part in window.slices], f"payload of {sizes} bytes does not fit the slices"
+    assert sizes == [part.num_bytes for part in window.slices], f"payload of {sizes} bytes does not match the slices"
     backend = open_backend(folder)
     directory, name = window_name(window.key), rank_name(window.rank)
     where = backend.describe(directory, name)
@@ -116,7 +116,7 @@ class WindowFile:
         """
         part = self.window.slices[index]
         buffer = memoryview(bytearray(part.num_bytes)) if into is None else into.cast("B")
-        assert buffer.nbytes == part.num_bytes, f"buffer of {buffer.nbytes} bytes, slice of {part.num_bytes}"
+        assert buffer.nbytes == part.num_bytes, f"buffer of {buffer.nbytes} bytes for a slice of {part.num_bytes}"
         self._check(part, buffer)
         return buffer
 
@@ -215,7 +215,7 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
         return False
     # Two histories captured the same window: replacing the file would mix them with other ranks' files.
     if found.to_bytes() != window.to_bytes():
-        raise CheckpointError(f"{where}: holds another {found.summary()}; set that window aside first")
+        raise CheckpointError(f"{where}: contains another {found.summary()}; move that file away first")
     return True
 
 
@@ -230,7 +230,7 @@ def _read_head(source: Source) -> tuple[Window, int]:
     check_version(version)
     # Checked before memory is allocated: the length is not covered by a checksum yet.
     if length > min(size - _HEADER.size, MAX_MANIFEST_BYTES):
-        raise CheckpointError(f"manifest of {length} bytes in a file of {size}")
+        raise CheckpointError(f"manifest of {length} bytes in a file of only {size}")
     content = _read_bytes(source, _HEADER.size, length)
     if xxhash.xxh3_128_digest(content) != digest:
         raise CheckpointError("manifest does not match its checksum")
@@ -245,7 +245,7 @@ def _read_head(source: Source) -> tuple[Window, int]:
 def _payload_start(source: Source, end: int, payload_bytes: int) -> int:
     start = align(end)
     if source.num_bytes != start + payload_bytes:
-        raise CheckpointError(f"{source.num_bytes} bytes, its manifest says {start + payload_bytes}")
+        raise CheckpointError(f"has {source.num_bytes} bytes, but the manifest says {start + payload_bytes}")
     _check_zeros(memoryview(_read_bytes(source, end, start - end)), "before the payload")
     return start
 

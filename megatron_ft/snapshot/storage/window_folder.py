@@ -142,7 +142,7 @@ class WindowFolder:
         try:
             self._backend.move(window_name(stored), target)
         except OSError as error:
-            raise CheckpointError(f"{self.describe(stored)}: cannot be set aside: {error}") from error
+            raise CheckpointError(f"{self.describe(stored)}: cannot be renamed: {error}") from error
 
 
 def _check_same(window: Window, first: Window, world_size: int, where: str) -> None:
@@ -151,4 +151,4 @@ def _check_same(window: Window, first: Window, world_size: int, where: str) -> N
     # Files of different captures can lie in one folder, each of them sound: a mixture of them is no state of the job.
     for name in _SHARED:
         if getattr(window, name) != getattr(first, name):
-            raise CheckpointError(f"{where}: {name} differs from rank 0's: the files are not of one window")
+            raise CheckpointError(f"{where}: {name} differs from rank 0: the files belong to different windows")

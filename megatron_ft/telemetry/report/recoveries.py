@@ -111,7 +111,7 @@ class Recovery:
         named += [f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} ({ending})" for ending, ranks in causes.items()]
         others = len(failures) - sum(map(len, causes.values()))
         if named and others:
-            named.append(f"{others} more rank{'s' * (others != 1)} because of it")
+            named.append(f"{others} more rank{'s' * (others != 1)} as a consequence")
         return "; ".join(named) or self._reason
 
     @property
@@ -120,7 +120,7 @@ class Recovery:
             if (record := self.newest(kind)) is not None:
                 return record.reason
         if self.is_new_job:
-            return "the job before ended without a record"
+            return "the previous job ended without a record"
         return "not known" if self.decision is None else self.decision.reason
 
     @property
@@ -172,7 +172,7 @@ class Recovery:
         """Everything that was not used, each with its reason."""
         started, decision = self.newest(events.RecoveryStarted), self.decision
         in_processes = None if decision is None else decision.declined
-        head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
+        head = () if in_processes is None else (f"continued without a restart: {in_processes}",)
         return head if started is None else head + started.declined
 
 

@@ -26,12 +26,12 @@ from megatron_ft.telemetry.report.recoveries import Course, Recovery
 KINDS = {
     "trains": "trains",
     "unfinished": "iteration that was interrupted",
-    "forms": "the membership forms",
+    "forms": "new groups are formed",
     "starts": "processes start",
     "loads": "loads a checkpoint",
     "replays": "replays (computes again)",
-    "serves": "serves its log",
-    "waits": "waits with its state",
+    "serves": "serves its upstream log",
+    "waits": "waits with its state kept",
     "other": "other",
 }
 """The activities of a rank, and their words in the legend."""
@@ -315,7 +315,7 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
     """The section of a page with one part for each recovery."""
     if not recoveries:
         return
-    yield element("h2", "How each went", id="stories")
+    yield element("h2", "Details of each recovery", id="stories")
     is_open = len(recoveries) <= NUM_OPEN
     for recovery in recoveries:
         title = (
@@ -334,22 +334,22 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
 def _part(recovery: Recovery) -> Iterator[Element]:
     timeline = timeline_of(recovery)
     if timeline is None:
-        yield element("p", "No timeline: the records lack the times of its ranks' work.", class_="soft")
+        yield element("p", "No timeline: the records have no times of the ranks' work.", class_="soft")
     else:
         yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
         legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
         yield element("ul", *legend, class_="legend")
-        yield element("details", element("summary", "What each rank did"), _lane_table(timeline))
+        yield element("details", element("summary", "Work of each rank"), _lane_table(timeline))
     if recovery.declined:
         yield element("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
-    yield element("details", element("summary", "What was recorded"), _step_table(recovery, timeline))
+    yield element("details", element("summary", "Recorded events"), _step_table(recovery, timeline))
 
 
 def _lane_table(timeline: Timeline) -> Element:
     shown = timeline.lanes[:MAX_LANES]
     more = len(timeline.lanes) - len(shown)
-    caption = "Ranks by stage" + (f"; {more} more are left out" if more else "")
-    header = ("rank", "stage", "node", "what it did", "began", "took", "replayed", "forward passes", "log bytes")
+    caption = "Ranks by stage" + (f"; {more} more are not shown" if more else "")
+    header = ("rank", "stage", "node", "work", "began", "took", "replayed", "forward passes", "log bytes")
     return table(caption, header, [_lane_row(lane) for lane in shown], numbers={0, 1, 2, 4, 5, 6, 7, 8}, words=3)
 
 
@@ -390,7 +390,7 @@ def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
         words = decision.declined or f"decided how to continue: {decision.reason}"
         steps.append((after(decision.time_unix_seconds), words))
     for first in () if course is None else course.after[:1]:
-        steps.append((after(first.time_unix_seconds), f"first iteration after it: {first.iteration}"))
+        steps.append((after(first.time_unix_seconds), f"first iteration after the recovery: {first.iteration}"))
     return sorted(steps, key=lambda step: float("inf") if step[0] is None else step[0])
 
 

@@ -273,7 +273,10 @@ def _events(notes: Sequence[TimedNote], num_rows: int) -> list[Text]:
 def _degraded(state: RunState) -> list[Text]:
     return [
         Text(
-            f"DEGRADED: {sink} takes no records ({error})", style=f"bold {VERMILION}", no_wrap=True, overflow="ellipsis"
+            f"DEGRADED: {sink} no longer accepts records ({error})",
+            style=f"bold {VERMILION}",
+            no_wrap=True,
+            overflow="ellipsis",
         )
         for sink, error in state.failed_sinks.items()
     ]

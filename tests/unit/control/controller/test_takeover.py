@@ -164,7 +164,7 @@ def test_an_agent_obeys_the_highest_epoch_alone(tmp_path: Path) -> None:
     server.start()
     client = ControllerClient(server.address, token=TOKEN)
     assert client.call("poll", {}, timeout_seconds=5) == {"epoch": 2}
-    with pytest.raises(RpcError, match="of epoch 1, which 2 has ended") as caught:
+    with pytest.raises(RpcError, match="of epoch 1, which epoch 2 has replaced") as caught:
         client.call("poll", {}, timeout_seconds=5)
     assert not caught.value.refused, "the right one is asked again"
     assert client.call("poll", {}, timeout_seconds=5) == {"epoch": 3}

@@ -92,7 +92,7 @@ def test_declines_where_a_log_has_a_gap_beside_the_region() -> None:
         Standing(stage=2, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
     ]
     found = plan_localized(standings, num_stages=3, is_ring=False)
-    assert isinstance(found, Declined) and "rank 0 lacks iterations [7]" in found.reason
+    assert isinstance(found, Declined) and "needs iterations [7] of the upstream log of rank 0" in found.reason
 
 
 def test_declines_where_no_rank_has_the_votes() -> None:
