@@ -57,6 +57,8 @@ class OwnRank:
     hashed_bytes: int = 0
     persisted_start: int = -1
     persisted_bytes: int = 0
+    allocating: threading.Lock = field(default_factory=threading.Lock)
+    """Held while memory of the rank is replaced."""
 
     def view(self, window: HeldWindow, part: Slice) -> memoryview:
         """The bytes of a slice."""
@@ -187,44 +189,73 @@ class Store:
         self.changed()
         return own
 
+    def check_acting(self, own: OwnRank, settings: Settings) -> None:
+        """Fence: a process that greeted with ``settings`` and was replaced since must not change the rank's windows.
+
+        The lock must be held until the change is made.
+
+        Raises:
+            Refused: another process acts for the rank, or its generation is stale.
+        """
+        self.check_generation(settings.origin.generation)
+        if own.settings is not settings:
+            raise Refused("another process acts for this rank now", "stale")
+
     def is_current(self, own: OwnRank) -> bool:
         return own.settings.origin.generation == self.own_generation
 
     @contextmanager
-    def changing(self, own: OwnRank) -> Iterator[OwnWindows]:
-        """Hold the lock while the windows of a rank change; then publish the change.
+    def changing(self, own: OwnRank, settings: Settings) -> Iterator[OwnWindows]:
+        """Hold the lock while the process that greeted with ``settings`` changes its rank's windows; then publish.
 
         Raises:
+            Refused: as ``check_acting``.
             ControlError: the rank has no memory.
         """
         with self.lock:
+            self.check_acting(own, settings)
             if own.windows is None:
                 raise ControlError("no memory was allocated for this rank")
             yield own.windows
             own.publish()
             self.changed()
 
-    def take_arena(self, own: OwnRank, window_bytes: int, *, new: bool = False) -> tuple[Segment, int]:
+    def take_arena(
+        self, own: OwnRank, settings: Settings, window_bytes: int, *, new: bool = False
+    ) -> tuple[Segment, int]:
         """The memory of a rank and the size of its windows: the present one, if it is large enough and not ``new``.
 
         The present one is freed before new memory is taken. The lock must not be held.
 
+        Args:
+            settings: greeting of the process that asks.
+
         Raises:
+            Refused: as ``check_acting``.
             ControlError: the memory is not there.
         """
-        with self.lock:
-            is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
-            if own.segment is not None and own.windows is not None and is_enough and not new:
-                return own.segment, own.windows.window_bytes
-            # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
-            own.windows = own.segment = None
-        name = f"arena-rank-{own.settings.origin.rank}"
-        # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
-        segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
-        with self.lock:
-            own.windows, own.segment = OwnWindows(window_bytes), segment
-            own.publish()
-        return segment, window_bytes
+        # One after the other: a process that replaces another one finds the memory that this one still took returned.
+        with own.allocating:
+            with self.lock:
+                self.check_acting(own, settings)
+                is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
+                if own.segment is not None and own.windows is not None and is_enough and not new:
+                    return own.segment, own.windows.window_bytes
+                # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
+                own.windows = own.segment = None
+            name = f"arena-rank-{own.settings.origin.rank}"
+            # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
+            segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
+            with self.lock:
+                try:
+                    self.check_acting(own, settings)
+                except Refused:
+                    # Before the next process allocates: an exception keeps local variables for a while.
+                    del segment
+                    raise
+                own.windows, own.segment = OwnWindows(window_bytes), segment
+                own.publish()
+            return segment, window_bytes
 
     def take_copy(self, rank: int, window_bytes: int) -> Copy:
         """Take new memory for a rank of another node; its present one is freed first. The lock must not be held.

@@ -1,13 +1,28 @@
 """One rank's connection, served in this process."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ft.errors import ControlError
 from megatron_ft.planning.snapshot.buffers import BufferStates
 from megatron_ft.snapshot.server.client import MAX_UNREAD, REPLICATED_START, KeeperClient, KeeperRefused
-from tests.unit.snapshot.server.nodes import PAGE, begin, capture, wait_replicated, wait_until, window
+from megatron_ft.snapshot.server.memory import Memory, Segment
+from megatron_ft.snapshot.server.wire import Refused
+from tests.unit.snapshot.server.nodes import (
+    PAGE,
+    begin,
+    capture,
+    content,
+    fetch,
+    wait_replicated,
+    wait_until,
+    window,
+)
 from tests.unit.snapshot.server.served import Served
 
 
@@ -89,3 +104,72 @@ def test_many_slices_between_two_requests(served: Served) -> None:
         capture(client, arena, 0, 0, 0, index, num_bytes=16)
     wait_until(lambda: arena.status(REPLICATED_START) == 0, "all are hashed", seconds=60)
     client.close()
+
+
+class GatedMemory(Memory):
+    """Allocations begin, and wait for the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.gate = threading.Event(), threading.Event()
+
+    def allocate(self, name: str, num_bytes: int) -> Segment:
+        self.has_begun.set()
+        assert self.gate.wait(60), "timed out"
+        return super().allocate(name, num_bytes)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_an_allocation_of_a_replaced_process_does_not_count(tmp_path: Path, generation: int) -> None:
+    """Its successor may have mapped memory of its own by then."""
+    memory = GatedMemory()
+    served = Served(tmp_path, memory)
+    replaced = served.client()
+    with ThreadPoolExecutor(2) as pool:
+        earlier = pool.submit(replaced.allocate, 2 * PAGE)
+        assert memory.has_begun.wait(60), "timed out"
+        client = served.client(generation=generation)
+        later = pool.submit(client.allocate, 4 * PAGE)
+        memory.gate.set()
+        with pytest.raises(ControlError, match="the connection is lost"):
+            earlier.result(60)
+        served.sessions[0].join(60)
+        arena = later.result(60)
+    own = served.store.ranks[0]
+    assert own.segment is not None and memory.used_bytes == own.segment.num_bytes == PAGE + 3 * 4 * PAGE
+    window(client, arena, 0, 0, 10)
+    wait_replicated(arena, 10)
+    assert fetch(client, 0, 10, node=0, generation=generation) == [content(0, 10, PAGE), content(0, 11, PAGE)]
+    client.close()
+    served.close()
+
+
+class Interrupted(dict[str, Any]):
+    """A request during which something happens: after it was admitted, before it is carried out."""
+
+    def __init__(self, happens: Callable[[], None], **fields: object) -> None:
+        super().__init__(fields)
+        self.happens = happens
+
+    def get(self, name: str, default: object = None) -> Any:
+        if name == "buffer":
+            self.happens()
+        return super().get(name, default)
+
+
+def test_a_request_of_a_process_that_is_replaced_meanwhile_changes_nothing(served: Served) -> None:
+    """It would give away the buffer that its successor is filling."""
+    replaced = served.client()
+    replaced.allocate(2 * PAGE)
+    clients: list[KeeperClient] = []
+
+    def greet() -> None:
+        clients.append(served.client())
+        window(clients[0], clients[0].allocate(2 * PAGE), 0, 1, 20)
+        clients[0].problems()
+
+    about = {"start_iteration": 10, "num_slices": 2, "plan": {}, "buffer": 1}
+    with pytest.raises(Refused, match="another process acts for this rank now"):
+        served.sessions[0]._answer(Interrupted(greet, op="begin", **about), [])
+    assert [entry.start_iteration for entry in clients[0].inventory(0)] == [20]
+    clients[0].close()
