@@ -5,14 +5,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.snapshot.buffers import BufferStates
-from megatron_ft.snapshot.server.client import MAX_UNREAD, REPLICATED_START, KeeperClient, KeeperRefused
+from megatron_ft.snapshot.server.client import (
+    MAX_UNREAD,
+    NUM_PROBLEMS,
+    PERSISTED_START,
+    REPLICATED_START,
+    KeeperClient,
+    KeeperRefused,
+)
 from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.wire import Refused
+from tests.helpers.failing_store import FailingStore
 from tests.unit.snapshot.server.nodes import (
     PAGE,
     begin,
@@ -173,3 +182,28 @@ def test_a_request_of_a_process_that_is_replaced_meanwhile_changes_nothing(serve
         served.sessions[0]._answer(Interrupted(greet, op="begin", **about), [])
     assert [entry.start_iteration for entry in clients[0].inventory(0)] == [20]
     clients[0].close()
+
+
+@pytest.mark.parametrize("refused", ["open wb", "ls"])
+def test_a_client_of_an_object_store_that_fails_is_reported(
+    served: Served, store: type[FailingStore], refused: str
+) -> None:
+    """Its errors are of no common class; the snapshot server would end with one that its thread does not expect."""
+    url = f"failing://{uuid4().hex}/windows"
+    client = served.client(persist_url=url, num_persisted=1)
+    arena = client.allocate(2 * PAGE)
+    served.persister.start()
+    store.refused = {refused}
+    window(client, arena, 0, 0, 10)
+    wait_replicated(arena, 10)
+    client.committed(10)
+    wait_until(lambda: arena.status(NUM_PROBLEMS) == 1, "a problem")
+    (problem,) = client.problems()
+    assert (problem["what"], problem["start_iteration"]) == ("persist" if refused != "ls" else "retain", 10)
+    assert f"ClientError: {refused}: the token has expired" in problem["error"]
+    store.refused = set()
+    window(client, arena, 0, 1, 12)
+    wait_replicated(arena, 12)
+    client.committed(12)
+    wait_until(lambda: arena.status(PERSISTED_START) == 12, "the next window is written")
+    client.close()
