@@ -26,12 +26,12 @@ class Served:
         self.sessions: list[RankSession] = []
         Hasher(self.store).start()
 
-    def client(self, **changes: object) -> KeeperClient:
-        """Connect as rank 0 of one, which persists every window; ``changes`` are fields of the greeting."""
+    def client(self, rank: int = 0, **changes: object) -> KeeperClient:
+        """Connect as a rank, the only one, which persists every window; ``changes`` are fields of the greeting."""
         accept = threading.Thread(target=self._accept)
         accept.start()
         about: dict[str, object] = {"persist_every": 1, "persist_url": self.url, "world_size": 1, **changes}
-        hello = Cluster(Path()).hello(0, node=0, peer_nodes=[], **about)
+        hello = Cluster(Path()).hello(rank, node=0, peer_nodes=[], **about)
         client = KeeperClient(self.path, hello=hello)
         accept.join()
         return client
