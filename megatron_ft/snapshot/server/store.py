@@ -130,6 +130,8 @@ class Store:
         self.lock = threading.Condition()
         self.ranks: dict[int, OwnRank] = {}
         self.copies: dict[int, Copy] = {}
+        self._allocating_copies: dict[int, threading.Lock] = {}
+        """By rank; held while memory for its copies is replaced."""
         self.run_id: str | None = None
         self.generation = -1
         """The newest one in any greeting."""
@@ -257,18 +259,32 @@ class Store:
                 own.publish()
             return segment, window_bytes
 
-    def take_copy(self, rank: int, window_bytes: int) -> Copy:
-        """Take new memory for a rank of another node; its present one is freed first. The lock must not be held.
+    def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
+        """Memory for windows of a rank of another node: the present one if it has the size, else new memory.
+
+        The present one is freed before new memory is taken. The lock must not be held.
+
+        Args:
+            generation: of the connection that asks.
 
         Raises:
+            Refused: ``generation`` is stale.
             ControlError: the memory is not there.
         """
         with self.lock:
-            self.copies.pop(rank, None)
-        segment = self.memory.allocate(f"copy-rank-{rank}", NUM_COPY_BUFFERS * window_bytes)
-        with self.lock:
-            self.copies[rank] = Copy(windows=CopyWindows(window_bytes), segment=segment)
-            return self.copies[rank]
+            allocating = self._allocating_copies.setdefault(rank, threading.Lock())
+        # One after the other: a connection that was given up may still allocate for the same rank.
+        with allocating:
+            with self.lock:
+                self.check_generation(generation)
+                if rank in self.copies and self.copies[rank].windows.window_bytes == window_bytes:
+                    return self.copies[rank]
+                self.copies.pop(rank, None)
+            segment = self.memory.allocate(f"copy-rank-{rank}", NUM_COPY_BUFFERS * window_bytes)
+            with self.lock:
+                self.check_generation(generation)
+                self.copies[rank] = Copy(windows=CopyWindows(window_bytes), segment=segment)
+                return self.copies[rank]
 
     def free_older(self, generation: int) -> None:
         """Free memory that holds only windows of earlier generations, once the whole job has one of ``generation``.

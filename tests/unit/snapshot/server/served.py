@@ -2,7 +2,9 @@
 
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.server.memory import Memory
@@ -10,6 +12,20 @@ from megatron_ft.snapshot.server.rank_session import RankSession
 from megatron_ft.snapshot.server.store import Store
 from megatron_ft.snapshot.server.workers import Hasher, Persister
 from tests.unit.snapshot.server.nodes import TOKEN, Cluster
+
+
+class Interrupted(dict[str, Any]):
+    """A request during which something happens: after it was admitted, when its field ``at`` is read."""
+
+    def __init__(self, happens: Callable[[], None], at: str, **fields: object) -> None:
+        super().__init__(fields)
+        self._happens, self._at = happens, at
+
+    def get(self, name: str, default: object = None) -> Any:
+        """Read a field."""
+        if name == self._at:
+            self._happens()
+        return super().get(name, default)
 
 
 class Served:

@@ -1,10 +1,9 @@
 """One rank's connection, served in this process."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -32,7 +31,7 @@ from tests.unit.snapshot.server.nodes import (
     wait_until,
     window,
 )
-from tests.unit.snapshot.server.served import Served
+from tests.unit.snapshot.server.served import Interrupted, Served
 
 
 @pytest.fixture
@@ -153,19 +152,6 @@ def test_an_allocation_of_a_replaced_process_does_not_count(tmp_path: Path, gene
     served.close()
 
 
-class Interrupted(dict[str, Any]):
-    """A request during which something happens: after it was admitted, before it is carried out."""
-
-    def __init__(self, happens: Callable[[], None], **fields: object) -> None:
-        super().__init__(fields)
-        self.happens = happens
-
-    def get(self, name: str, default: object = None) -> Any:
-        if name == "buffer":
-            self.happens()
-        return super().get(name, default)
-
-
 def test_a_request_of_a_process_that_is_replaced_meanwhile_changes_nothing(served: Served) -> None:
     """It would give away the buffer that its successor is filling."""
     replaced = served.client()
@@ -179,7 +165,7 @@ def test_a_request_of_a_process_that_is_replaced_meanwhile_changes_nothing(serve
 
     about = {"start_iteration": 10, "num_slices": 2, "plan": {}, "buffer": 1}
     with pytest.raises(Refused, match="another process acts for this rank now"):
-        served.sessions[0]._answer(Interrupted(greet, op="begin", **about), [])
+        served.sessions[0]._answer(Interrupted(greet, "buffer", op="begin", **about), [])
     assert [entry.start_iteration for entry in clients[0].inventory(0)] == [20]
     clients[0].close()
 
