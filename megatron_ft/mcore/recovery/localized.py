@@ -103,13 +103,11 @@ def _share(
 ) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
     """Broadcast state besides tensors, the logged votes and the plan of windows (None before the first); collective.
 
-    The first rank sends them that has state and all votes that a replay needs, or as many as any. Of the state, only
-    what is the same on every rank is meant for others: a replay computes buffers and generators.
+    ``LocalizedPlan.voter`` sends them. Of the state, only what is the same on every rank is meant for others: a replay
+    computes buffers and generators.
     """
-    needed = set(plan.iterations)
-    able = [rank for rank, standing in enumerate(standings) if standing.has_state]
     # The same choice on every rank, from the same reports.
-    first = max(able, key=lambda rank: (len(needed & set(standings[rank].voted)), -rank))
+    first = plan.voter(standings)
     log, mine = trainer.engine.boundaries.log, None
     if carried is not None:
         mine = {
