@@ -17,7 +17,7 @@ class ControllerClient:
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
-        # Held from the comparison until the epoch is kept: of two threads the one with the older answer may be the later.
+        # Held from the comparison until the epoch is kept: two threads can finish in the reverse order of their answers.
         self._fence = threading.Lock()
         self._epoch = 0
 
