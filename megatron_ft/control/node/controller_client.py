@@ -17,7 +17,7 @@ class ControllerClient:
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
-        # Held from the comparison until the epoch is kept: two threads can finish in the reverse order of their answers.
+        # Held from comparison to assignment: threads can finish in another order than their answers came.
         self._fence = threading.Lock()
         self._epoch = 0
 
