@@ -48,7 +48,7 @@ class NetworkFacts:
     reserved: tuple[tuple[int, int], ...] = ()
     """Port ranges that are excluded from it."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Those of ``INTERFACE_VARIABLES`` that are set, with their values."""
+    """The variables of ``INTERFACE_VARIABLES`` that are set, with their values."""
 
 
 def observe_network(needs: JobNeeds) -> NetworkFacts:

@@ -149,7 +149,7 @@ class Agent:
             return
         self._check_life_at = now + interval_seconds
         self._signal(self._ranks.check_life(now), signal.SIGKILL)
-        # A node that was stopped (SIGSTOP, a paused machine) could not hear the controller: that time does not count.
+        # A node that was stopped (SIGSTOP, a paused machine) could not receive answers: that time does not count.
         if late_seconds > interval_seconds:
             self._heard_at = min(now, self._heard_at + late_seconds)
         if self._silence is not None and now - self._heard_at > self._spec.lost_controller_seconds:
