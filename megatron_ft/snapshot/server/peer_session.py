@@ -33,7 +33,7 @@ class PeerSessions:
 
     def __init__(self) -> None:
         self._of_node: dict[int, list[PeerSession]] = {}
-        """By node those that may still write, oldest first."""
+        """The sessions of each node that may still write, oldest first."""
         self._lock = threading.Lock()
         self._unauthenticated: dict[PeerSession, float] = {}
         """Time of connection, the oldest first."""

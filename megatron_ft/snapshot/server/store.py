@@ -131,7 +131,7 @@ class Store:
         self.ranks: dict[int, OwnRank] = {}
         self.copies: dict[int, Copy] = {}
         self._allocating_copies: dict[int, threading.Lock] = {}
-        """A lock for each rank, held while memory for its copies is replaced."""
+        """The lock of each rank; held while memory for its copies is replaced."""
         self.run_id: str | None = None
         self.generation = -1
         """The newest one in any greeting."""
