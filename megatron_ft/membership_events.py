@@ -120,7 +120,7 @@ class RankFailed(Record):
 
     @property
     def ending(self) -> str:
-        """How the rank ended: ``SIGKILL``, ``exit code 1`` or ``lost``."""
+        """End of the rank: ``SIGKILL``, ``exit code 1`` or ``lost``."""
         return self.signal or ("lost" if self.exit_code is None else f"exit code {self.exit_code}")
 
     def describe(self) -> Note:
@@ -225,7 +225,7 @@ class ControllerReplaced(Record):
     """The job's controller ended or does not answer; another one takes over from its journal."""
 
     reason: str
-    """How the earlier controller ended."""
+    """End of the earlier controller."""
 
     def describe(self) -> Note:
         return Note("warning", f"a new controller takes over: {self.reason}")

@@ -134,7 +134,6 @@ def _norm(model: ModelConfig, width: int) -> int:
 
 
 def _attention(model: ModelConfig) -> tuple[int, int]:
-    """Split and repeated parameters of query/key/value and output projection."""
     hidden, channels = model.hidden_size, head_channels(model)
     queries = model.num_attention_heads * channels
     keys = (model.num_query_groups or model.num_attention_heads) * channels
@@ -159,7 +158,6 @@ def _latent_attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _mlp(model: ModelConfig, width: int) -> tuple[int, int]:
-    """Split and repeated parameters of one MLP or expert."""
     inner = 2 * width if model.gated_linear_unit else width
     bias = model.add_bias_linear
     return model.hidden_size * (inner + width) + (inner if bias else 0), model.hidden_size if bias else 0

@@ -117,7 +117,7 @@ def _required(kind: str) -> tuple[str, ...]:
 
 
 def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Rename what version 1 of the records called otherwise, so that run folders of that time are still read."""
+    # Rename what version 1 of the records called otherwise, so that run folders of that time are still read.
     match record.get("kind"):
         case "log_healed":
             return {**record, "kind": "log_truncated"}

@@ -233,7 +233,6 @@ def _losses(
 
 
 def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
-    """Warn that a second loss can end the job although enough nodes would be left."""
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
     # Only jobs that continue on fewer nodes by replicas lose slots with a node.
@@ -296,7 +295,6 @@ def _stages(
 
 
 def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topology: Topology, device: str) -> int:
-    """Host memory of the largest node: processes, saves, and on CPU the ranks' state and activations."""
     # A save runs between iterations; its copy of the state is kept while it is written in the background.
 
     def host_bytes(rank: int) -> int:

@@ -156,7 +156,6 @@ def _backward_passes(shape: PipelineShape) -> list[Pass]:
 
 
 def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
-    """Groups of microbatches in turn, each through all chunks: Megatron's schedule table."""
     # The last group may be smaller: Megatron fills its table in the same way.
     size, total = shape.group_size, shape.num_microbatches
     for first in range(0, total, size):
@@ -166,7 +165,6 @@ def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
 
 
 def _num_warmup_passes(shape: PipelineShape, stage: int) -> int:
-    """Number of forward passes before the first backward pass."""
     behind = shape.num_stages - stage - 1
     # Formulas of Megatron's ``get_pp_rank_microbatches``: in another order a log would give a replay wrong tensors.
     if shape.num_chunks == 1:

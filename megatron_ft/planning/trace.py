@@ -166,7 +166,6 @@ def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> l
 
 
 def _deal_remainders(counts: list[int], weights: Sequence[int], free: Sequence[int], left: int) -> None:
-    """Distribute ``left`` tokens over the experts ``free`` in proportion to their weights."""
     total = sum(weights[expert] for expert in free)
     for expert in free:
         counts[expert] = weights[expert] * left // total

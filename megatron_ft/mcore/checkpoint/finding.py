@@ -87,7 +87,7 @@ class CheckpointFinder:
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:
-        """Return the reason why it is not the checkpoint of this run that its name says; None if it is."""
+        # Return the reason why it is not the checkpoint of this run that its name says; None if it is.
         if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
             return renamed
         reason = self._identity.not_of_run(
@@ -96,7 +96,7 @@ class CheckpointFinder:
         return None if reason is None else f"{path}: {reason}"
 
     def _other(self, path: Path, manifest: Manifest) -> str | None:
-        """Describe the settings in which a checkpoint of this run differs; None if there are none."""
+        # Describe the settings in which a checkpoint of this run differs; None if there are none.
         if manifest.format_version == 1:
             return None
         found = differences(manifest.settings, self._identity.settings)

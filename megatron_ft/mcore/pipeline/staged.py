@@ -64,7 +64,7 @@ class StagedCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Received:
-        """Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is the shape of all received tensors."""
+        # Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is the shape of all received tensors.
         if not self.is_staged:
             received: Received = super()._communicate(
                 tensor_send_next=tensor_send_next,

@@ -71,7 +71,6 @@ def expert_state_bytes(config: JobConfig) -> int:
 
 
 def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Number of parameters whose optimizer state one rank holds."""
     if not config.parallel.use_distributed_optimizer:
         return parameters.total
     dense_shards = topology.data_parallel_size * topology.context_parallel_size
@@ -113,7 +112,6 @@ def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
 
 
 def _layer_values(model: ModelConfig, layer: int, recompute: str | None) -> int:
-    """Values per token that a layer keeps for its backward pass."""
     if recompute == "full":
         return model.hidden_size
     queries, keys = _attention_widths(model)

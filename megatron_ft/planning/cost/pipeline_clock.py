@@ -120,7 +120,7 @@ class _Run:
         return end
 
     def _arrival(self, stage: int, one: Pass) -> float | None:
-        """Arrival time of the input of a pass; None while it is not known."""
+        # Arrival time of the input of a pass; None while it is not known.
         direction, microbatch, chunk = one
         source = origin(self._shape, stage, chunk, direction)
         if source is None:
@@ -131,7 +131,7 @@ class _Run:
         return self._logged[direction, microbatch, (stage, chunk)]
 
     def _log(self) -> Iterator[tuple[tuple[Direction, int, Place], float]]:
-        """Yield the arrival time of each logged tensor by the pass that needs it; each neighbour sends its own log."""
+        # Yield the arrival time of each logged tensor by the pass that needs it; each neighbour sends its own log.
         directions: tuple[Direction, ...] = ("forward", "backward")
         for stage in self._own:
             for direction in directions:

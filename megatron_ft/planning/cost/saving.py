@@ -58,7 +58,6 @@ def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Top
 
 
 def _shards(topology: Topology) -> tuple[int, int]:
-    """Ranks that one copy of the optimizer state is sharded over: of dense parameters, of experts."""
     return topology.data_parallel_size * topology.context_parallel_size, topology.expert_data_parallel_size
 
 

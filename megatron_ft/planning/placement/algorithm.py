@@ -98,7 +98,7 @@ def _prepare(
     ranks: Sequence[int] | None,
     loads: Sequence[Sequence[float]] | None,
 ) -> tuple[Layout, list[Sequence[float] | None]]:
-    """Check counts and loads against the layout; return the layout and the loads of each layer."""
+    # Check counts and loads against the layout; return the layout and the loads of each layer.
     layout = Layout.of(cluster, num_slots_per_rank, ranks)
     if not replica_counts:
         raise ConfigError.of("replica_counts", "[]", "must have at least one layer")

@@ -149,7 +149,7 @@ class _Ring:
         return OperatorCopies(layer_number=layer, expert=expert, num_bytes=num_bytes, owners=owners)
 
     def _cycle(self, holders: list[int], turn: int) -> list[str]:
-        """Domains of holders in order; if they are too few, followed by others, rotated by ``turn``."""
+        # Domains of holders in order; if they are too few, followed by others, rotated by ``turn``.
         assert self.num_copies is not None
         # Computing ranks come first: they have the state at hand, so their copies cost no transfer.
         own = list(dict.fromkeys(self.domains[position] for position in holders))

@@ -53,7 +53,6 @@ def surviving_weights(
 
 
 def _parts(masks: Sequence[int]) -> list[list[int]]:
-    """Connected components: sets of different components have no common domain."""
     parts: list[tuple[int, list[int]]] = []
     for mask in masks:
         union, members, apart = mask, [mask], []

@@ -146,7 +146,6 @@ def _sizes(plan: PlacementPlan, expert_bytes: int | Sequence[int]) -> list[int]:
 
 
 def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> tuple[int, ...]:
-    """Position of the slots that each position takes over."""
     costs = _missing_bytes(plan, held, _sizes(plan, expert_bytes))
     members: dict[str, list[int]] = {}
     for position, name in enumerate(plan.domains):

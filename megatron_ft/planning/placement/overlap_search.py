@@ -96,7 +96,6 @@ class OverlapSearch(PlacementBase):
     def _even_out(
         self, counts: Counts, capacities: Sequence[int], floor: int, loads: Sequence[float], losses: Losses | None
     ) -> Counts:
-        """Make loads of domains even by exchanges that keep survival."""
         evened = even_out(counts, loads)
         if losses is None:
             return evened
@@ -114,7 +113,6 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[float],
         best_score: float,
     ) -> list[Counts]:
-        """Overlaps in smaller groups whose survival is within the budget."""
         options = []
         for size in range(min(capacities) - 1, 0, -1):
             sizes = group_sizes(len(replica_counts), size)
@@ -135,7 +133,6 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[float] | None,
         losses: Losses | None,
     ) -> Counts:
-        """Find the placement with the best survival, regardless of loads."""
         built = overlap(replica_counts, capacities, loads)
         start = spread_to_floor(built, floor)
         if self._known_best(replica_counts, capacities) and (start == built).all():
@@ -161,7 +158,7 @@ class OverlapSearch(PlacementBase):
         return equal and sum(capacities) <= self.num_exhaustive_slots
 
     def _solve(self, replica_counts: Sequence[int], capacities: Sequence[int], floor: int, start: Counts) -> Counts:
-        """Best of all placements; ``start`` if none is better."""
+        # Best of all placements; ``start`` if none is better.
         # All sets of lost domains: enumeration of placements is exact only if their scores are.
         losses = self._losses(len(capacities), limit=1 << len(capacities))
         assert losses is not None, "too many losses for a small layer"
@@ -181,7 +178,6 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[float] | None,
         start: Counts,
     ) -> list[Counts]:
-        """Overlap placements with other group sizes, by falling score: short group in front, or equal groups."""
         full = group_sizes(len(replica_counts), min(capacities))
         size, longer = divmod(len(replica_counts), len(full))
         even = [size + 1] * longer + [size] * (len(full) - longer)
@@ -194,7 +190,6 @@ class OverlapSearch(PlacementBase):
         return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
 
     def _improve(self, starts: Sequence[Counts], capacities: Sequence[int], floor: int, losses: Losses) -> Counts:
-        """Best placement that exchanges find from any start, then from perturbed best placements."""
         weights = np.ones(len(starts[0]))
         # A generator of its own: every rank searches by itself and has to find the same placement.
         draw = random.Random(self.seed)
@@ -217,7 +212,7 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         losses: Losses,
     ) -> list[Counts]:
-        """Align the layers for joint survival; use maximum rank overlap in all layers if that survives better."""
+        # Align the layers for joint survival; use maximum rank overlap in all layers if that survives better.
         turned = align(layers, capacities, losses)
         plain = [
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
@@ -229,7 +224,7 @@ class OverlapSearch(PlacementBase):
         return [layer if load is None or not self.balance else even_out(layer, load) for layer, load in pairs]
 
     def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
-        """Losses that guide a search; None if there would be too many beyond single domains."""
+        # Losses that guide a search; None if there would be too many beyond single domains.
         if num_domains > MAX_SEARCHED_DOMAINS:
             return None
         masks, values = self.objective.losses(num_domains, limit or self.num_losses)
@@ -238,7 +233,7 @@ class OverlapSearch(PlacementBase):
         return None if single_only or not len(masks) else Losses(masks=masks, values=values)
 
     def _score(self, layers: Iterable[Counts]) -> float:
-        """Joint survival under the objective; under the guiding losses if it cannot be counted."""
+        # Joint survival under the objective; under the guiding losses if it cannot be counted.
         kept = list(layers)
         num_domains = kept[0].shape[1]
         masks = [_mask(held) for counts in kept for held in counts > 0]
@@ -274,7 +269,6 @@ def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, 
 
 
 def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) -> Iterator[tuple[Column, ...]]:
-    """Yield columns in order, none before ``first``, that use exactly what is ``left``."""
     if not num_domains:
         yield ()
         return
@@ -325,7 +319,7 @@ def _lethal(counts: Counts, losses: Losses) -> Bools:
 def _turn(
     counts: Counts, others: Bools, pairs: Sequence[tuple[int, int]], losses: Losses
 ) -> tuple[Counts, Bools] | None:
-    """Exchange domains of a layer, each exchange as soon as it improves joint survival; None if none does."""
+    # Exchange domains of a layer, each exchange as soon as it improves joint survival; None if none does.
     values = np.where(others, losses.values, 0.0)
     best, best_lethal = counts, _lethal(counts, losses)
     score, changed, quiet = float(values[~best_lethal].sum()), False, 0

@@ -146,7 +146,6 @@ def _substitutes(
 
 
 def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, int]) -> list[_Group]:
-    """Groups of processes that are in no whole group, each inside one node where a node has room for a group."""
     places = former.places()
     size = former.group_size
     per_node: dict[int, int] = {}
@@ -275,7 +274,6 @@ class _Overlap:
 
 
 def _shared(part: int, num_parts: int, other: int, num_others: int) -> int:
-    """Overlap of one of ``num_parts`` equal parts with one of ``num_others``, times both numbers."""
     low, high = max(part * num_others, other * num_parts), min((part + 1) * num_others, (other + 1) * num_parts)
     return max(0, high - low)
 

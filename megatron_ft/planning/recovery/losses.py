@@ -185,7 +185,7 @@ class _Served:
 def _restart(
     means: RecoveryMeans, lost: tuple[int, ...], remaining: tuple[int, ...], is_gone: bool
 ) -> Literal["all", "fewer"] | None:
-    """Nodes on which the job restarts its ranks by itself; None where it ends."""
+    # Nodes on which the job restarts its ranks by itself; None where it ends.
     if not means.is_running or not means.max_restarts:
         return None
     if not is_gone:
@@ -269,7 +269,6 @@ def _stages_of(means: RecoveryMeans, nodes: tuple[int, ...]) -> tuple[int, ...]:
 def _store(
     means: RecoveryMeans, rung: Rung, restart: Literal["all", "fewer"] | None, *, is_gone: bool, stored: Stored | None
 ) -> _Served | Declined:
-    """Recover from saved state: windows in memory, persisted windows or a dense checkpoint."""
     match rung:
         case "memory":
             reason = _no_memory(means, restart, is_gone)
@@ -329,7 +328,6 @@ def _persists(means: RecoveryMeans) -> int:
 
 
 def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
-    """Iterations from the start of a window until the window ``num_windows`` later is complete."""
     if means.window_iterations is None:
         return None
     assert means.interval_iterations is not None, "a plan with a window has an interval"

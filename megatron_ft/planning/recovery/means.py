@@ -148,7 +148,6 @@ def _stages(topology: Topology, ranks: range) -> tuple[int, ...]:
 
 
 def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan]) -> Iterator[HeldOperator]:
-    """Yield every operator with the ranks that hold its state: weights, moments and master weights together."""
     sharded = config.parallel.use_distributed_optimizer
     stage_of = _stage_of_layers(config, topology)
     # The size of the vocabulary changes how much state there is, not which ranks hold it.
@@ -165,14 +164,13 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
 
 
 def _stage_of_layers(config: JobConfig, topology: Topology) -> dict[int, int]:
-    """Stage of each layer number; the embedding is in the first stage, the head in the last."""
+    # Stage of each layer number; the embedding is in the first stage, the head in the last.
     num_layers, num_stages = config.model.num_layers, topology.pipeline_model_parallel_size
     found = {layer: stage for stage in range(num_stages) for layer in topology.stage_layers(num_layers, stage)}
     return {**found, 0: 0, num_layers + 1: num_stages - 1}
 
 
 def _dense_groups(topology: Topology, stage: int) -> list[frozenset[int]]:
-    """Ranks that hold the same tensor-parallel part."""
     ranks = topology.stage_ranks(stage)
     return [
         frozenset(rank for rank in ranks if topology.coordinates(rank).tp == part)
@@ -183,7 +181,6 @@ def _dense_groups(topology: Topology, stage: int) -> list[frozenset[int]]:
 def _expert_groups(
     config: JobConfig, topology: Topology, stage: int, operator: OperatorId, plans: Sequence[PlacementPlan]
 ) -> list[frozenset[int]]:
-    """Ranks that hold the same part of an expert, by the placement or in Megatron's own layout."""
     assert operator.expert is not None, f"{operator} is not an expert"
     if plans:
         plan = plans[stage]

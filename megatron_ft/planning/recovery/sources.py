@@ -121,7 +121,7 @@ def choose_source(
 def _places(
     windows_by_rank: Sequence[Sequence[StoredWindow]], key: WindowKey, kind: str
 ) -> tuple[tuple[StoredWindow, ...] | None, str]:
-    """Stored window of each rank; None and a reason if a rank has none."""
+    # Stored window of each rank; None and a reason if a rank has none.
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
         same = [window for window in windows if window.key == key and window.complete]

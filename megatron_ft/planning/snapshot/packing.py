@@ -45,7 +45,6 @@ def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None
 
 
 def _fill(extra: Matrix, remaining: Rows, room: Matrix) -> Rows:
-    """Units of one slice. ``room`` is the remaining budget of each rank and is reduced in place."""
     if (room < 0).any():
         return remaining[:0]
     taken = []

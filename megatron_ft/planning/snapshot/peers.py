@@ -127,7 +127,6 @@ class _Ring:
         return peers
 
     def _shift_one(self, start: int) -> bool:
-        """Move one copy from ``start`` along the shortest chain to a node with at least two fewer copies."""
         # A move lowers the sum of squares only if the last node of the chain has at least two copies fewer; those
         # between keep their number.
         limit = self._kept[start] - 2
@@ -168,7 +167,7 @@ class _Ring:
 
 
 def _alternating(domains: Sequence[str]) -> list[int]:
-    """Order nodes so that those of every domain are evenly spaced."""
+    # Order nodes so that those of every domain are evenly spaced.
     members: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         members.setdefault(domain, []).append(node)

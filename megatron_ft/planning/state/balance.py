@@ -94,7 +94,7 @@ def _add(loads: list[int], ranks: Sequence[int], amounts: Sequence[int], sign: i
 def _spread(
     demand: int, ranks: Sequence[int], loads: Sequence[int], min_piece_bytes: int
 ) -> tuple[list[int], list[int]]:
-    """Fill up the least busy ranks to one level; ranks ascending with their bytes, all above 0."""
+    # Fill up the least busy ranks to one level; ranks ascending with their bytes, all above 0.
     most = max(1, demand // max(1, min_piece_bytes))
     # In whole bytes, ties by rank: every rank computes the same shares.
     by_load = sorted(ranks, key=lambda rank: (loads[rank], rank))[:most]

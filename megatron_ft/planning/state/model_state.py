@@ -178,7 +178,6 @@ class _Rows:
         sharding: Sharding,
         domain_of: Mapping[int, str],
     ) -> None:
-        """Megatron's expert groups: expert TP counts fastest, then EP, then expert DP."""
         parts, size = self.model.expert_tensor_size, sharding.expert_parallel_size
         num_local, rest = divmod(self.model.num_experts, size)
         if rest or ranks.size % (parts * size):
@@ -204,7 +203,6 @@ class _Rows:
         domain_of: Mapping[int, str],
         spares: Sequence[int],
     ) -> None:
-        """Parameters of one data-parallel group: weights whole, optimizer state by its buffers."""
         # Parameters are gathered before an iteration is complete: at its boundary every rank has the whole weights.
         self._add_whole(parameters, part, ranks, (WEIGHT,))
         if not buffers.sharding.is_distributed:
@@ -258,7 +256,7 @@ class _Rows:
             self.live.append(self._columns(np.tile(ranks, len(parameters)), tensor, np.zeros_like(stop), stop))
 
     def _add_owned(self, owners: Column, shard: Column, tensor: Column, start: Column, stop: Column) -> None:
-        """Rows of every shard for its owners: the first trains with it, the others keep a copy."""
+        # Rows of every shard for its owners: the first trains with it, the others keep a copy.
         for copy in range(owners.shape[1]):
             rows = self._columns(owners[shard, copy], tensor, start, stop)
             (self.copies if copy else self.live).append(rows)
@@ -293,7 +291,6 @@ class _Buffers:
 
 
 def _holders(plan: PlacementPlan, layers: Iterable[int]) -> Iterator[tuple[int, list[list[int]]]]:
-    """Ranks that hold each expert of each layer, ascending, once however many slots they give it."""
     wanted = set(layers)
     for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
         if layer in wanted:
@@ -307,7 +304,7 @@ def _holders(plan: PlacementPlan, layers: Iterable[int]) -> Iterator[tuple[int, 
 def _of_other_domains(
     holders: Sequence[int], ranks: Sequence[int], domain_of: Mapping[int, str], count: int, *, turn: int
 ) -> list[int]:
-    """One rank of each of ``count`` domains without a holder; which ones moves with ``turn``."""
+    # One rank of each of ``count`` domains without a holder; which ones moves with ``turn``.
     if count <= 0:
         return []
     taken = {domain_of[rank] for rank in holders}

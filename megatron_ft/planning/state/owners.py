@@ -54,7 +54,6 @@ def assign_owners(
 def _least_first(
     members: Sequence[int], ranks: Sequence[int], domain_of: Mapping[int, str], num_copies: int
 ) -> list[list[int]]:
-    """Give each copy to the rank that keeps least, of the domains that do not own the shard."""
     by_domain: dict[str, list[tuple[int, int]]] = {}
     for rank in sorted(ranks):
         by_domain.setdefault(domain_of[rank], []).append((0, rank))

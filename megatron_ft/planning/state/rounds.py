@@ -78,7 +78,6 @@ def _first_fit(source: Column, target: Column, sizes: Column, limit_bytes: int) 
 
 
 def _all_at_once(source: Column, target: Column, sizes: Column, num_ranks: int) -> int:
-    """Most bytes that a rank sends and receives."""
     totals: npt.NDArray[np.int64] = np.zeros(num_ranks, dtype=np.int64)
     is_sent = source != STORAGE
     np.add.at(totals, source[is_sent], sizes[is_sent])

@@ -111,7 +111,6 @@ def _lines(index: TensorIndex, rank: Column, tensor: Column, start: Column, stop
 
 
 def _pieces(index: TensorIndex, starts: Column, stops: Column, iteration: int, medium: int) -> Pieces:
-    """Pieces without senders, from the line of all ranks."""
     rank = starts // max(1, index.num_positions)
     base = rank * index.num_positions
     nobody = np.full(len(rank), -1, dtype=np.int64)
@@ -176,7 +175,7 @@ def _match_others(
 
 
 def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, Column]:
-    """Edges at which the set of holders may change, and the set from each edge to the next; -1 where there is none."""
+    # Edges at which the set of holders may change, and the set from each edge to the next; -1 where there is none.
     starts, stops = index.starts[held.tensor] + held.start, index.starts[held.tensor] + held.stop
     order = np.lexsort((held.rank, stops, starts))
     starts, stops, ranks = starts[order], stops[order], held.rank[order]
@@ -204,7 +203,6 @@ def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, 
 
 
 def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
-    """Number of each set of ``ranks`` from one bound to the next."""
     sizes = np.diff(bounds)
     numbers = np.zeros(len(sizes), dtype=np.int64)
     is_single = sizes == 1
@@ -219,7 +217,6 @@ def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
 
 
 def _groups(segments: Column, numbers: Column) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Each segment with the distinct set numbers of the ranges that cover it, ascending."""
     ends = (np.flatnonzero(np.diff(segments, append=-1)) + 1).tolist()
     places, values = segments.tolist(), numbers.tolist()
     begin = 0

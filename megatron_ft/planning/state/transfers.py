@@ -246,7 +246,7 @@ def plan_transfers(
 
 
 def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[Column, Pieces, int]:
-    """A sender for each remote piece, cut where the sender changes; and the balance's slack."""
+    # A sender for each remote piece, cut where the sender changes; and the balance's slack.
     pieces = matched.remote
     order = np.lexsort((pieces.start, pieces.rank, pieces.iteration, pieces.senders))
     rank, start, stop, senders = (c[order] for c in (pieces.rank, pieces.start, pieces.stop, pieces.senders))
@@ -284,7 +284,6 @@ def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[C
 
 
 def _missing(missing: Pieces, holdings: Holdings) -> tuple[MissingState, ...]:
-    """List missing elements, tensor by tensor, once however many ranks need it."""
     index = holdings.index
     found = []
     for iteration in distinct(missing.iteration).tolist():
