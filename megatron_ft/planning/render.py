@@ -216,7 +216,7 @@ def render_placement(report: PlacementReport, why_unused: str = "") -> str:
     """Write slots, survival and bytes, then the slots of the first mixture layer of each stage.
 
     Args:
-        why_unused: why no recovery uses these replicas; empty where one does.
+        why_unused: reason why no recovery uses these replicas; empty if one does.
     """
     slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
     experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"

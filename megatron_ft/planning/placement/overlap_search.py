@@ -1,5 +1,4 @@
-"""Placement by search: keeps a minimum of distinct failure domains and survives at least as well as maximum rank
-overlap."""
+"""Placement by search: survives at least as often as maximum rank overlap and keeps a minimum of distinct domains."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +18,12 @@ from megatron_ft.planning.placement.objective import SurvivalObjective
 
 MAX_SEARCHED_DOMAINS = 62
 MAX_SWEEPS = 4
-"""Sweeps of ``align`` over all layers."""
+"""Number of sweeps of ``align`` over all layers."""
 MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
 """``even_out`` makes no exchange that lowers the squared total load by less than this share."""
 Column = tuple[int, ...]
-"""Experts in the slots of one domain, ascending; the number of experts stands for an empty slot."""
+"""Experts in the slots of one domain, ascending; the number of experts represents an empty slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +51,9 @@ class OverlapSearch(PlacementBase):
     balance: bool = True
     """Whether loads of domains are made even, if loads are given."""
     survival_budget: float = 0.0
-    """Share of a layer's survival, under the objective, that even loads may cost. Above 0, rare experts overlap in
-    smaller groups, which leaves slots beside them for popular ones, and the placement may survive less well than
-    maximum rank overlap. The minimum number of domains is kept."""
+    """Share of a layer's survival, under the objective, that may be given up for even loads. Above 0, rare experts
+    overlap in smaller groups, which leaves slots beside them for popular ones; the placement may then survive less
+    often than maximum rank overlap. The minimum number of domains is kept."""
 
     def assign_layers(
         self,
@@ -290,7 +289,7 @@ def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) 
 def align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -> list[Counts]:
     """Exchange domains of equal capacity, one layer at a time, as long as joint survival grows.
 
-    An exchange leaves the survival of its own layer alone, but a model survives only where all its layers do.
+    An exchange does not change the survival of its own layer, but a model survives only if all its layers do.
     """
     result = [layer.copy() for layer in layers]
     lethal = [_lethal(layer, losses) for layer in result]
@@ -339,10 +338,11 @@ def _turn(
 
 
 def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EXCHANGES) -> Counts:
-    """Even out the loads of domains: exchange whole rows of ``counts`` ``[E, D]`` between experts of equal replicas.
+    """Even out the loads of domains: exchange whole rows of ``counts`` ``[E, D]`` between experts with equal numbers of
+    replicas.
 
-    Each exchange is the one that lowers the sum of squared loads most. The sets of domains that hold some expert stay
-    as they are, so the placement survives exactly as before, alone and jointly with other layers.
+    Each exchange is the one that lowers the sum of squared loads most. The sets of domains that hold some expert do not
+    change, so the placement survives exactly as before, alone and jointly with other layers.
     """
     weights = per_replica_loads(counts, loads)
     totals = counts.sum(axis=1)

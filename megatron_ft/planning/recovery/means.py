@@ -17,7 +17,8 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.topology import Topology
 
 MAX_PLANNED_NODES = 16
-"""Number of nodes whose loss is planned with the survivors' placement; others are listed without bytes that move."""
+"""Largest number of nodes whose loss is planned with the survivors' placement; with more, moved bytes are not
+listed."""
 
 
 def means_of(
@@ -70,7 +71,7 @@ def means_of(
 
 
 def why_no_replicas(config: JobConfig) -> str:
-    """Why no lost node is survived by expert replicas; empty where one can be.
+    """Return the reason why no lost node can be recovered from expert replicas; empty if it is possible.
 
     Args:
         config: with ``training.device`` resolved.
@@ -83,7 +84,7 @@ def why_no_replicas(config: JobConfig) -> str:
 
 
 def idle_copies(config: JobConfig) -> tuple[str, ...]:
-    """Notes on copies that a job keeps on other nodes although no recovery from a lost node reads them."""
+    """Return notes on copies that a job keeps on other nodes although no recovery from a lost node uses them."""
     launch, notes = config.launch, []
     if config.placement.state_copies is not None:
         copies = f"placement.state_copies={config.placement.state_copies}"
@@ -98,7 +99,7 @@ def idle_copies(config: JobConfig) -> tuple[str, ...]:
 
 
 def windows_serve(config: JobConfig) -> str:
-    """Failures that the windows of a job's snapshots are used for, as text."""
+    """Describe the failures from which the windows of a job's snapshots can recover."""
     launch, snapshot = config.launch, config.snapshot
     served = []
     if launch.keep_layout:
@@ -111,7 +112,7 @@ def windows_serve(config: JobConfig) -> str:
 
 
 def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -> tuple[LossCost, ...]:
-    """Cost of losing each present node alone and, where ranks are restarted, of the death of all ranks."""
+    """Compute the cost of losing each present node alone and, if ranks are restarted, of the death of all ranks."""
     wanted = placer(config, inputs)
     gone = tuple(
         cost_of_loss(means, [node], place=wanted if position < MAX_PLANNED_NODES else None)

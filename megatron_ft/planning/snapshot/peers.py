@@ -17,7 +17,7 @@ class PeerAssignment:
     failure_domains: tuple[str, ...]
     """Failure domain of each node."""
     num_copies: int
-    """Number of other failure domains that must hold what a node captures."""
+    """Number of other failure domains that must hold the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
     """Nodes that capture the same bytes as each node; empty if no node does."""
 
@@ -30,7 +30,7 @@ class PeerAssignment:
         return self.already_held[node] if self.already_held else ()
 
     def validate(self) -> None:
-        """Assert that ``num_copies`` other domains hold what every node captures, with one copy in each."""
+        """Assert that ``num_copies`` other domains hold the windows of every node, with one copy in each."""
         assert len(self.peers) == len(self.failure_domains), "a node has no peers or no failure domain"
         domains = self.failure_domains
         for node, peers in enumerate(self.peers):
