@@ -236,7 +236,7 @@ def _csv_row(name: str, line: int, row: dict[str, Any]) -> tuple[tuple[int, int,
 
 
 def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[tuple[int, ...], Tokens]:
-    """Make the array: records are batches; layers are those of the encoder, then those of the decoder."""
+    # Make the array: records are batches; layers are those of the encoder, then those of the decoder.
     batches = _distinct([key[:1] for key in loads])
     layers = _distinct([key[1:3] for key in loads])
     experts = _distinct([key[3:] for key in loads])

@@ -1,10 +1,9 @@
 """The base of all records of a run: typed, strict, flat JSON. The kinds are in ``events.py``.
 
-A record is a frozen dataclass. ``to_record()`` makes a flat JSON object of it, ``from_record()`` reads
-one back and refuses what does not fit; ``read_record()`` keeps kinds that are not defined here. Numbers
-that JSON lacks travel as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields that are ``None``
-are left out. No clock is read here: the process that reports, or the sink that receives, stamps
-``time_unix_seconds``.
+A record is a frozen dataclass. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one back and refuses
+invalid ones; ``read_record()`` keeps kinds that are not defined here. Numbers that JSON lacks are written as the strings
+``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: the process
+that reports, or the sink that receives, sets ``time_unix_seconds``.
 """
 
 import json
@@ -21,7 +20,7 @@ _KINDS: dict[str, type["Record"]] = {}
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 SCHEMA_VERSION = 2
-"""Rises when a field changes its meaning or goes away; new records and new optional fields keep it."""
+"""Version; increases when a field is removed or changes its meaning, not for new records and new optional fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,10 @@ class Record:
 
     kind: ClassVar[str] = ""
     durable: ClassVar[bool] = True
-    """Whether the line is forced to disk at once; not so for records of every iteration."""
+    """Whether the line is synced to disk at once; false for records of every iteration."""
 
     time_unix_seconds: float | None = None
-    """Time of the event, in seconds since 1970, by the wall clock of the process that stamped it."""
+    """Time of the event, in seconds since 1970, by the wall clock of the process that set it."""
 
     def __init_subclass__(cls) -> None:
         # ``OtherRecord``, whose records name their kinds themselves.
@@ -53,23 +52,23 @@ class Record:
         _KINDS[cls.kind] = cls
 
     def describe(self) -> Note | None:
-        """The line of this record; None where it is shown in other ways or not at all."""
+        """Return the line of this record; None if it is shown in other ways or not at all."""
         return Note("info", self.kind.replace("_", " "))
 
     def to_record(self) -> dict[str, JsonValue]:
-        """A JSON object, ``kind`` first."""
+        """Return a JSON object with ``kind`` first."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"kind": self.kind} | {name: encode(value) for name, value in values.items() if value is not None}
 
     @classmethod
     def from_record(cls, record: Mapping[str, JsonValue]) -> "Record":
-        """The inverse of ``to_record``.
+        """Read the result of ``to_record``.
 
-        Called on ``Record`` it takes any kind, on a subclass only its own. Kinds of earlier versions are read as what
-        replaced them.
+        On ``Record`` any kind is accepted, on a subclass only its own. Kinds of earlier versions are read as the kinds
+        that replaced them.
 
         Raises:
-            ValueError: unknown kind, unknown, missing or ill-typed field; the message names it.
+            ValueError: unknown kind, or an unknown, missing or ill-typed field; the message names it.
         """
         record = _today(record)
         kind = record.get("kind")
@@ -143,7 +142,7 @@ def read_record(line: Mapping[str, JsonValue]) -> Record:
 
 
 def schema() -> dict[str, JsonValue]:
-    """All records as JSON: version, and per kind its meaning and each field's type and necessity."""
+    """Return all records as JSON: version, and per kind its meaning and each field's type and necessity."""
     kinds = {
         kind: {
             "meaning": (found.__doc__ or "").strip().splitlines()[0],
@@ -159,7 +158,7 @@ def schema() -> dict[str, JsonValue]:
 
 @cache
 def field_types(kind: str) -> dict[str, Any]:
-    """Field name to type of a kind of record."""
+    """Return the type of each field of a kind of record, by name."""
     record = RECORDS[kind]
     hints = get_type_hints(record)
     return {field.name: hints[field.name] for field in fields(record)}
@@ -171,7 +170,7 @@ def _required(kind: str) -> tuple[str, ...]:
 
 
 def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Rename what version 1 of the records called otherwise, so that run folders of that time are still read."""
+    # Rename what version 1 of the records called otherwise, so that run folders of that time are still read.
     match record.get("kind"):
         case "log_healed":
             return {**record, "kind": "log_truncated"}

@@ -124,7 +124,6 @@ def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, h
 
 @cache
 def _fields_of(kind: type) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Type of each field, and the fields that have no default."""
     hints = get_type_hints(kind, include_extras=True)
     required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     return {field.name: hints[field.name] for field in fields(kind)}, frozenset(required)

@@ -135,7 +135,6 @@ _DERIVED = ("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations")
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:
-    """Keys that determine the learning rate of every iteration."""
     options, num_iterations = config.optimizer, config.training.train_iterations
     schedule: dict[str, JsonValue] = {
         "training.global_batch_size": config.training.global_batch_size,

@@ -88,7 +88,7 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
 
 
 def _given(key: str, given: Mapping[str, Any]) -> Any:
-    """Value of a key in the overrides, also inside ``group={key: value}``; otherwise a hint at ``conf/``."""
+    # Value of a key in the overrides, also inside ``group={key: value}``; otherwise a hint at ``conf/``.
     if key in given:
         return given[key]
     group, _, name = key.partition(".")
@@ -97,7 +97,6 @@ def _given(key: str, given: Mapping[str, Any]) -> Any:
 
 
 def _near(key: str, known: Iterable[str]) -> str:
-    """Suggest keys with the same last part, else keys with a similar last part, else similar keys."""
     keys, last = list(known), key.rpartition(".")[2]
     ends = [candidate for candidate in keys if candidate.rpartition(".")[2] == last]
     if ends:

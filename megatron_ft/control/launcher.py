@@ -230,7 +230,7 @@ class _Job:
         return lambda detail, process_id: self._controller.post(events.NodeLost(node, time.time(), detail, process_id))
 
     def _start_again(self, processes: Processes, node: int) -> None:
-        """Start an agent in a running job; an error fails only this start."""
+        # Start an agent in a running job; an error fails only this start.
         try:
             self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
         except OSError as error:
@@ -276,7 +276,7 @@ class _Job:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """First Ctrl-C, SIGTERM or SIGHUP: stop after the iteration; second: end at once."""
+        # First Ctrl-C, SIGTERM or SIGHUP: stop after the iteration; second: end at once.
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
@@ -292,7 +292,7 @@ class _Job:
         self._controller.post(events.StopRequested() if self._num_interrupts == 1 else events.KillRequested())
 
     def _clean_up(self) -> None:
-        """End every process: agents first, which have the controller's order to end, then fork server and ranks."""
+        # End every process: agents first, which have the controller's order to end, then fork server and ranks.
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._sidecars else 0.0)
         # Without the order to end no agent ends soon.
         patience_seconds = patience_seconds if self._has_ended else 0.5

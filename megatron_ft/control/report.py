@@ -47,12 +47,10 @@ def _headline(end: JobResult, rank: int | None, details: Message) -> str:
 
 
 def _number(rank: int, details: Message) -> int:
-    """Return the number of a rank in its membership, which differs from its first number after nodes were lost."""
     return int(details.get("number", rank))
 
 
 def _last_lines(details: Message) -> str:
-    """Describe the end of a rank that left no traceback."""
     hint = ""
     if details.get("returncode") == -9:
         hint = "SIGKILL comes from outside: a kill command, a failpoint, or the kernel out of memory (see dmesg).\n"
@@ -78,7 +76,6 @@ def _clock(details: Message) -> str:
 
 
 def _indent(text: str) -> str:
-    """Indent a traceback, without its lines of carets, and without its middle if it is long."""
     lines = [line for line in text.rstrip().splitlines() if line.strip(" ~^") or not line.strip()]
     if len(lines) > _MAX_LINES:
         lines = [*lines[: _MAX_LINES // 3], f"... {len(lines) - _MAX_LINES} lines ...", *lines[-2 * _MAX_LINES // 3 :]]
@@ -86,7 +83,6 @@ def _indent(text: str) -> str:
 
 
 def _others(end: JobResult, first: int | None) -> str:
-    """List ranks that failed later, probably as a consequence, and ranks that the launcher ended."""
     begin = end.details.get(first, {}).get("at_seconds", 0.0) if first is not None else 0.0
     failed = [(about["at_seconds"], rank, about) for rank, about in end.details.items() if rank != first]
     failed = [entry for entry in failed if not entry[2]["caused_by_us"] and not entry[2].get("done")]
@@ -111,7 +107,6 @@ def _survived(end: JobResult) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Abbreviate numbers: ``0-3, 7`` for ``0 1 2 3 7``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -221,8 +216,8 @@ def _lost_nodes(failures: Iterable[Failure]) -> list[Record]:
 
 
 def _death(failure: Failure, details: Message | None) -> Message:
-    """Return details of a rank's death: ``details``, and the failure itself if they do not give the cause. For a rank
-    that the control plane killed because it did not report, the missing report is the cause."""
+    # Return details of a rank's death: ``details``, and the failure itself if they do not give the cause. For a rank
+    # that the control plane killed because it did not report, the missing report is the cause.
     number = {} if failure.number is None else {"number": failure.number}
     own = {"at_seconds": failure.at_seconds, "iteration": failure.iteration or None}
     own |= {"hung": failure.detail, **number}

@@ -153,7 +153,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    """Refuse a call without waiting for the body: an unauthenticated peer must not block a thread."""
+    # Refuse a call without waiting for the body: an unauthenticated peer must not block a thread.
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
     raise AssertionError("context.abort() always raises")
 

@@ -120,7 +120,6 @@ def _check(run: RunConfig) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Create a folder and its parents, durably."""
     missing = [above for above in (folder, *folder.parents) if not above.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     # From the top down: an entry is durable only below a folder that is.
@@ -129,7 +128,7 @@ def _make(folder: Path) -> None:
 
 
 def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
-    """Create the folder with the next number; two jobs never get the same."""
+    # Create the folder with the next number; two jobs never get the same.
     pattern = re.compile(re.escape(model_name) + r"-(\d{3,})")
     taken = [int(match.group(1)) for entry in os.listdir(parent) if (match := pattern.fullmatch(entry))]
     number = max(taken, default=0) + 1
@@ -181,7 +180,6 @@ def _lock(path: Path) -> int:
 
 
 def _resume(run: RunConfig, path: Path) -> Path | None:
-    """Return the folder from which an existing run continues."""
     if run.resume == "never":
         constraint = (
             f"exists in {path.parent}; to continue it set run.resume=must or auto, otherwise choose another name"

@@ -80,7 +80,7 @@ def make_runtime_dir() -> Iterator[Path]:
 
 
 def _remove_left_over(parent: Path) -> None:
-    """Remove unused folders. Locks only show use by processes under the same kernel."""
+    # Remove unused folders. Locks only show use by processes under the same kernel.
     for path in parent.glob(f"{_PREFIX}*"):
         try:
             descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

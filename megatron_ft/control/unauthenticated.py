@@ -165,7 +165,7 @@ class UnauthenticatedConnections:
         return found
 
     def _examine(self, descriptor: int, inode: int) -> _Connection | None:
-        """Return a socket as a connection to the port; None for another socket."""
+        # Return a socket as a connection to the port; None for another socket.
         with _own_copy(descriptor) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != self._port:
                 return None
@@ -177,12 +177,11 @@ class UnauthenticatedConnections:
 
 
 def _own_copy(descriptor: int) -> socket.socket:
-    """Return another socket for the same connection, which remains valid when ``descriptor`` is closed."""
     return socket.socket(fileno=os.dup(descriptor))
 
 
 def _shut_down(connection: _Connection) -> None:
-    """Shut a connection of gRPC's down, so that gRPC sees the end of the peer and closes it."""
+    # Shut a connection of gRPC's down, so that gRPC sees the end of the peer and closes it.
     with contextlib.suppress(OSError), _own_copy(connection.descriptor) as sock:
         if os.fstat(sock.fileno()).st_ino == connection.inode:
             # Not closed: its number could then name another file while gRPC still uses it.
@@ -199,7 +198,7 @@ def peer_of(text: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    """Return an address in one form; an IPv4 address also if it came through a socket for both protocols."""
+    # Return an address in one form; an IPv4 address also if it came through a socket for both protocols.
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)

@@ -140,7 +140,6 @@ def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entrie
 
 
 def _expected_tokens(tokenizer: Tokenizer) -> int | None:
-    """Return the tokens that the built-in corpus will have, if the sizes of its files determine that."""
     files = stdlib.list_files(stdlib.library_folder())
     return sum(file.size_bytes + 1 for file in files) if isinstance(tokenizer, ByteTokenizer) else None
 

@@ -241,7 +241,7 @@ def _chunks(stream: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[n
 
 
 def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int, itemsize: int) -> int:
-    """Check that byte offsets are the running sum of the lengths; return the number of tokens."""
+    # Check that byte offsets are the running sum of the lengths; return the number of tokens.
     total, first = 0, 0
     all_lengths = _chunks(stream, HEADER.size, "<i4", num_sequences)
     all_pointers = _chunks(stream, HEADER.size + 4 * num_sequences, "<i8", num_sequences)
@@ -260,7 +260,7 @@ def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int
 
 
 def _check_documents(path: Path, stream: BinaryIO, num_sequences: int, num_entries: int) -> None:
-    """Check the document table: starts at 0, never falls, ends at the number of sequences."""
+    # Check the document table: starts at 0, never falls, ends at the number of sequences.
     last = 0
     for number, entries in enumerate(_chunks(stream, HEADER.size + 12 * num_sequences, "<i8", num_entries)):
         if number == 0 and entries[0] != 0:

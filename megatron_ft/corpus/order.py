@@ -80,7 +80,6 @@ class SampleOrder:
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
-        """Compute cumulative shares as integers over the last entry, exactly from the floating-point weights."""
         return tuple(accumulate(_integer_weights(self.weights or self.num_samples)))
 
     @cached_property

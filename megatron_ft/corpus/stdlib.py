@@ -90,7 +90,7 @@ def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
 
 
 def _remove_partial(prefix: Path) -> None:
-    """Remove the files of a killed writer; the lock ensures that no other writer is alive."""
+    # Remove the files of a killed writer; the lock ensures that no other writer is alive.
     for path in prefix.parent.glob(f"{prefix.name}.*.tmp-*"):
         path.unlink()
 
@@ -114,7 +114,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``; the kernel frees it when its holder ends."""
+    # Hold the lock file ``path``; the kernel frees it when its holder ends.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not inherited by children, which would hold the lock after this process has ended.

@@ -144,7 +144,6 @@ def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Check the limits on sizes of one process."""
     rank_bytes = needs.host_bytes // needs.ranks_per_node
     file_bytes = max(needs.largest_file_bytes, needs.checkpoint_bytes // needs.world_size)
     found = []
@@ -169,7 +168,7 @@ def _raise(command: str, hard: int | None, needed: int | None) -> str:
 
 
 def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Check the limit on open files; on CUDA only the vote's group certainly uses gloo."""
+    # Check the limit on open files; on CUDA only the vote's group certainly uses gloo.
     soft, hard = facts.limits["open_files"]
     peers = needs.world_size - 1
     least = SPARE_DESCRIPTORS + 2 * peers
@@ -184,7 +183,7 @@ def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Check the requirements of NCCL between GPUs; for a job on CPU they are only reported."""
+    # Check the requirements of NCCL between GPUs; for a job on CPU they are only reported.
     soft, hard = facts.limits["locked"]
     locked = f"locked memory {'unlimited' if soft is None else amount(soft)}"
     free, total = facts.shared_free_bytes, facts.shared_total_bytes

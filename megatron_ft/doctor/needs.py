@@ -117,7 +117,6 @@ def _uses_transformer_engine(config: JobConfig) -> bool:
 
 
 def _bytes_per_parameter(config: JobConfig) -> int:
-    """Count weight, master weight and two moments, as checkpoints hold them."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     if config.parallel.use_distributed_optimizer:
         # Megatron's distributed optimizer writes master weights also where the weights are FP32.
@@ -126,7 +125,7 @@ def _bytes_per_parameter(config: JobConfig) -> int:
 
 
 def _num_checkpoints(config: JobConfig) -> int:
-    """Count the most checkpoints at once; a run that deletes none counts two."""
+    # Count the most checkpoints at once; a run that deletes none counts two.
     checkpoint = config.checkpoint
     if not checkpoint.save_interval_iterations:
         return 1 if checkpoint.save_at_end else 0

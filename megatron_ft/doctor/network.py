@@ -48,7 +48,7 @@ class NetworkFacts:
     reserved: tuple[tuple[int, int], ...] = ()
     """Port ranges that are excluded from it."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """The variables of ``INTERFACE_VARIABLES`` that are set, with their values."""
+    """Values of those ``INTERFACE_VARIABLES`` that are set."""
 
 
 def observe_network(needs: JobNeeds) -> NetworkFacts:
@@ -94,8 +94,8 @@ def _resolve(name: str) -> tuple[str, ...]:
 
 
 def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, bool]:
-    """Return the error if the port cannot be bound, and whether another process holds it. Only listening reserves a
-    port, so it listens."""
+    # Return the error if the port cannot be bound, and whether another process holds it. Only listening reserves a
+    # port, so it listens.
     if not addresses:
         return "no address", False
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET

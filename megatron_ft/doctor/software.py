@@ -117,7 +117,6 @@ def _fits(version: str, versions: str) -> bool:
 
 
 def _public(version: str) -> str:
-    """Strip the build, e.g. 2.11.0 of 2.11.0+c188b53."""
     return version.partition("+")[0]
 
 
@@ -167,7 +166,6 @@ def _check_apex(facts: SoftwareFacts) -> list[Finding]:
 
 
 def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
-    """Check that torch is built for the device, and that its NCCL is installed."""
     from packaging.requirements import Requirement
 
     version = facts.versions.get("torch", "")

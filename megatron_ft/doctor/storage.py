@@ -67,7 +67,7 @@ def observe_storage(needs: JobNeeds) -> StorageFacts:
 
 
 def _try(folder: Path) -> Iterable[float]:
-    """Perform a run's operations on files in a temporary folder; yield the seconds of each flush."""
+    # Perform a run's operations on files in a temporary folder; yield the seconds of each flush.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as scratch:
         path = Path(scratch) / "flushed"
         with path.open("wb", buffering=0) as file:

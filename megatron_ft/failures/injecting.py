@@ -225,7 +225,6 @@ class Injector:
         return NotInjected(f"{action} of nodes {list(nodes)}: {reason}")
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line and sync it."""
         line = json.dumps({"time_unix_seconds": time.time(), **record}).encode() + b"\n"
         with (self.run_dir / INJECTED_FILE).open("ab", buffering=0) as file:
             # Unbuffered, so one ``write`` appends the line, and lines of two injectors do not mix.
@@ -236,5 +235,5 @@ class Injector:
 
 
 def _send(processes: Sequence[HeldProcess], number: signal.Signals) -> list[str]:
-    """Send a signal to each process; return the logs of those that had ended."""
+    # Send a signal to each process; return the logs of those that had ended.
     return [process.log for process in processes if not process.send(number)]

@@ -67,7 +67,6 @@ def switch(links: Sequence[str], *, on: bool) -> None:
 
 
 def _links(inside: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """List all veth links of a network namespace: ``ifindex``, ``ifname`` and the ``link_index`` of the other end."""
     found: list[dict[str, Any]] = json.loads(_run([*inside, "ip", "-json", "link", "show", "type", "veth"]) or "[]")
     return [link for link in found if link]
 

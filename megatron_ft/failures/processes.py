@@ -90,7 +90,7 @@ def all_processes_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
 
 @contextlib.contextmanager
 def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldProcess]]:
-    """Yield living processes with a requested log, by ascending process id; they are released at the end."""
+    # Yield living processes with a requested log, by ascending process id; they are released at the end.
     logs = str((run_dir / "logs").resolve())
     with contextlib.ExitStack() as stack:
         found = []
@@ -113,7 +113,6 @@ def node_of(log: str, ranks_per_node: int) -> int | None:
 
 
 def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
-    """Open the process if it is alive and still writes to ``log``."""
     try:
         descriptor = os.pidfd_open(process_id)
     except OSError:
@@ -126,7 +125,7 @@ def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
 
 
 def _log_of(process_id: int, logs: str) -> str | None:
-    """Return the name of the log that is the standard output or error of a process; None if there is none."""
+    # Return the name of the log that is the standard output or error of a process; None if there is none.
     for descriptor in (1, 2):
         try:
             folder, _, name = os.readlink(f"/proc/{process_id}/fd/{descriptor}").rpartition("/")

@@ -169,7 +169,6 @@ def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
 
 
 def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
-    """Group rows by time, as the net change of each moment."""
     # A dictionary keeps the order of the rows, by which nodes get their numbers.
     first, present, instants = rows[0][0], dict[str, None](), []
     for milliseconds, together in itertools.groupby(rows, key=lambda row: row[0]):

@@ -104,7 +104,6 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
 
 
 def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> dist.TCPStore:
-    """Connect to the store once it is served."""
     # The server may have ended again while torch keeps trying, so each attempt is short. A server that accepts and does
     # not answer is waited for until ``opening`` breaks the connection.
     where = f"{context.master_addr}:{context.master_port}"

@@ -119,8 +119,8 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
 
 
 def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
-    """Arm failpoints; each hit is written to disk first and then sent to the sinks, because the fault may end this
-    process."""
+    # Arm failpoints; each hit is written to disk first and then sent to the sinks, because the fault may end this
+    # process.
     write = failpoints.append_to(context.run_dir / _FAILPOINTS_FILE)
 
     def record(hit: failpoints.Record) -> None:
@@ -133,7 +133,7 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
 
 
 def _report_unfired(context: RankContext) -> None:
-    """Report failpoints that were not reached: a trial without its fault must not count as survived."""
+    # Report failpoints that were not reached: a trial without its fault must not count as survived.
     for failpoint in failpoints.unfired():
         unfired = FailpointUnfired(failpoint=failpoint.text, rank=context.rank, node=context.node)
         context.worker.report(unfired.to_record())

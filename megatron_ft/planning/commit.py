@@ -1,7 +1,7 @@
 """Commit vote: the ballot of every rank, the result, and the decision about the iteration.
 
-A vote is settled once every rank has contributed its ballot; nothing that cannot be undone happens before. Its values
-are the scalars of the iteration that an exact replay needs.
+A vote is settled when every rank has contributed its ballot; before that, everything can be rolled back. Its values are
+the scalars of the iteration that an exact replay needs.
 """
 
 import math
@@ -19,7 +19,7 @@ from megatron_ft.errors import TrainingStopped
 # All ranks compute these from the same reduced values: one bit of difference means replicas that diverge from here on.
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
 _FORMER_FIELDS = ("committed_window",)
-"""Fields of votes in windows of earlier versions that no replay needs."""
+"""Fields in votes of earlier versions that no replay needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class WindowReport:
     """
 
     replicated_windows: int = 0
-    """Windows that are complete here and on all peers; in a vote: on every rank."""
+    """Windows that are complete on this node and on all its peers; in a vote: on every rank."""
     given_up_windows: int = 0
-    """Windows that some peer will never receive; in a vote: of any rank."""
+    """Windows that some peer will never receive; in a vote: windows of any rank."""
     has_free_buffer: int = 1
     """1 if the next window can begin as soon as a commit frees its buffer; in a vote: on every rank."""
 
@@ -63,7 +63,7 @@ class Ballot(WindowReport):
     """Time of this rank for work that is the same on every rank; 0 while unknown. Not part of the vote."""
 
     def to_row(self) -> tuple[float, ...]:
-        """Convert to numbers that float64 represents exactly."""
+        """Return the fields as numbers that float64 represents exactly."""
         # Not from a generator: CPython frees such tuples to a list of up to 2,000, which looks like a leak.
         return (*map(float, astuple(self)),)
 
@@ -111,7 +111,7 @@ class Vote(WindowReport):
 
 
 def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
-    """Factor of the gradients: 1 when clipping is off or not needed (Megatron's formula)."""
+    """Return the factor of the gradients: 1 when clipping is off or not needed (Megatron's formula)."""
     if clip_grad <= 0.0:
         return 1.0
     # Any other small constant would give other bits than Megatron's.

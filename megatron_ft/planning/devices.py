@@ -1,4 +1,4 @@
-"""Choice of the device that a job trains on, from facts about a machine that ``doctor/devices.py`` collects."""
+"""Choice of the device that a job trains on, from the facts that ``doctor/devices.py`` collects about a machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class DeviceFacts:
     torch_has_cuda: bool = True
     """Whether the installed PyTorch is built for CUDA; True if unknown."""
     gpu_memory_bytes: int | None = None
-    """Memory of the smallest GPU; None if it was not queried or the driver does not answer."""
+    """Memory of the smallest GPU; None if it was not queried or the driver did not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,14 @@ class DeviceChoice:
     device: str
     """``cpu`` or ``cuda``."""
     is_certain: bool
-    """False if ranks may still use the other device: with ``auto`` in a plan for an unknown machine."""
+    """Whether the device is certain; not with ``auto`` in a plan for an unknown machine, where ranks may use the other
+    one."""
     reason: str
 
 
 def usable_gpus(facts: DeviceFacts) -> int:
-    """Number of GPUs that PyTorch can use; an invalid entry of ``CUDA_VISIBLE_DEVICES`` hides those after it."""
+    """Return the number of GPUs that PyTorch can use; an invalid entry of ``CUDA_VISIBLE_DEVICES`` hides those after
+    it."""
     if not facts.has_driver or not facts.torch_has_cuda:
         return 0
     if facts.visible is None:
@@ -109,8 +111,8 @@ def choose_device(
         requested: value of the key.
         facts: facts about this machine.
         gpu_memory_bytes: ``launch.gpu_memory_bytes``; a value means that the job is for GPUs.
-        refused: reason why each possible device refuses the configuration, empty where it accepts it.
-        may_be_elsewhere: whether ranks may run on other machines (a dry run), about which this one says nothing.
+        refused: reason why each possible device refuses the configuration; empty if it accepts it.
+        may_be_elsewhere: whether ranks may run on other machines (a dry run), whose devices are unknown here.
 
     Raises:
         ConfigError: the device refuses the configuration, or the job is for GPUs and this machine has none.

@@ -187,7 +187,6 @@ def _memory_row(stage: StagePlan) -> tuple[str, ...]:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """``1-4 9-12``."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -217,7 +216,7 @@ def render_placement(report: PlacementReport, why_unused: str = "") -> str:
     """Write slots, survival and bytes, then the slots of the first mixture layer of each stage.
 
     Args:
-        why_unused: why no recovery uses these replicas; empty where one does.
+        why_unused: reason why no recovery uses these replicas; empty if one does.
     """
     slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
     experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"
@@ -258,7 +257,6 @@ def _slots(plan: PlacementPlan) -> str:
 
 
 def _losses(losses: Sequence[LossCost], device: str) -> str:
-    """A row for each node, then why earlier strategies cannot recover it."""
     # The row for dead ranks on living nodes is always shown: it is the only one of its kind.
     gone = [cost for cost in losses if cost.is_gone]
     rows: list[Sequence[str]] = [("lost", "recovers from", "iterations again", "bytes moved", "result")]

@@ -1,8 +1,8 @@
-"""Routing by recorded loads: experts of each token such that counts follow a record.
+"""Routing by recorded loads: chooses the experts of each token so that their counts follow a record.
 
-Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing: of each layer the loads of its most
-popular experts, as many as the model has. Here a record gives the proportions, and tokens are assigned in integers, so
-the same record and key give the same routing on every machine.
+Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing: from each layer it uses the loads of
+the most popular experts, as many as the model has. Here a record gives the proportions, and tokens are assigned in
+integers, so the same record and key give the same routing on every machine.
 
 Notation: T tokens of a microbatch, K experts of each token, E experts of a layer.
 """
@@ -139,10 +139,11 @@ def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
 
 
 def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> list[int]:
-    """Tokens of each expert, ``[E]``, that add up to T * K: proportional to ``loads``, by largest remainders.
+    """Return the tokens of each expert, ``[E]``, that add up to T * K: proportional to ``loads``, by largest
+    remainders.
 
     A token has K different experts, so no expert gets more than T. The excess of a heavier one goes to the others in
-    proportion, and evenly to experts without load where the others cannot take it.
+    proportion, or evenly to experts without load if the others cannot take it.
     """
     assert 1 <= topk <= len(loads), f"{topk} experts of {len(loads)}"
     weights, counts = integer_loads(loads), [0] * len(loads)
@@ -166,7 +167,6 @@ def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> l
 
 
 def _deal_remainders(counts: list[int], weights: Sequence[int], free: Sequence[int], left: int) -> None:
-    """Distribute ``left`` tokens over the experts ``free`` in proportion to their weights."""
     total = sum(weights[expert] for expert in free)
     for expert in free:
         counts[expert] = weights[expert] * left // total

@@ -188,7 +188,6 @@ def _check_router(model: ModelConfig, num_experts: int) -> None:
 
 
 def _check_trace(model: ModelConfig) -> None:
-    """Check keys of ``model.router=trace``, which excludes keys that only affect the gate's choice."""
     if model.router != "trace":
         for name, unset in (("router_trace_file", None), ("router_trace_start", 0)):
             value = getattr(model, name)

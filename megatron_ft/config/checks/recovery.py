@@ -107,7 +107,6 @@ def _check_keeps_layout(config: JobConfig) -> None:
 
 
 def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
-    """Check that ``num_nodes`` nodes, the fewest the job continues with, have a slot for every expert."""
     num_experts = config.model.num_moe_experts or 0
     num_slots = derive_placement(config).placement.num_slots_per_rank or 0
     num_ranks = num_nodes * config.launch.ranks_per_node

@@ -51,7 +51,6 @@ class AdminService:
         }
 
     def _node(self, node: int) -> Message:
-        """Progress of the rank of a node that is furthest behind, and the time since the last call of its agent."""
         places = [self._detector.place(rank) for rank in self._policy.ranks_of(node)]
         known = [place for place in places if place is not None]
         behind = min(known, key=lambda place: (place.iteration, place.step), default=None)

@@ -189,7 +189,7 @@ class Controller:
         return None
 
     def _serve_item(self, item: Item, on_record: RecordSink, on_step: StepSink) -> Step | None:
-        """Process a node's item, unless that was done already; the call that delivered it is answered afterwards."""
+        # Process a node's item, unless that was done already; the call that delivered it is answered afterwards.
         step, origin = None, item.origin
         if origin is None:
             step = self._take_in(self._journalled({"item": item.content}, item.arrived_seconds), on_step)
@@ -206,7 +206,7 @@ class Controller:
         return step
 
     def _pass_on(self, report: Report, origin: Origin, on_record: RecordSink) -> None:
-        """Process a report that causes no decision; it is not in the journal."""
+        # Process a report that causes no decision; it is not in the journal.
         match report:
             case RecordWritten(record=record):
                 on_record(record, origin)
@@ -215,7 +215,7 @@ class Controller:
                 self._detector.progress(rank, place, self._clock())
 
     def _journalled(self, about: Message, arrived_seconds: float, event: MachineEvent | None = None) -> Message:
-        """Write an entry with its times to the journal; a tick is written only if it has an effect."""
+        # Write an entry with its times to the journal; a tick is written only if it has an effect.
         entry = {"now": self._clock(), "arrived": arrived_seconds, "unix": time.time(), **about}
         if isinstance(event, Tick):
             # The machine is pure, so the tick can be tried first. Ticks without effect would fill the journal.
@@ -265,7 +265,6 @@ class Controller:
         return taken
 
     def _check(self) -> None:
-        """Find out, now and then, which nodes and ranks are lost without having ended."""
         now = self._clock()
         if now >= self._check_at:
             self._check_at = now + self._check_seconds
@@ -274,7 +273,7 @@ class Controller:
     # --- machine events ------------------------------------------------------------------------------------------
 
     def _event_of(self, entry: Message, report: Report | None) -> MachineEvent:
-        """Return the machine event of an entry; a tick if another process has replaced the one that it is about."""
+        # Return the machine event of an entry; a tick if another process has replaced the one that it is about.
         item = entry.get("item")
         if item is None:
             return self._posted(messages.event_from_json({k: v for k, v in entry.items() if k not in _ABOUT_ENTRY}))
@@ -356,7 +355,6 @@ class Controller:
                 self._order(messages.End(reason=reason))
 
     def _reform(self, before: State, step: Step) -> None:
-        """Begin the next membership, after the decision and everything that it depends on are on disk."""
         assert step.reform is not None, "the step has no reform plan"
         spec = self._launch_spec(step.state.generation, step.state.members, self._stores)
         following = NextMembership(
@@ -384,7 +382,7 @@ class Controller:
         self._record_decision({**about, "positions": encode(list(positions)), **decision})
 
     def _start(self, nodes: Sequence[int], *, is_joining: bool) -> None:
-        """Start the ranks of ``nodes``; each receives the addresses of every node's sidecars."""
+        # Start the ranks of ``nodes``; each receives the addresses of every node's sidecars.
         state, policy = self._state, self._policy
         self._starts |= dict.fromkeys(nodes, self._num_starts)
         spec = self._launch_spec(state.generation, state.members, self._stores)
@@ -404,7 +402,7 @@ class Controller:
         self._server.give(self._settled(order))
 
     def _settled(self, order: Order) -> Message:
-        """Return the order from the journal, so that every controller of the job reads the same."""
+        # Return the order from the journal, so that every controller of the job reads the same.
         if self._known_orders:
             return self._known_orders.popleft()
         message = to_message(order)

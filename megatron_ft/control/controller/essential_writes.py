@@ -100,7 +100,6 @@ class EssentialWrites:
         return problem
 
     def _try(self, write: Callable[[], Result]) -> Result | OSError:
-        """Return the result of ``write``, or the error if the disk is full."""
         # A write through an open descriptor succeeds in a deleted folder, where no later process finds it.
         self.check_place()
         try:

@@ -105,7 +105,6 @@ class Inbox:
         return found
 
     def _wait(self, until_seconds: float) -> tuple[Item | Posted | None, float]:
-        """Return the first item, or None and a time before which every item has been taken."""
         try:
             return self._queue.get(timeout=max(0.0, until_seconds - self._clock())), until_seconds
         except queue.Empty:

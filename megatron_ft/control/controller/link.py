@@ -192,7 +192,7 @@ class ControllerLink:
         self._write_access()
 
     def _write_access(self) -> None:
-        """Write the access file; on a full disk, or if the folder is gone, try again later."""
+        # Write the access file; on a full disk, or if the folder is gone, try again later.
         if self._to_grant is not None:
             with contextlib.suppress(OSError):
                 write_secret(self._access_path, self._to_grant)
@@ -207,7 +207,7 @@ class ControllerLink:
             raise ControlError(f"the controller failed {MAX_FAILED_STARTS} times in a row; last failure: {reason}")
 
     def _read_rest(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult | None:
-        """Read messages that a controller sent before it ended: it has acknowledged them to nodes already."""
+        # Read messages that a controller sent before it ended: it has acknowledged them to nodes already.
         try:
             while True:
                 end = self._take_in(on_record, on_event)
@@ -218,7 +218,7 @@ class ControllerLink:
         return None
 
     def _end_process(self, *, patience_seconds: float) -> None:
-        """Close the standard input of the controller, then kill it: two controllers must never run at the same time."""
+        # Close the standard input of the controller, then kill it: two controllers must never run at the same time.
         process, self._process = self._process, None
         if process is None:
             return
@@ -232,7 +232,6 @@ class ControllerLink:
             process.wait()
 
     def _describe_end(self) -> str:
-        """Describe how the controller ended, with its last output if it ended by itself."""
         if self._process is None:
             return "it was abandoned"
         try:

@@ -79,7 +79,7 @@ class _Launcher:
 
     @functools.cached_property
     def _socket(self) -> socket.socket:
-        """Open the socket at its first use: a second controller that was started by mistake may have none."""
+        # Open the socket at its first use: a second controller that was started by mistake may have none.
         return socket.socket(fileno=self._descriptor)
 
     def send(self, message: Message) -> None:
@@ -179,10 +179,8 @@ class ControllerProcess:
         self._launcher.send({"op": "goes_on", "seconds": seconds})
 
     def _end_with_launcher(self) -> None:
-        """End when standard input closes (a thread): the launcher has ended the job, or was killed.
-
-        A killed launcher could not remove the access file of this controller and the folder of sockets.
-        """
+        # End when standard input closes (a thread): the launcher has ended the job, or was killed. A killed launcher
+        # could not remove the access file of this controller and the folder of sockets.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -193,7 +191,7 @@ class ControllerProcess:
         os._exit(0)
 
     def _record_decision(self, decision: Message) -> None:
-        """Record a decision unless an earlier controller has; a controller with a stale lease must not decide."""
+        # Record a decision unless an earlier controller has; a controller with a stale lease must not decide.
         # First: where the folder is gone the lease looks stale, too, and the reason would be wrong.
         self._writes.check_place()
         if self._lease.is_stale:

@@ -167,7 +167,7 @@ class ControllerServer:
         return lambda request: {**method(request), "epoch": self._epoch}
 
     def _join(self, request: Message) -> Message:
-        """Register an agent, also one that an earlier controller has admitted; return session and earlier orders."""
+        # Register an agent, also one that an earlier controller has admitted; return session and earlier orders.
         join = decode_call(Join, request)
         node, process_id = self._known(join.node), join.process_id
         # Refused before the journal has it: what is there reaches every node and every later controller.
@@ -201,7 +201,7 @@ class ControllerServer:
         return b'{"node":%d,"epoch":%d,"orders":[%b]}' % (node, self._epoch, b",".join(orders))
 
     def _deliver(self, request: Message) -> Message:
-        """Add the new reports of a call and return the number of the next; all reports before it are in the journal."""
+        # Add the new reports of a call and return the number of the next; all reports before it are in the journal.
         call = decode_call(Deliver, request)
         node, first, session = self._known(call.node), call.first, self._session(call)
         # An agent whose connection broke delivers again while its first call still waits: one call at a time numbers.
@@ -230,8 +230,8 @@ class ControllerServer:
             return {"next": session.next_item}
 
     def _session(self, call: Poll | Deliver) -> AgentSession:
-        """Return the present session of a node; a call of an earlier session is refused, so that its agent ends its
-        ranks."""
+        # Return the present session of a node; a call of an earlier session is refused, so that its agent ends its
+        # ranks.
         session = self._sessions.find(self._known(call.node), call.session)
         self._sign_of_life(call.node)
         return session

@@ -244,7 +244,6 @@ def expand_counts(name: str, text: str) -> list[int]:
 
 
 def _read(variables: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """Return the first of ``names`` that is set, and its value."""
     for name in names:
         if variables.get(name):
             return name, variables[name]

@@ -255,7 +255,6 @@ def describe_change(joining: tuple[int, ...], leaving: tuple[int, ...]) -> str:
 
 
 def _stop_joining(nodes: Nodes, node: int) -> Nodes:
-    """Let ``node`` no longer wait to join: a dead member becomes lost again, another node absent."""
     if node not in nodes.waiting:
         return nodes
     return nodes.change(node, state=NodeState.LOST if node in nodes.members else NodeState.ABSENT)

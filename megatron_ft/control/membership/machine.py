@@ -117,7 +117,7 @@ def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost) -> State
 def _observe_rank(
     policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung
 ) -> State:
-    """Record an event of a rank; on nodes that are lost or not members it is not a failure of the job."""
+    # Record an event of a rank; on nodes that are lost or not members it is not a failure of the job.
     node, rank = policy.node_of(event.rank), event.rank
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
@@ -156,7 +156,7 @@ def _observe_rank(
 
 
 def _fail(state: State, failure: Failure) -> State:
-    """Add a death. Deaths that the controller caused do not count, and a rank dies only once."""
+    # Add a death. Deaths that the controller caused do not count, and a rank dies only once.
     # A rank that raises reports its error and later its exit: both are one death.
     known = any(old.rank == failure.rank and old.node == failure.node for old in state.failures)
     if state.phase is Phase.KILLING or known:
@@ -165,7 +165,7 @@ def _fail(state: State, failure: Failure) -> State:
 
 
 def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    """Start all ranks again after the last one has ended, if enough nodes live and another attempt may succeed."""
+    # Start all ranks again after the last one has ended, if enough nodes live and another attempt may succeed.
     # While one old rank lives, it can still write to the run's folder and answer its peers: none may start beside it.
     first = state.first_failure
     if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _any_lives(policy, state):
@@ -205,7 +205,6 @@ def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
 
 
 def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int, ...]) -> Nodes:
-    """Return the records of all nodes for a restart of all ranks: earlier losses no longer count."""
     found = Nodes.of(members).change(members, has_ranks=True)
     for record in nodes.records:
         node, is_registered = record.node, record.agent is AgentState.REGISTERED
@@ -291,7 +290,6 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
 
 
 def _shorten_stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    """Shorten the time that the others have to stop after a death."""
     if state.phase is not Phase.STOPPING or not state.failures or isinstance(event, Tick):
         return None
     deadline = min(state.deadline_seconds or now.seconds, now.seconds + policy.failure_grace_seconds)

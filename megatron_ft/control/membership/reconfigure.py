@@ -102,8 +102,8 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
 
 
 def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Mark nodes as lost whose ranks have not reported although others have, because these ranks are blocked. If too
-    few nodes would remain, they have time until ``reform_by_seconds``."""
+    # Mark nodes as lost whose ranks have not reported although others have, because these ranks are blocked. If too few
+    # nodes would remain, they have time until ``reform_by_seconds``.
     unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
     last = state.reform_by_seconds
     if last is None or now.arrived_seconds >= last:
@@ -142,7 +142,7 @@ def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
 
 
 def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Wait for all ranks without a death: they reach the boundary of a change, or have failed."""
+    # Wait for all ranks without a death: they reach the boundary of a change, or have failed.
     if state.has_errors:
         return _wait_for_death(policy, state, now)
     obstacle = _describe_unresponsive(policy, state) if is_late(state, now) else None
@@ -160,7 +160,6 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
 
 
 def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Take errors without a death as failures of their own ranks, after a death would have become known."""
     if not is_late(state, now):
         # The error of a peer often arrives before the exit that caused it. Without a death in this time the error is
         # the rank's own.
@@ -187,7 +186,7 @@ def failure_of(policy: MembershipPolicy, state: State, event: RankBroken) -> Fai
 
 
 def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
-    """Return the reason why the job cannot continue without its lost nodes; None if it can."""
+    # Return the reason why the job cannot continue without its lost nodes; None if it can.
     for failure in state.failures:
         node = failure.node if failure.rank is None else policy.node_of(failure.rank)
         # No loss of a node explains this failure, so to leave a node out does not remove it.

@@ -121,24 +121,20 @@ def set_wake_up(policy: MembershipPolicy, step: Step, now: Moment) -> State:
 
 
 def _ready(state: State) -> list[int]:
-    """Return ready nodes, at most as many as there are lost places."""
     ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
     return ready[: len(lost_places(state))]
 
 
 def _coming(policy: MembershipPolicy, state: State) -> frozenset[int]:
-    """Return the nodes that are ready for a place or are being started for one."""
     wanted = {node for node in state.nodes.wanted if not state.nodes.is_member(node)}
     return state.nodes.waiting | wanted | _expected(policy, state)
 
 
 def _expected(policy: MembershipPolicy, state: State) -> frozenset[int]:
-    """Return spares whose agents were started with the job and have not registered yet."""
     return frozenset(node for node in range(policy.most_nodes) if state.nodes[node].agent is AgentState.UNKNOWN)
 
 
 def _returning(policy: MembershipPolicy, state: State) -> frozenset[int]:
-    """Return nodes that may be started for a lost place: dead members, and dead spares if those are too few."""
     if not policy.restart_lost_nodes:
         return frozenset()
     coming = _coming(policy, state)
@@ -150,6 +146,5 @@ def _returning(policy: MembershipPolicy, state: State) -> frozenset[int]:
 
 
 def _may_start(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
-    """Whether a node was not lost, or failed to start, too often in a row. A loss in this step is counted later."""
     is_uncounted = record.node in state.members and not record.is_counted
     return (1 if is_uncounted else max(1, record.num_losses)) <= policy.max_node_restarts

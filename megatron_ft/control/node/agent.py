@@ -180,7 +180,7 @@ class Agent:
     # --- threads -------------------------------------------------------------------------------------------------
 
     def _ask_for_orders(self, who: Message, after: int) -> None:
-        """Fetch orders by long polls, which are also heartbeats for the controller (a thread)."""
+        # Fetch orders by long polls, which are also heartbeats for the controller (a thread).
         from megatron_ft.control.rpc import RpcError
 
         while True:
@@ -210,7 +210,7 @@ class Agent:
     _retry_pause = threading.Event()
 
     def _send_reports(self, who: Message) -> None:
-        """Deliver the outbox in order, each item once (a thread)."""
+        # Deliver the outbox in order, each item once (a thread).
         from megatron_ft.control.rpc import RpcError
 
         while True:
@@ -280,7 +280,7 @@ class Agent:
             self._lose_controller("the launcher has ended")
 
     def _start(self, order: messages.Start) -> None:
-        """Start this node's ranks if the order names it; joining ranks have no number in the membership yet."""
+        # Start this node's ranks if the order names it; joining ranks have no number in the membership yet.
         node = self._spec.node
         numbers = order.ranks.get(str(node))
         if numbers is None:
@@ -306,7 +306,6 @@ class Agent:
             os.close(descriptor)
 
     def _reform(self, order: messages.Reform) -> None:
-        """Begin the next membership: ranks of a lost node are killed, ranks of a leaving node end, others wait."""
         following, node = order.next, self._spec.node
         if node in following.nodes:
             self._ranks.generation = following.generation
@@ -347,7 +346,6 @@ def _start_sidecars(spec: AgentSpec) -> Sidecars:
 
 
 def _connect(path: str) -> socket.socket:
-    """Connect to a fork server, after its socket has appeared."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

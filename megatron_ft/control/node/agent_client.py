@@ -160,7 +160,7 @@ class AgentClient:
         self._send({"op": "broken", "position": encode(position), **about})
 
     def _await_next(self) -> NextMembership | None:
-        """Wait for the next membership; None if this rank's node leaves."""
+        # Wait for the next membership; None if this rank's node leaves.
         with self._changed:
             self._changed.wait_for(lambda: self._next is not None or self._leaves or self._ended is not None)
             following, self._next = self._next, None

@@ -223,7 +223,6 @@ class ForkServer:
         os.close(log)
 
     def _kill_group(self, child: _Child) -> None:
-        """Kill a rank's process group. The rank is not reaped yet, so no other process has its number."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process_id, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):

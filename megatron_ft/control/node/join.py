@@ -71,7 +71,7 @@ class _Node:
         return EXIT_OK
 
     def _await_launcher(self) -> JoinFile | None:
-        """Wait for a launcher that this node can join; None when the job is over."""
+        # Wait for a launcher that this node can join; None when the job is over.
         deadline = time.monotonic() + self.patience_seconds
         while not self._is_over():
             found = join_file.read(self.run_dir)
@@ -85,7 +85,6 @@ class _Node:
         return None
 
     def _can_join(self, found: JoinFile) -> bool:
-        """Whether the launcher belongs to this job, lives, and has no living agent with this number."""
         if found.job_id != self.job_id or found.agent.token in self._ended:
             return False
         # Asked before registering, which would push out a living process of this number.
@@ -103,7 +102,7 @@ class _Node:
             raise ControlError(f"node {self.number} {limit} and does not join this job again ({keys})")
 
     def _stay(self, found: JoinFile, processes: Processes) -> int:
-        """Run a node of the job until its process ends; return the exit code."""
+        # Run a node of the job until its process ends; return the exit code.
         spec = NodeSpec(agent=found.spec_of(self.number, secrets.randbelow(_PROCESS_IDS)), preload=found.preload)
         process: _Process = processes.start("megatron_ft.control.node.main", [], f"node-{self.number:03d}.log", {})
         try:
@@ -114,8 +113,8 @@ class _Node:
             kill(process)
 
     def _await_end(self, process: _Process, found: JoinFile) -> int:
-        """Wait until the node's process has ended. End it when the launcher was replaced or the job is over, because
-        the process may notice that late or never."""
+        # Wait until the node's process has ended. End it when the launcher was replaced or the job is over, because the
+        # process may notice that late or never.
         while (news := self._check(found)) is None:
             if (code := _wait(process, _CHECK_SECONDS)) is not None:
                 return code
@@ -127,10 +126,8 @@ class _Node:
         return ControlError.exit_code if code is None else code
 
     def _check(self, found: JoinFile) -> str | None:
-        """Return ``over``, or ``followed`` if another launcher of the job has published since; otherwise None.
-
-        A node that has joined does not need the file: if it cannot be read, that is only reported.
-        """
+        # Return ``over``, or ``followed`` if another launcher of the job has published since; otherwise None. A node
+        # that has joined does not need the file: if it cannot be read, that is only reported.
         try:
             if self._is_over():
                 return "over"

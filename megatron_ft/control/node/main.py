@@ -91,8 +91,8 @@ def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
-    """Wait until it is known whether the launcher's machine lives; return the process's exit code. Messages go into the
-    node's log, because standard error ends with ``srun`` on that machine."""
+    # Wait until it is known whether the launcher's machine lives; return the process's exit code. Messages go into the
+    # node's log, because standard error ends with ``srun`` on that machine.
     lifeline_is_cut = threading.Event()
     threading.Thread(target=_await_end_of_input, args=(lifeline_is_cut,), daemon=True).start()
     with (Path(spec.agent.log_dir) / f"node-{spec.agent.node:03d}.log").open("a", buffering=1) as log:
@@ -109,7 +109,7 @@ def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
 
 
 def _await_end_of_input(is_over: threading.Event) -> None:
-    """Wait until the launcher, on a living machine, has ended (a thread)."""
+    # Wait until the launcher, on a living machine, has ended (a thread).
     while os.read(sys.stdin.fileno(), 4096):
         pass
     is_over.set()

@@ -213,7 +213,6 @@ class Ranks:
         self._selector.unregister(reader.sock)
 
     def _named(self, message: Message) -> _Rank | None:
-        """Return the rank that a first message names."""
         rank = message.get("rank")
         return self._ranks.get(rank) if type(rank) is int else None
 
@@ -237,7 +236,7 @@ class Ranks:
             self._pause()
 
     def _pause(self) -> None:
-        """Stop reading ranks until the controller has caught up; their sockets fill, and they wait."""
+        # Stop reading ranks until the controller has caught up; their sockets fill, and they wait.
         self._paused = True
         for state in self._ranks.values():
             if state.reader is not None:

@@ -137,12 +137,11 @@ def _parse(line: Mapping[str, Any]) -> Attempt:
 
 
 def _num_whole_bytes(path: Path) -> int:
-    """Return the number of bytes of a log's complete lines."""
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def _lines(path: Path, first_byte: int) -> list[Mapping[str, Any]]:
-    """Return the complete lines of a log from a byte on; a partial last line is left out."""
+    # Return the complete lines of a log from a byte on; a partial last line is left out.
     if not path.exists():
         return []
     with path.open("rb") as file:

@@ -171,7 +171,7 @@ class BatchJob:
         return AttemptPolicy(num_nodes=self._num_nodes, max_fruitless=site.max_fruitless, on_warning=site.on_warning)
 
     def _earlier(self) -> list[Attempt]:
-        """Return the attempts that count for this job: its own, also before a requeue, or those of its chain."""
+        # Return the attempts that count for this job: its own, also before a requeue, or those of its chain.
         return [
             attempt
             for attempt in read_attempts(self._run_dir)
@@ -179,8 +179,7 @@ class BatchJob:
         ]
 
     def _await_folder(self) -> None:
-        """Wait for an earlier launcher that still runs where Slurm does not reach it: only one may use the run's
-        folder."""
+        # Wait for an earlier launcher that still runs where Slurm does not reach it: only one may use the run's folder.
         deadline = time.monotonic() + self._site.patience_seconds
         if is_claimed(self._run_dir):
             print(
@@ -192,7 +191,7 @@ class BatchJob:
             threading.Event().wait(_LOOK_SECONDS)
 
     def _attempt(self, hosts: Sequence[str], *, is_first: bool) -> Attempt:
-        """Run a launcher until it ends; none if the job was asked to stop before."""
+        # Run a launcher until it ends; none if the job was asked to stop before.
         spares = max(0, min(self._most_spares, len(hosts) - self._num_nodes))
         words = [f"launch.num_nodes={self._num_nodes}", f"launch.num_spare_nodes={spares}"]
         command = [sys.executable, *self._command, *words, *([] if is_first else ["run.resume=auto"])]
@@ -219,7 +218,7 @@ class BatchJob:
         )
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal: the first lets ranks finish their iteration and write a checkpoint."""
+        # Handle a signal: the first lets ranks finish their iteration and write a checkpoint.
         # A later warning must not turn an order to end into a requeue.
         if self._asked is None or number == signal.SIGTERM:
             self._asked = Asked(signal.Signals(number).name)
@@ -227,7 +226,7 @@ class BatchJob:
         self._forward()
 
     def _forward(self) -> None:
-        """Forward a signal once, because a second one ends ranks at once."""
+        # Forward a signal once, because a second one ends ranks at once.
         if self._has_to_forward and self._console is not None:
             self._has_to_forward = False
             self._console.terminate()
@@ -250,7 +249,7 @@ class BatchJob:
         return exit_code
 
     def _cancel_chain(self) -> None:
-        """Cancel the jobs that wait to continue the run; one that starts nevertheless ends by itself."""
+        # Cancel the jobs that wait to continue the run; one that starts nevertheless ends by itself.
         site = self._site
         try:
             calls.cancel_waiting(site.job_name)
@@ -262,7 +261,7 @@ class BatchJob:
             )
 
     def _view(self, hosts: Sequence[str]) -> calls.JobView:
-        """Return the job as Slurm sees it; unchanged if Slurm does not answer."""
+        # Return the job as Slurm sees it; unchanged if Slurm does not answer.
         try:
             return calls.view_job(self._site.job_id)
         except calls.SlurmError as error:
@@ -274,12 +273,12 @@ class BatchJob:
             return calls.JobView("RUNNING", "", tuple(hosts), self._site.num_restarts)
 
     def _was_requeued(self, attempt: Attempt) -> int:
-        """End after Slurm requeued the job for another reason: the job has not ended, so no marker is written."""
+        # End after Slurm requeued the job for another reason: the job has not ended, so no marker is written.
         print(f"job {self._site.job_id}: an operator or Slurm has requeued it", file=sys.stderr, flush=True)
         return _as_exit_code(attempt)
 
     def _requeue(self, exclude: Sequence[str]) -> Verdict:
-        """Requeue the job, upon which Slurm ends this process; return a verdict if Slurm refuses."""
+        # Requeue the job, upon which Slurm ends this process; return a verdict if Slurm refuses.
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # Slurm is still to be asked for exclusions
         try:

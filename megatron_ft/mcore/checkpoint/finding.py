@@ -90,7 +90,7 @@ class CheckpointFinder:
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:
-        """Return the reason why it is not the checkpoint of this run that its name says; None if it is."""
+        # Return the reason why it is not the checkpoint of this run that its name says; None if it is.
         if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
             return renamed
         reason = self._identity.not_of_run(

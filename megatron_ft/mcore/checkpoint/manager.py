@@ -159,8 +159,8 @@ class CheckpointManager:
             self._pending = None
 
     def _await_given_up(self) -> None:
-        """Wait until no rank writes for an abandoned save, because that may use the folder that is about to be created
-        again."""
+        # Wait until no rank writes for an abandoned save, because that may use the folder that is about to be created
+        # again.
         WriteJob.await_given_up()
         # A barrier: once every rank is here, no thread of any rank writes for the abandoned save.
         self._collectives.all(True)
@@ -232,7 +232,7 @@ class CheckpointManager:
             self._clean(pending)
 
     def _commit(self, pending: _Pending, written: list[dict[str, Any]]) -> tuple[str | None, int]:
-        """Complete the save: rank 0 writes the remaining files, the manifest last; all ranks receive the result."""
+        # Complete the save: rank 0 writes the remaining files, the manifest last; all ranks receive the result.
         error, num_bytes = None, 0
         if self._collectives.rank == 0:
             try:
@@ -268,7 +268,7 @@ class CheckpointManager:
         self._say_failed(pending.iteration, pending.directory, error)
 
     def _clean(self, pending: _Pending) -> None:
-        """Apply the retention policy. A failed deletion costs only space, so it is just reported."""
+        # Apply the retention policy. A failed deletion costs only space, so it is just reported.
         try:
             checkpoints.sweep(self.folder, before_iteration=pending.iteration)
             stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]

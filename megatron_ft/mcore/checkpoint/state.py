@@ -91,7 +91,6 @@ def install(state: TrainingState, frame: dict[str, Any], loaded: dict[str, Any])
 
 
 def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Read the position of a checkpoint that Megatron-LM wrote, from its own fields."""
     try:
         optimizer = loaded["optimizer"]
         first = optimizer.get(0, optimizer)

@@ -95,7 +95,7 @@ class Planner:
 
 @contextmanager
 def _without_manager_process() -> Iterator[None]:
-    """Replace the inter-process queue that Megatron's writer creates while planning; a thread does not need it."""
+    # Replace the inter-process queue that Megatron's writer creates while planning; a thread does not need it.
     module: Any = filesystem_async
     before, module._results_queue = module._results_queue, object()
     try:

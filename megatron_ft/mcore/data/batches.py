@@ -138,7 +138,6 @@ class _Upload:
 
 @functools.cache
 def _upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for all uploads: PyTorch has few streams, and a new one may be shared with other copies."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 

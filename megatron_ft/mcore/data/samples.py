@@ -60,8 +60,8 @@ class Samples:
         return fingerprint(self.plan)
 
     def _read(self, source: int, start: int, count: int) -> np.ndarray:
-        """Read ``count`` tokens from ``start`` on; documents are adjacent in the file, so a sample may cross from one
-        to the next."""
+        # Read ``count`` tokens from ``start`` on; documents are adjacent in the file, so a sample may cross from one to
+        # the next.
         dataset = self._datasets[source]
         dtype = dataset.index.dtype
         tokens: np.ndarray = dataset.bin_reader.read(dtype=dtype, count=count, offset=start * dataset.index.dtype_size)

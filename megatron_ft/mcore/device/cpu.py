@@ -159,7 +159,7 @@ class _CpuView(types.ModuleType):
 
 
 def _import_megatron_eagerly() -> None:
-    """Import Megatron without its ``torch.compile`` fusions: compiling takes minutes on a CPU."""
+    # Import Megatron without its ``torch.compile`` fusions: compiling takes minutes on a CPU.
     compiler = torch.compile
     torch.compile = lambda function=None, **kwargs: function  # type: ignore[assignment]
     try:

@@ -77,5 +77,5 @@ def tensor_part(name: str, parameter: torch.nn.Parameter, pg_collection: Process
 
 
 def _tensor_group(name: str, pg_collection: ProcessGroupCollection) -> dist.ProcessGroup:
-    """Return the ranks over which a parameter's matrices are split; experts have a tensor parallelism of their own."""
+    # Return the ranks over which a parameter's matrices are split; experts have a tensor parallelism of their own.
     return pg_collection.expt_tp if ".experts." in name else pg_collection.tp

@@ -241,7 +241,6 @@ class PlacementManager:
         return plan
 
     def _wanted(self) -> PlacementPlan:
-        """Return the plan for the present loads, or for those of a new run if there are none yet."""
         if self.loads is not None:
             return self._place(0, self.loads[0])
         return self._place(0, first_loads(self._config, self._requests[0], self._inputs))

@@ -36,7 +36,7 @@ class ReplicaExperts(SequentialMLP):
         self._mark_copies()
 
     def _mark_copies(self) -> None:
-        """Let each expert count once in the gradient norm: on the first rank that holds it."""
+        # Let each expert count once in the gradient norm: on the first rank that holds it.
         # Megatron leaves parameters with ``shared`` out of the norm (``param_is_not_shared``).
         for expert, copy_number in zip(self.local_experts, self.copy_numbers, strict=True):
             for parameter in expert.parameters():
@@ -55,7 +55,6 @@ class ReplicaExperts(SequentialMLP):
         return torch.cat(outputs), None
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Append zeros to ``rows`` up to a count that matrix products in 8-bit and 4-bit formats accept."""
         if not (self.config.fp8 or self.config.fp4):
             return rows
         padded, _ = self._pad_tensor_for_quantization(rows, rows.new_zeros(len(rows)))

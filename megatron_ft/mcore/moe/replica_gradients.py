@@ -68,7 +68,6 @@ class ReplicaGradients:
     def _add_up(
         self, number: int, own: Sequence[torch.Tensor], contributions: dict[int, dict[int, torch.Tensor]]
     ) -> torch.Tensor:
-        """Sum this rank's piece of expert ``number`` over all holders in rank order."""
         expert = self._experts[number]
         mine = own[expert.holders.index(self._rank)]
         terms = [mine if holder == self._rank else contributions[holder][number] for holder in expert.holders]

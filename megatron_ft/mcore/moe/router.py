@@ -86,7 +86,6 @@ class PaddingAwareRouter(TopKRouter):
         )
 
     def _num_shares(self) -> int:
-        """Count the ranks that route a part of the same microbatch's tokens."""
         return self.tp_cp_group.size()
 
     def _apply_global_aux_loss(

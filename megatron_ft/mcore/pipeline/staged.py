@@ -64,7 +64,7 @@ class StagedCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Received:
-        """Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is the shape of all received tensors."""
+        # Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is the shape of all received tensors.
         if not self.is_staged:
             # Interleaved schedules free an output before its send is done, by setting its ``.data``: the request holds
             # another tensor of the same memory, which stays until then.

@@ -1,4 +1,4 @@
-"""Connects a trainer to its node's snapshot server, for the restore at its start and captures while it trains."""
+"""Connects a trainer to its node's snapshot server: restore at its start, captures during training."""
 
 import json
 from dataclasses import replace
@@ -27,16 +27,17 @@ SERVICE = "keeper"
 def peer_assignment(config: JobConfig) -> PeerAssignment:
     """Choose the nodes that hold copies of each node, over the job's failure domains; present nodes count from 0.
 
-    Ranks capture disjoint parts: state that several ranks hold is divided over them. So no domain has a copy already.
+    State that several ranks hold is divided among them, so ranks capture disjoint parts and no domain has a copy
+    already.
     """
     return assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies)
 
 
 def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
-    """Connect to the snapshot server of this rank's node; None where the job takes no snapshots.
+    """Connect to the snapshot server of this rank's node; None if the job takes no snapshots.
 
     Raises:
-        ControlError: the server is not there, or refuses this rank.
+        ControlError: the server is missing, or refuses this rank.
     """
     config, context = trainer.config, trainer.context
     if config.snapshot.policy is None:
@@ -63,7 +64,7 @@ def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
 def share_addresses(context: RankContext, collectives: Collectives) -> RankContext:
     """Add the addresses of the snapshot servers of all present nodes to ``context``; collective.
 
-    A node that joins later knows the nodes that were there before; they do not know its address.
+    A node that joins later knows the addresses of earlier nodes, but they do not know its address.
     """
     service = context.sidecars[SERVICE]
     gathered = collectives.gather([context.node, service["addresses"][str(context.node)]])
@@ -103,10 +104,10 @@ def _report_problem(trainer: "Trainer", record: Record) -> None:
 def take_snapshots(
     trainer: "Trainer", client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None
 ) -> Snapshotter:
-    """Capture windows from now on.
+    """Begin to capture windows.
 
     Args:
-        resumed: the window that the job has continued from or could go back to, and the plan in force.
+        resumed: the window from which the job has continued, or to which it could return, and the plan in force.
     """
     snapshots = Snapshotter(
         trainer.config,
@@ -123,7 +124,7 @@ def take_snapshots(
 
 
 def restart_snapshots(trainer: "Trainer") -> None:
-    """Begin new windows in a membership that has formed, with copies on the nodes that are there; collective."""
+    """Begin new windows in a new membership, with copies on the present nodes; collective."""
     if trainer.config.snapshot.policy is None:
         return
     trainer.context = share_addresses(trainer.context, trainer.collectives)

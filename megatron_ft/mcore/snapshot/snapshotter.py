@@ -1,7 +1,7 @@
-"""Captures windows of state on one rank, synchronously with all others, while training continues.
+"""Captures windows on one rank, in step with all others, while training continues.
 
-The policy decides, ``WindowCapture`` copies, the node's snapshot server owns and replicates. Everything that ranks must
-agree on comes from the commit vote or from the same inputs on every rank.
+The policy decides, ``WindowCapture`` copies, the node's snapshot server owns and replicates. Values on which ranks must
+agree come from the commit vote or from the same inputs on every rank.
 """
 
 import json
@@ -38,10 +38,10 @@ from megatron_ft.snapshot.capture.copier import capture_bandwidth, open_copier
 from megatron_ft.snapshot.server.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
 
 Rows = tuple[tuple[int, ...], ...]
-"""Tokens [layer][expert]."""
+"""Tokens by layer and expert."""
 
 Header = Callable[[int], dict[str, str]]
-"""Builds the header of slice ``index`` besides the vote: names to JSON text."""
+"""Function that builds the header of slice ``index``, except the vote: names to JSON text."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -49,7 +49,7 @@ _MAX_LOAD_RECORDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """State that is valid while tensors stay where they are and the plan is in force."""
+    """Objects that are valid as long as tensors stay in place and the plan is in force."""
 
     view: OperatorView
     capture: WindowCapture
@@ -62,12 +62,12 @@ class _Opened:
 
 
 class Snapshotter:
-    """One rank's part in capturing windows; every rank calls all methods but ``settle`` alike.
+    """One rank's part in capturing windows; all ranks call all methods except ``settle`` in the same order.
 
     Args:
         client: the connection to this node's snapshot server.
-        assignment: which nodes hold copies for which.
-        header: header of a slice, besides the vote.
+        assignment: the nodes that hold copies of each node.
+        header: builds the header of a slice, except the vote.
         report: takes records; called on every rank.
     """
 
@@ -112,7 +112,7 @@ class Snapshotter:
 
     @property
     def figures(self) -> CaptureFigures:
-        """Cost of capturing on this rank since the plan is in force."""
+        """Cost of capturing on this rank since the plan came into force."""
         return CaptureFigures() if self._opened is None else self._opened.capture.figures
 
     @property
@@ -125,7 +125,7 @@ class Snapshotter:
         self._loads.append(tuple(tuple(row) for row in load.tolist()))
 
     def resume(self, window: StoredWindow, plan: WindowPlan) -> None:
-        """Keep ``window``, which the job could go back to (``LocalWindow.stored``), until a newer one is committed."""
+        """Keep ``window``, to which the job could return (``LocalWindow.stored``), until a newer one is committed."""
         start, self._plan, self._kept_generation = window.start_iteration, plan, window.generation
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         is_here = window.where == "own"
@@ -136,11 +136,11 @@ class Snapshotter:
         self._opened = self._open(self._engine.iteration, is_resumed=is_here)
 
     def capture_whole(self, vote: Vote) -> None:
-        """Capture the present state at once, as a window of one slice: after a recovery the newest committed window is
-        far behind. Windows of the plan follow at their usual distance.
+        """Capture the present state at once, as a window of one slice, because after a recovery the newest committed
+        window is old. Windows of the plan follow at their usual interval.
 
         Args:
-            vote: of the newest iteration.
+            vote: vote of the newest iteration.
         """
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
         assert opened is not None and memory is not None, "resumed"
@@ -170,7 +170,8 @@ class Snapshotter:
         return None if start < 0 else WindowKey(start_iteration=start, generation=self._kept_generation)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
-        """Forget windows that are no longer needed, and start a slice of the complete state after ``iteration``."""
+        """Forget windows that are no longer needed, and start to copy a slice of the complete state after
+        ``iteration``."""
         self.settle()  # a skipped iteration made no update: its slice may still be under way
         self._iteration_seconds.append(seconds)
         self._apply_vote(iteration, vote)
@@ -192,12 +193,12 @@ class Snapshotter:
             self._start = None
 
     def settle(self) -> None:
-        """Wait for the slice under way; its tensors may change from then on."""
+        """Wait for the slice in progress; afterwards its tensors may change."""
         if self._opened is not None:
             self._opened.capture.settle()
 
     def pause(self) -> None:
-        """Abandon the window under way before tensors move; the next one begins from their new places."""
+        """Abandon the window in progress before tensors move; the next one begins with their new places."""
         self.settle()
         if self._start is not None:
             self._buffers = self._buffers.abandon(self._start)
@@ -226,7 +227,7 @@ class Snapshotter:
         self._report_problems(self._engine.iteration)
 
     def close(self) -> None:
-        """Finish the slice under way; release tensors, memory and the connection. The server keeps all windows."""
+        """Finish the slice in progress; release tensors, memory and the connection. The server keeps all windows."""
         self.settle()
         self._copier.close()
         self._engine.before_update, self._engine.window_report = None, WindowReport
@@ -282,7 +283,7 @@ class Snapshotter:
         capture.begin_window(self._buffers.held[iteration], iteration)
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
-        """Plan unless there is a plan, allocate memory, lay out slices.
+        """Plan if there is no plan, allocate memory, lay out slices.
 
         Raises:
             ConfigError: windows need more than ``snapshot.host_memory_limit_bytes``; nothing was allocated.
@@ -311,7 +312,8 @@ class Snapshotter:
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
         """Allocate memory for windows of ``plan``, unless the present memory is large enough on every rank.
 
-        Memory that survived holds the window the job has just continued from: no more than needed is requested then.
+        Surviving memory holds the window from which the job has just continued, so then only the needed size is
+        requested.
         """
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)

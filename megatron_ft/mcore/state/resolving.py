@@ -1,4 +1,4 @@
-"""Brings a rank whose membership broke to the iteration that all ranks continue after."""
+"""Brings a rank whose membership broke to the iteration after which all ranks continue."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ from megatron_ft.planning.recovery.target import Position, Target
 
 
 def position_of(engine: TrainingEngine, rank: int) -> Position:
-    """Resolve the progress of ``engine``, that of rank ``rank`` of its membership, wherever an iteration broke.
+    """Return the position of ``engine``, which is rank ``rank`` of its membership, wherever an iteration broke.
 
     Raises:
-        RecoveryError: in the middle of the update: the state is that of no iteration.
+        RecoveryError: it broke in the middle of the update, so the state belongs to no iteration.
     """
     completed, contributed, vote = engine.iteration, engine.iteration, engine.newest_vote
     in_progress = engine.in_progress
@@ -32,12 +32,13 @@ def position_of(engine: TrainingEngine, rank: int) -> Position:
 
 
 def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult | None:
-    """Finish the iteration under way from its kept gradients, or undo it: the state is that after ``target``.
+    """Finish the iteration in progress from its kept gradients, or roll it back, so that the state is that after
+    ``target``.
 
-    Nothing is sent. A sharded optimizer's parameters have to be gathered afterwards: the caller does that.
+    Nothing is sent. The caller gathers the parameters of a sharded optimizer afterwards.
 
     Returns:
-        The iteration that was finished, where ``run_iteration`` has not returned it.
+        The finished iteration, if ``run_iteration`` has not returned it.
     """
     in_progress = engine.in_progress
     if in_progress is None or in_progress.iteration != target.iteration:

@@ -20,8 +20,8 @@ Slots = tuple[tuple[tuple[int, ...], ...], ...]
 class PlacementPlan:
     """Experts in the slots of every rank and layer.
 
-    Several slots of a rank may hold the same expert: they share one set of weights and take more of its tokens. The
-    plan is the same on every rank.
+    Several slots of a rank may hold the same expert: they share one set of weights, which processes more of its tokens.
+    The plan is the same on every rank.
     """
 
     num_experts: int
@@ -95,7 +95,7 @@ class PlacementPlan:
         )
 
     def of_rank(self, position: int) -> frozenset[tuple[int, int]]:
-        """(layer number, expert) of all experts on the rank at ``position`` of the plan's order."""
+        """Return (layer number, expert) of all experts on the rank at ``position`` of the plan's order."""
         return frozenset(
             (layer, expert)
             for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True)

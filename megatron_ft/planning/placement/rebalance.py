@@ -13,7 +13,8 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 def smooth(
     previous: Sequence[Sequence[float]] | None, newest: Sequence[Sequence[int]], weight: float
 ) -> list[list[float]]:
-    """Exponentially smoothed loads [layers][experts], with ``weight`` for the past; without a past the newest."""
+    """Return exponentially smoothed loads [layers][experts], with ``weight`` for the past; without a past the
+    newest."""
     if previous is None:
         return [[float(tokens) for tokens in layer] for layer in newest]
     return [
@@ -23,7 +24,7 @@ def smooth(
 
 
 def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Tokens of the busiest rank, summed over layers.
+    """Return the tokens of the busiest rank, summed over layers.
 
     The all-to-all of a layer synchronizes all ranks, so each layer takes as long as its own busiest rank.
     """
@@ -82,7 +83,7 @@ class RebalancePolicy:
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Largest ratio over all layers of the busiest rank's tokens to the mean; 1 for even loads."""
+    """Return the ratio of the busiest rank's tokens to the mean in the worst layer; 1 for even loads."""
     worst = 1.0
     for layer, load in enumerate(loads):
         copies = plan.replicas_per_rank(layer)

@@ -43,14 +43,14 @@ class Attempt:
     hosts: tuple[str, ...]
     """Hosts of the allocation, in the order of node numbers."""
     exit_code: int | None
-    """Negative for the signal that ended it; None if its end was not seen, as when its node died."""
+    """Exit code; negative for the signal that ended it; None if its end was not seen, as when its node died."""
     asked: Asked | None
     iteration: int
     """Newest iteration that the run had reported at its end; 0 for none."""
     lost_hosts: tuple[str, ...] = ()
     """Hosts of nodes that were lost."""
     failed_hosts: tuple[str, ...] = ()
-    """Hosts on which a rank was the first to fail; may repeat."""
+    """Hosts on which a rank failed first; may contain a host several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class AttemptPolicy:
     max_fruitless: int = 3
     """Attempts in a row without progress after which the job gives up."""
     on_warning: Next = Next.REQUEUE
-    """Step after ``Asked.TO_GO_ON_LATER``: ``REQUEUE``, or ``END`` where another job takes over."""
+    """Step after ``Asked.TO_GO_ON_LATER``: ``REQUEUE``, or ``END`` if another job takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
-    """Reason to give up because of attempts without progress; None if another attempt is allowed."""
+    """Return a reason to give up because of attempts without progress; None if another attempt is allowed."""
     fruitless = num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None
@@ -115,7 +115,7 @@ def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
 
 
 def num_fruitless(attempts: Sequence[Attempt]) -> int:
-    """Number of last attempts without progress beyond any earlier one; the first one must complete an iteration."""
+    """Return the number of last attempts that made no progress; the first attempt must complete an iteration."""
     count, reached = 0, 0
     for attempt in attempts:
         count = 0 if attempt.iteration > reached else count + 1
@@ -130,7 +130,7 @@ def to_exclude(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def in_order_of_trust(hosts: Sequence[str], attempts: Sequence[Attempt]) -> list[str]:
-    """Sort hosts by number of failures, in a stable order; those of nodes lost in the last attempt come last."""
+    """Sort hosts by number of failures, in a stable order; hosts of nodes lost in the last attempt come last."""
     failures = _failures(attempts)
     lost = set(attempts[-1].lost_hosts) if attempts else set()
     return sorted(hosts, key=lambda host: (host in lost, failures[host]))

@@ -1,6 +1,6 @@
-"""Localized replay: which pipeline stages go back after a loss, and which stages send them their logged tensors.
+"""Localized replay: which pipeline stages replay after a loss, and which stages send them their logged tensors.
 
-A stage with a rank that lacks the state after the target goes back as a whole, to the newest committed window. Adjacent
+A stage with a rank that lacks the state after the target returns as a whole to the newest committed window. Adjacent
 stages replay jointly; separate regions replay at the same time. A healthy stage next to a region sends the tensors that
 it has logged; it keeps its state and computes nothing (MoEvement, section 3.4 and appendix A).
 """
@@ -19,7 +19,7 @@ RUNG = "localized"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """State that one rank reports when a membership in the same layout begins."""
+    """State that one rank reports when a membership with the same layout begins."""
 
     stage: int
     iteration: int | None
@@ -56,7 +56,7 @@ class LocalizedPlan:
     window: WindowKey | None
     """Newest committed window; None if there is none yet and no rank needs one."""
     target: int
-    """Iteration of the state that all ranks continue with."""
+    """Iteration of the state from which all ranks continue."""
     regions: tuple[tuple[int, ...], ...]
     """Groups of adjacent stages that replay jointly, ascending within each group; empty if all ranks have state."""
 
@@ -71,11 +71,11 @@ class LocalizedPlan:
         return next((region for region in self.regions if stage in region), None)
 
     def replays(self, stage: int) -> bool:
-        """Whether a stage goes back."""
+        """Whether a stage replays."""
         return self.region_of(stage) is not None
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
-        """Receiver of the tensors of ``stage``, by direction."""
+        """Return the stage that receives the tensors of ``stage``, by direction."""
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
@@ -114,7 +114,7 @@ class LocalizedPlan:
 
 
 def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> LocalizedPlan | Declined:
-    """Decide which stages go back, or why none can.
+    """Decide which stages replay, or why none can.
 
     Args:
         standings: report of every rank; at least one rank has state.

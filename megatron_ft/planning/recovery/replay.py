@@ -1,4 +1,4 @@
-"""``ReplayPlan``: conversion of a window to dense state by loading slices and running iterations again."""
+"""``ReplayPlan``: turns a window into dense state by loading slices and running iterations again."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayStep:
-    """Loading of a slice, then another run of an iteration."""
+    """A step loads a slice, then runs an iteration again."""
 
     load: int | None
     """Slice to load; None after the last one, when the state is dense."""
@@ -31,7 +31,7 @@ class ReplayPlan:
     """
 
     start_iteration: int
-    """Iteration whose state slice 0 was captured from."""
+    """Iteration after which slice 0 was captured."""
     steps: tuple[ReplayStep, ...]
 
     @property

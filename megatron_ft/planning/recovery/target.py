@@ -1,7 +1,9 @@
-"""Iteration that a job continues after when ranks are lost: the newest one whose vote any survivor has settled.
+"""Iteration after which a job continues when ranks are lost: the newest one that any survivor knows to have a complete
+vote.
 
-A vote is settled only after every rank has contributed, so every survivor has kept its reduced gradients and can finish
-the iteration with the values of the vote. If no survivor has settled it, all go back to the state before it.
+A vote is complete only after every rank has contributed. So every survivor has kept its reduced gradients and can
+finish the iteration with the values of the vote. If no survivor has the complete vote, all return to the state before
+the iteration.
 """
 
 from collections.abc import Sequence
@@ -22,12 +24,12 @@ class Position:
     completed: int
     """Newest iteration that this rank has committed or skipped; 0 before the first."""
     contributed: int
-    """Newest iteration whose vote has this rank's ballot, and whose gradients it keeps: ``completed`` or the one after
-    it."""
+    """Newest iteration to whose vote this rank has contributed, and whose gradients it keeps: ``completed`` or the next
+    one."""
     vote: Vote | None
-    """Newest settled vote, of ``completed`` or the iteration after it; None before the first."""
+    """Newest complete vote, of ``completed`` or the next iteration; None before the first."""
     has_state: bool = True
-    """False on a joining rank that has not received its state in the membership that ends."""
+    """False on a joining rank that did not receive its state in the membership that ends."""
 
     def validate(self) -> None:
         """Check that the fields are consistent.
@@ -55,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Iteration whose state every survivor continues with."""
+    """Iteration from whose state every survivor continues."""
 
     iteration: int
     vote: Vote | None

@@ -1,4 +1,4 @@
-"""Activation counts of experts, and when their change calls for another order of operators."""
+"""Activation counts of experts, and the change that requires another order of operators."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,8 +56,8 @@ class Activations:
 class ReorderTrigger:
     """Decides when the popularity of experts has changed so much that operators are ordered again (MoEvement, 3.5).
 
-    The frequency of an expert is its share of its layer's tokens. It is compared with the popularity that the present
-    order was made from, not with the previous value, so that oscillation does not trigger and slow drift does.
+    The frequency of an expert is its share of its layer's tokens. It is compared with the frequency for which the
+    present order was made, not with the previous value: so slow drift triggers a new order, and oscillation does not.
     """
 
     min_change: float = 0.10

@@ -65,9 +65,9 @@ class GeminiStyle:
     """Dense snapshots at the interval with the largest share of useful time for a given MTBF.
 
     MoEvement, section 2.4: ``ETTR = 1 / (1 + stall / (n * T)) * 1 / (1 + n * T / (2 * MTBF))`` for an interval of n
-    iterations of T seconds, half of which a failure costs on average. The product of the two denominators is convex in
-    n with its minimum at ``n = sqrt(2 * stall * MTBF) / T``; the better of the two nearest integers is used. In section
-    5.2 the paper gives Gemini the interval that is best in hindsight; this one is known in advance.
+    iterations of T seconds; a failure costs half an interval on average. The product of the two denominators is convex
+    in n with its minimum at ``n = sqrt(2 * stall * MTBF) / T``; the better of the two nearest integers is used. In
+    section 5.2 the paper gives Gemini the interval that is best in hindsight; this one is known in advance.
     """
 
     mtbf_seconds: float

@@ -1,4 +1,4 @@
-"""``WindowPlan``: units of state that are captured in full at each iteration of a window; ``WindowKey``."""
+"""``WindowPlan``: the units of state that are captured in full in each iteration of a window; ``WindowKey``."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -40,14 +40,14 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBasis:
-    """Values that a plan was made from; later values are compared with them before another plan is made."""
+    """Inputs of a plan; present values are compared with them to decide whether another plan is made."""
 
     budget_bytes: int
     """Bytes that a rank can capture within one iteration."""
     peak_bytes: int
     """Bytes of the largest slice on any rank."""
     activations: Activations | None = None
-    """Activations as one record; None where the order does not depend on them."""
+    """Activations as one record; None if the order does not depend on them."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PlanBasis":

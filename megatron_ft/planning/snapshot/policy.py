@@ -53,7 +53,7 @@ class SnapshotContext:
 
 
 class SnapshotPolicy(Protocol):
-    """Policy: a frozen dataclass, built from ``snapshot.policy``, that decides what is captured at which iteration."""
+    """Protocol of a snapshot policy: a frozen dataclass, built from ``snapshot.policy``, that plans the windows."""
 
     @property
     def replan_drift(self) -> float:

@@ -23,7 +23,7 @@ class SnapshotReport:
 
     policy: str
     window_iterations: int | None
-    """W; None where bandwidth or iteration time is measured first, and sizes are those of a dense window."""
+    """W; None if bandwidth or iteration time is not measured yet; sizes are then those of a dense window."""
     interval_iterations: int | None
     window_bytes: int
     """Bytes of a window on the rank that captures most."""
@@ -54,7 +54,7 @@ class SnapshotReport:
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Raise ConfigError where windows take more than ``snapshot.host_memory_limit_bytes``."""
+    """Check that windows do not take more than ``snapshot.host_memory_limit_bytes``. Raises ConfigError."""
     within_limit(
         limit_bytes,
         "snapshot.host_memory_limit_bytes",

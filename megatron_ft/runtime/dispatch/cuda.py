@@ -117,7 +117,7 @@ def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    """Offset of each block when blocks of ``sizes`` lie one after the other, row by row; of the same shape."""
+    # Offset of each block when blocks of ``sizes`` lie one after the other, row by row; of the same shape.
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 

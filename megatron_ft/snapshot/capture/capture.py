@@ -121,7 +121,6 @@ class WindowCapture:
 
 
 def _lay_out(plan: WindowPlan, shards: Sequence[StateShard]) -> list[Slice]:
-    """The slices of any window of ``plan``, but for iterations and headers."""
     slices, offset = [], 0
     for index in range(plan.num_iterations):
         pieces = slice_pieces(plan, index, shards)

@@ -121,7 +121,7 @@ class Persister(threading.Thread):
         return None
 
     def _delete_old(self, due: _Write) -> None:
-        """Delete what is too old: rank 0 for all ranks; nothing where all windows are kept."""
+        # Delete what is too old: rank 0 for all ranks; nothing where all windows are kept.
         window, num_persisted = due.window, due.own.settings.num_persisted
         # One process alone deletes: two would rename the same directories.
         if window.rank != 0 or num_persisted == 0:

@@ -193,7 +193,7 @@ def _check_content(directory: Path, entry: FileEntry) -> None:
 
 
 def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Names and sizes of all regular files; anything else is refused."""
+    # Names and sizes of all regular files; anything else is refused.
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:

@@ -146,7 +146,6 @@ class WindowFile:
         self.close()
 
     def _check(self, part: Slice, target: memoryview | None) -> None:
-        """Read and check a slice, into ``target`` or into memory that is used again."""
         for start, stop, piece in part.extents():
             digest = xxhash.xxh3_128()
             for view in self._read(part.offset + start, part.offset + stop, target and target[start:stop]):
@@ -158,7 +157,6 @@ class WindowFile:
                 part.check_hash(piece, digest.hexdigest(), self.path)
 
     def _read(self, start: int, stop: int, target: memoryview | None = None) -> Iterator[memoryview]:
-        """Bytes of the payload in chunks, which lie in ``target`` or are overwritten by the next one."""
         assert self._source is not None, f"{self.path}: closed"
         if target is None:
             scratch = memoryview(bytearray(min(_CHUNK_BYTES, stop - start)))
@@ -182,7 +180,7 @@ def _head(window: Window) -> bytes:
 
 
 def _chunks(head: bytes, window: Window, payload: Sequence[memoryview], where: str) -> Iterator[bytes | memoryview]:
-    """All bytes of the file in order; each slice is checked before its first byte is returned."""
+    # All bytes of the file in order; each slice is checked before its first byte is returned.
     yield head
     position = 0
     for part, view in zip(window.slices, payload, strict=True):

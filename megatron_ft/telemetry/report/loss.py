@@ -86,7 +86,6 @@ def _evaluation(x: float, y: float, iteration: int, loss: float) -> Element:
 
 
 def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
-    """Lines of recoveries and changes with their numbers above the plot, crosses of failures on its upper edge."""
     for mark in marks:
         if mark.number is not None:
             at = x(mark.iteration)

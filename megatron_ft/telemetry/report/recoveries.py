@@ -271,7 +271,7 @@ def _num_again(recovery: Recovery, earlier: Recovery | None) -> int | None:
 
 
 def _beginning(recovery: Recovery) -> float | None:
-    """The first failure, or when the change was requested, in seconds since 1970; None where no record has a time."""
+    # The first failure, or when the change was requested, in seconds since 1970; None where no record has a time.
     faults = [record for record in recovery.every(events.FailpointHit) if record.action != "delay"]
     failures: list[Record] = [*faults, *recovery.every(events.RankFailed)]
     return min([*_times(failures), *_decided(recovery)], default=None)
@@ -387,7 +387,7 @@ class _Folding:
 
 
 def _spread(world_size: int, nodes: Sequence[int]) -> tuple[int | None, ...]:
-    """The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven."""
+    # The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven.
     world_size = _bounded(world_size)
     each = world_size // len(nodes) if nodes and world_size % len(nodes) == 0 else 0
     return tuple(node for node in nodes for _ in range(each)) if each else (None,) * world_size

@@ -170,7 +170,6 @@ def _place(lane: Lane) -> tuple[bool, int, int]:
 
 
 def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
-    """A lane for each rank after the recovery, and for each one before that has no place any more."""
     before, after = recovery.nodes_before, recovery.nodes_after
     stages = {record.rank: record for record in recovery.every(events.StageRecovery)}
     previous = _previous_ranks(recovery)
@@ -198,7 +197,7 @@ def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
 
 
 def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
-    """The former number of each rank: by the decision, or by nodes where there is none."""
+    # The former number of each rank: by the decision, or by nodes where there is none.
     before, after = recovery.nodes_before, recovery.nodes_after
     decision = recovery.decision
     if decision is not None and len(decision.previous_ranks) == len(after) > 0:
@@ -221,7 +220,6 @@ def _local(nodes: Sequence[int | None]) -> Iterator[tuple[int | None, int]]:
 
 
 def _deaths(recovery: Recovery, begin: float) -> dict[int, float]:
-    """Rank before the recovery to the seconds after which it was gone."""
     dead: dict[int, float] = {}
     for record in recovery.every(events.RankFailed):
         at = instant(record.time_unix_seconds)
@@ -242,7 +240,6 @@ def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
 
 
 def _before(recovery: Recovery, course: Course) -> list[Span]:
-    """The iterations before, and the one that the failure interrupted."""
     spans = _training(course.before, 0.0, course.begin)
     newest = course.before[-1].time_unix_seconds if course.before else None
     if recovery.is_failure and spans and newest is not None and course.begin > newest:
@@ -274,7 +271,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
 
 
 def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
-    """List spans from the decision until the rank trains; spans drawn behind others come first."""
+    # List spans from the decision until the rank trains; spans drawn behind others come first.
 
     def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[Span]:
         until, length = instant(end), duration(length)
@@ -437,7 +434,6 @@ def _described(timeline: Timeline) -> str:
 
 
 def _group(lanes: Sequence[Lane], y: float) -> Element:
-    """A bracket and the stage's name beside its ranks."""
     bottom = y + len(lanes) * (LANE + GAP) - GAP
     first = lanes[0]
     words = "gone" if first.rank is None else "ranks" if first.stage is None else f"stage {first.stage}"
@@ -486,7 +482,7 @@ def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
 
 
 def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
-    """Moments as lines; words where they do not run into each other."""
+    # Moments as lines; words where they do not run into each other.
     free_from = -1.0
     for moment in sorted(timeline.instants, key=lambda moment: moment.seconds):
         if not timeline.begin <= moment.seconds <= timeline.end:

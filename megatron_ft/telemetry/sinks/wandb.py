@@ -227,7 +227,7 @@ class Steps:
         return Step(iteration=self._iteration, figures=figures | self.run.hand_out())
 
     def _resume(self, iteration: int) -> Step | None:
-        """A started job continues after ``iteration``; what was reported of later ones is void."""
+        # A started job continues after ``iteration``; what was reported of later ones is void.
         if self._iteration > iteration:
             self._figures = {}
         complete, self._iteration = self.finish(), min(self._iteration, iteration)

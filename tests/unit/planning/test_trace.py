@@ -121,8 +121,8 @@ def test_records_follow_iterations_and_start_over() -> None:
 @pytest.mark.parametrize(
     ("chosen", "tokens", "error", "says"),
     [
-        (model(num_layers=3), [[[1, 2], [3, 4]]], DataError, "has 2 layers with loads: must have at least 3"),
-        (model(num_experts=3), [[[1, 2], [3, 4]]], DataError, "has 2 experts: must have at least 3"),
+        (model(num_layers=3), [[[1, 2], [3, 4]]], DataError, "has 2 layers with loads, but needs at least 3"),
+        (model(num_experts=3), [[[1, 2], [3, 4]]], DataError, "has 2 experts, but needs at least 3"),
         (model(), [[[1, 2], [3, 4]], [[0, 0], [1, 1]]], DataError, "record 1 has no tokens for layer 1"),
         (
             model(router_trace_start=1),
