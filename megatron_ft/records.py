@@ -1,8 +1,8 @@
 """The base of all records of a run: typed, strict, flat JSON. The kinds are in ``events.py``.
 
 A record is a frozen dataclass. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one back and refuses
-invalid ones; ``read_record()`` keeps kinds that are not defined here. Numbers that JSON lacks are written as the strings
-``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: the process
+invalid ones; ``read_record()`` keeps kinds that are not defined here. Numbers that JSON lacks are written as strings:
+``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: the process
 that reports, or the sink that receives, sets ``time_unix_seconds``.
 """
 

@@ -102,8 +102,8 @@ def _share(
 ) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
     """Broadcast state besides tensors, the logged votes and the plan of windows (None before the first); collective.
 
-    The sender is ``LocalizedPlan.voter``. Others use only the part of the state that is the same on every rank: a replay
-    computes buffers and generators.
+    The sender is ``LocalizedPlan.voter``. Others use only the part of the state that is the same on every rank: a
+    replay computes buffers and generators.
     """
     # The same choice on every rank, from the same reports.
     first = plan.voter(standings)
