@@ -62,7 +62,7 @@ SYNTAX = [
     bad("data.train=3", says=["data.train=3", "list of str"]),
     bad("optimizer.lr=fast", says=["optimizer.lr=fast", "float"]),
     bad("model.num_layers=2,4", says=["model.num_layers=2,4", "must be one value"]),
-    bad("training.seed=${nowhere}", says=["training.seed=${nowhere}", "must refer to"]),
+    bad("training.seed=${nowhere}", says=["training.seed=${nowhere}", "must be an interpolation"]),
     bad("~model.num_layers", says=["~model.num_layers", "must not be deleted"]),
     bad("model.num_layers 3", says=["model.num_layers 3", "must be key=value"]),
     bad("--num-layers=3", says=["--num-layers=3", "model.num_layers=3"]),

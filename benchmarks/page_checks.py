@@ -72,7 +72,7 @@ class Files:
             "Recoveries": True,
             "Expert load": bool(self.every("expert_load")),
             "Placement": bool(self.every("placement_in_force")),
-            "How each went": bool(self.hits),
+            "Details of each recovery": bool(self.hits),
         }
         return [name for name, is_present in present.items() if is_present]
 
@@ -190,7 +190,7 @@ def _figures(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
         yield f"loss of iteration {iteration}", _number(loss), files.losses[int(iteration.replace(",", ""))]
     yield from _loads(files, tab)
     footer = tab.evaluate("document.querySelector('footer').textContent")
-    told = f"From {len(files.events):,} events and {len(files.metrics):,} metrics"
+    told = f"Made from {len(files.events):,} events and {len(files.metrics):,} metrics"
     yield "the footer", footer[: len(told)], told
 
 

@@ -110,7 +110,7 @@ def _to_float(value: float, where: str) -> float:
         # Integers in JSON have any size.
         return float(value)
     except OverflowError:
-        raise ValueError(f"{where}: must be a number that a float can hold") from None
+        raise ValueError(f"{where}: must be within the range of a float") from None
 
 
 def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, hint: Any) -> Any:
@@ -124,7 +124,6 @@ def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, h
 
 @cache
 def _fields_of(kind: type) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Type of each field, and the fields that have no default."""
     hints = get_type_hints(kind, include_extras=True)
     required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     return {field.name: hints[field.name] for field in fields(kind)}, frozenset(required)
@@ -152,4 +151,4 @@ def _check_bound(bound: Any, value: Any, where: str) -> None:
                 raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be from {low} to {high}")
         case Length(low, high):
             if not low <= len(value) <= high:
-                raise ValueError(f"{where}: must have {low} to {high} entries or characters, has {len(value)}")
+                raise ValueError(f"{where}: must have {low} to {high} entries or characters, but has {len(value)}")

@@ -27,7 +27,7 @@ class SnapshotPlanned(Record):
 
     def describe(self) -> Note:
         return Note(
-            "info", f"snapshots: window of {self.window_iterations} iterations, {size(self.window_bytes)} a rank"
+            "info", f"snapshots: windows of {self.window_iterations} iterations, {size(self.window_bytes)} per rank"
         )
 
 
@@ -65,7 +65,9 @@ class WindowDelayed(Record):
 
     def describe(self) -> Note:
         behind = size(self.replicating_bytes)
-        return Note("warning", f"window after iteration {self.iteration} waits for peers, {behind} behind")
+        return Note(
+            "warning", f"a window is delayed after iteration {self.iteration}: {behind} still have to reach peers"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,7 @@ class UpstreamLogPlanned(Record):
     """Memory of logs on the node that keeps most."""
 
     def describe(self) -> Note:
-        return Note("info", f"upstream log: {self.iterations_kept} iterations, {size(self.log_bytes)} a rank")
+        return Note("info", f"upstream log: keeps {self.iterations_kept} iterations, {size(self.log_bytes)} per rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +117,8 @@ class UpstreamLogFull(Record):
     """Iterations whose tensors are kept."""
 
     def describe(self) -> Note:
-        effect = "no stage can replay alone until a later window is committed"
-        return Note("warning", f"upstream log is full from iteration {self.iteration} on: {effect}")
+        effect = "until a later window is committed, no stage can replay alone"
+        return Note("warning", f"upstream log is full from iteration {self.iteration} on; {effect}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ def to_float(value: object) -> float:
     try:
         return float(value)
     except OverflowError:  # JSON integers have no limit
-        raise ValueError("an integer beyond the range of a float: must be a number that a float holds") from None
+        raise ValueError("must be within the range of a float, is a larger integer") from None
 
 
 def decode(hint: Any, value: JsonValue, where: str) -> Any:

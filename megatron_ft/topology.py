@@ -72,8 +72,8 @@ class Topology:
             raise ConfigError.of(
                 "parallel.expert_model_parallel_size",
                 self.expert_model_parallel_size,
-                f"must, times expert_tensor_parallel_size={self.expert_tensor_parallel_size}, divide the ranks "
-                f"of a pipeline stage, TP * CP * DP = {self.stage_size}",
+                f"times expert_tensor_parallel_size={self.expert_tensor_parallel_size} must divide the number of "
+                f"ranks of a pipeline stage, TP * CP * DP = {self.stage_size}",
             )
 
     @property
@@ -136,7 +136,7 @@ class Cluster:
     def of(cls, num_nodes: int, ranks_per_node: int, failure_domains: list[str] | None = None) -> "Cluster":
         """Make a cluster with every node alive; without names every node is a failure domain of its own."""
         domains = tuple(failure_domains or (f"node{node}" for node in range(num_nodes)))
-        assert len(domains) == num_nodes, f"{len(domains)} failure domains for {num_nodes} nodes"
+        assert len(domains) == num_nodes, f"{len(domains)} names of failure domains for {num_nodes} nodes"
         return cls(ranks_per_node=ranks_per_node, failure_domains=domains, alive=frozenset(range(num_nodes)))
 
     @property

@@ -88,7 +88,7 @@ def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequenc
 def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, variables: Mapping[str, str]) -> str:
     """Write these options of sbatch, overrides and environment variables into a script of this folder."""
     script = (HERE / name).read_text(encoding="utf-8")
-    assert script.count(_START) == 1, "its first command, behind the directives: of two the later one counts"
+    assert script.count(_START) == 1, "the script must have exactly one first command after the directives"
     directives = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
     exports = "".join(f"export {variable}={shlex.quote(text)}\n" for variable, text in variables.items())
     return script.replace(_START, f'{directives}{_START}{exports}set -- {shlex.join(overrides)} "$@"\n')
@@ -101,9 +101,11 @@ def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
         Refused: one of them is.
     """
     if chosen.shape != "array" and chosen.queued != 0:
-        raise Refused("--queued is of --shape array")
+        raise Refused("--queued needs --shape array")
     if not 0 <= chosen.queued <= num_spares:
-        raise Refused(f"--queued={chosen.queued}: must be in 0..{num_spares}, MFT_SPARE_NODES: only spares can be late")
+        raise Refused(
+            f"--queued={chosen.queued}: must be in 0..{num_spares} (MFT_SPARE_NODES): only spares can start late"
+        )
     if chosen.chain < 1:
         raise Refused(f"--chain={chosen.chain}: must be at least 1")
 
@@ -135,7 +137,7 @@ def submit_chain(script: str, length: int) -> list[str]:
         except Refused as refusal:
             if not jobs:
                 raise
-            raise Refused(f"{refusal}\nof {length} jobs these were submitted, and stay: {', '.join(jobs)}") from None
+            raise Refused(f"{refusal}\nof {length} jobs these were submitted and remain: {', '.join(jobs)}") from None
     return jobs
 
 
@@ -143,12 +145,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the command; its exit code."""
     default_site = Path(os.environ.get("MFT_SITE") or HERE / "site.env")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--nodes", type=int, required=True, help="of the allocation or the array, spares included")
-    parser.add_argument("--shape", choices=SHAPES, default="allocation", help="one allocation, or a task per node")
-    parser.add_argument("--queued", type=int, default=0, help="spares of an array that wait in Slurm's queue")
-    parser.add_argument("--chain", type=int, default=1, help="jobs, one after the other until the run is done")
-    parser.add_argument("--site", type=Path, default=default_site, help="file of the site's values (MFT_SITE)")
-    parser.add_argument("overrides", nargs="*", help="of Hydra, e.g. experiment=mixtral_slurm")
+    parser.add_argument(
+        "--nodes", type=int, required=True, help="number of nodes of the allocation or array, spares included"
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="allocation", help="one allocation, or an array with a task per node"
+    )
+    parser.add_argument(
+        "--queued", type=int, default=0, help="number of an array's spares that may still wait in Slurm's queue"
+    )
+    parser.add_argument("--chain", type=int, default=1, help="number of jobs; each continues the run of the one before")
+    parser.add_argument("--site", type=Path, default=default_site, help="file with the values of the site (MFT_SITE)")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. experiment=mixtral_slurm")
     chosen = parser.parse_args(arguments)
     overrides = list(chosen.overrides)
     names = [word.partition("=")[2] for word in overrides if word.startswith("run.name=")]

@@ -36,7 +36,7 @@ from megatron_ft.planning.recovery.losses import Stored, cost_of_loss
 from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import report_snapshots
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.window_folder import open_windows
 from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
@@ -120,8 +120,8 @@ class Run:
         num_ranks = len(self.nodes) * self.config.launch.ranks_per_node
         if (found := sum(len(plan.ranks) for plan in plans)) != num_ranks:
             raise DataError(
-                f"{path}: is of {found} ranks; the nodes present, {list(self.nodes)}, have {num_ranks}: "
-                "a membership may be forming just now, ask again"
+                f"{path}: has a placement of {found} ranks, but the present nodes {list(self.nodes)} have "
+                f"{num_ranks} ranks; if a membership is being formed, try again"
             )
         return plans, loads
 
@@ -131,7 +131,7 @@ class Run:
         path, damaged = newest_valid(self.path / "checkpoints")
         notes = [f"{report.path}: skipped: {report.reason}" for report in damaged]
         persisted = None
-        if folder := self._windows():
+        if folder := open_windows(self.config, self.path):
             world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
             entry, reports = folder.newest(world_size)
             persisted = None if entry is None else entry.start_iteration
@@ -145,13 +145,6 @@ class Run:
         )
         return stored, tuple(notes)
 
-    def _windows(self) -> WindowFolder | None:
-        url = self.config.snapshot.persist_url
-        own = self.path / "windows"
-        if url is None:
-            return WindowFolder(own) if own.is_dir() else None
-        return WindowFolder(f"{url.rstrip('/')}/{self.path.name}")
-
 
 def read_config(path: Path) -> JobConfig:
     """Read the configuration a run was started with, and derive it as at the start.
@@ -164,7 +157,7 @@ def read_config(path: Path) -> JobConfig:
     try:
         return derive_placement(from_dict(yaml.safe_load(path.read_text())))
     except (OSError, yaml.YAMLError, ConfigError, AttributeError) as error:
-        raise DataError(f"{path}: must be the configuration of a run: {error}") from None
+        raise DataError(f"{path}: must contain the configuration of a run: {error}") from None
 
 
 def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
@@ -281,8 +274,8 @@ def render(answer: Answer) -> str:
 def _held(cost: LossCost) -> str:
     """Describe the use of the present state of operators on the remaining nodes."""
     if cost.rung in ("replicas", "localized"):
-        return "stay alive in their present state"
-    return "have their present state on nodes that are left, which is not used"
+        return "keep their present state"
+    return "have their present state on other nodes, but it is not used"
 
 
 def grouped(operators: Sequence[OperatorId]) -> str:
@@ -309,10 +302,12 @@ def parser() -> argparse.ArgumentParser:
     first, *_ = (__doc__ or "").split("\n\n")
     result = argparse.ArgumentParser(prog="can_recover", description=first)
     result.add_argument("run_dir", type=Path, nargs="?", help="folder of the run")
-    result.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="a job that has not begun, instead of a run")
-    result.add_argument("--lose", required=True, metavar="2,5", help="nodes lost together")
-    result.add_argument("--ranks-only", action="store_true", help="their ranks die, the nodes' processes live")
-    result.add_argument("--as-if-running", action="store_true", help="a run that has ended: what would have followed")
+    result.add_argument(
+        "--config", nargs="+", metavar="KEY=VALUE", help="evaluate a job that is not started, instead of a run"
+    )
+    result.add_argument("--lose", required=True, metavar="2,5", help="nodes that are lost together")
+    result.add_argument("--ranks-only", action="store_true", help="only their ranks die; the agents continue")
+    result.add_argument("--as-if-running", action="store_true", help="evaluate a run that has ended as if it still ran")
     result.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return result
 
@@ -322,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(arguments)
     if (options.run_dir is None) == (options.config is None):
-        command.error("give a run's folder or --config, one of them")
+        command.error("give either a run's folder or --config")
     try:
         lost = [int(number) for number in options.lose.split(",")]
     except ValueError:

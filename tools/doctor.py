@@ -46,7 +46,7 @@ def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding
         needs = needs_of(config, plan, nodes_here=nodes_here)
     except ConfigError as refusal:
         subject = "data" if isinstance(refusal, DataError) else "configuration"
-        fix = "change what it names; the checks of the job's needs were left out"
+        fix = "change what it names; the checks against the job's needs were skipped"
         found.append(error(subject, str(refusal), fix))
     device = "cpu" if needs is None else needs.device
     required = needs is not None and needs.uses_transformer_engine
@@ -79,9 +79,13 @@ def parser() -> argparse.ArgumentParser:
     """Command line of this tool."""
     first, *_ = (__doc__ or "").split("\n\n")
     result = argparse.ArgumentParser(prog="doctor", description=first)
-    result.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for pretrain_moe.py")
-    result.add_argument("--nodes-here", type=int, help="nodes on this machine (all with launch.mode=local, else 1)")
-    result.add_argument("--strict", action="store_true", help="exit code 1 for warnings")
+    result.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the job, as for pretrain_moe.py"
+    )
+    result.add_argument(
+        "--nodes-here", type=int, help="number of nodes on this machine (all with launch.mode=local, otherwise 1)"
+    )
+    result.add_argument("--strict", action="store_true", help="exit with code 1 if there are warnings")
     result.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return result
 

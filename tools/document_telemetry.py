@@ -65,7 +65,7 @@ def render(page: str) -> str:
         head, _, rest = page.partition(begin)
         _, found, tail = rest.partition(end)
         if not found:
-            raise ValueError(f"{PAGE.name}: markers of {name!r} must be there")
+            raise ValueError(f"{PAGE.name}: must contain the markers of {name!r}")
         page = f"{head}{begin}\n{text}\n{end}{tail}"
     return page
 

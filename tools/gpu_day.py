@@ -46,12 +46,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("call", choices=sorted(stages.CALLS), help="which stages")
     parser.add_argument(
-        "--budget", type=float, default=DEFAULT_BUDGET_SECONDS, metavar="SECONDS", help="the whole call ends by then"
+        "--budget",
+        type=float,
+        default=DEFAULT_BUDGET_SECONDS,
+        metavar="SECONDS",
+        help="time when the whole command must end",
     )
     parser.add_argument("--stages", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder for lines, logs and results")
+    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder for output lines, logs and results")
     parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="where a GPU's results are kept"
+        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder that keeps results of GPUs"
     )
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()

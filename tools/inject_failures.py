@@ -60,23 +60,25 @@ def _parser() -> argparse.ArgumentParser:
     node(
         "--partition",
         nargs="+",
-        help="cut the network of these nodes, each in a network namespace of its own; needs root",
+        help="cut the network of these nodes, each in its own network namespace; needs root",
     )
-    node("--disk-error", nargs="+", help="every write of these nodes' processes to files fails (EFBIG)")
-    node("--drain", help="have the node leave at an iteration boundary")
-    node("--add", help="have the node started, so that it joins")
+    node("--disk-error", nargs="+", help="let every file write of these nodes' processes fail (EFBIG)")
+    node("--drain", help="let the node leave at an iteration boundary")
+    node("--add", help="start the node, so that it joins")
     what.add_argument("--trace", type=Path, metavar="FILE", help="replay `milliseconds,add|remove,node` lines")
-    parser.add_argument("--at-iteration", type=int, metavar="N", help="begin once iteration N is reported")
+    parser.add_argument("--at-iteration", type=int, metavar="N", help="start when iteration N is reported")
     parser.add_argument(
         "--for",
         dest="seconds",
         type=float,
         metavar="SECONDS",
-        help="with --stop: then SIGCONT; how long a partition or disk error lasts",
+        help="seconds: with --stop until SIGCONT, otherwise the length of the partition or disk error",
     )
-    parser.add_argument("--minutes", type=float, help="with --trace: length of it that is used; default all")
-    parser.add_argument("--scale", type=float, help="with --trace: seconds here for each of its seconds; default 1")
-    parser.add_argument("--most-nodes", type=int, help="with --trace: node numbers used; default launch.max_nodes")
+    parser.add_argument("--minutes", type=float, help="with --trace: seconds of the trace that are used; default all")
+    parser.add_argument("--scale", type=float, help="with --trace: real seconds per second of the trace; default 1")
+    parser.add_argument(
+        "--most-nodes", type=int, help="with --trace: number of nodes that are used; default launch.max_nodes"
+    )
     return parser
 
 
@@ -114,12 +116,12 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse inconsistent options before any waiting. Raises ConfigError."""
     for option in ("minutes", "scale", "most-nodes"):
         if (value := getattr(options, option.replace("-", "_"))) is not None and options.trace is None:
-            raise ConfigError.of(f"--{option}", value, "is for --trace only")
+            raise ConfigError.of(f"--{option}", value, "can only be used with --trace")
     lasting = options.partition is not None or options.disk_error is not None
     if options.seconds is not None and options.stop is None and not lasting:
-        raise ConfigError.of("--for", options.seconds, "is for --stop, --partition and --disk-error only")
+        raise ConfigError.of("--for", options.seconds, "can only be used with --stop, --partition or --disk-error")
     if lasting and options.seconds is None:
-        raise ConfigError.of("--for", None, "must be given: a partition or a disk error ends by itself")
+        raise ConfigError.of("--for", None, "must be given, because a partition or disk error needs an end")
     if options.seconds is not None and not 0 < options.seconds < float("inf"):
         raise ConfigError.of("--for", options.seconds, "must be finite and above 0")
 
@@ -135,7 +137,7 @@ def _launch(run_dir: Path) -> dict[str, int]:
     if numbers["max_nodes"] is None:
         numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
     if any(type(value) is not int for value in numbers.values()):
-        raise DataError(f"{path}: launch must hold numbers, has {numbers}")
+        raise DataError(f"{path}: launch must contain numbers, but has {numbers}")
     return numbers
 
 
@@ -150,7 +152,7 @@ def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, i
     with AdminClient(options.run_dir) as operator:
         members = sorted(operator.status()["members"])
     if members != list(range(schedule.num_initial_nodes)):
-        wanted = f"the trace begins with {schedule.num_initial_nodes} nodes"
+        wanted = f"the trace starts with {schedule.num_initial_nodes} nodes"
         raise ControlError(f"members={members}: must be nodes 0 to {schedule.num_initial_nodes - 1}: {wanted}")
     return injector.replay(schedule, until=lambda: not (options.run_dir / CONTROLLER_FILE).exists())
 

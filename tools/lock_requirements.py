@@ -55,7 +55,10 @@ def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
         match = _PIN.match(line)
         hashes = tuple(_HASH.findall(line))
         if match is None or _HASH.sub("", line[match.end() :]).strip():
-            raise ValueError(f"{line[:80]!r}: must be name==version, for all Pythons or those before or from 3.11")
+            raise ValueError(
+                f"{line[:80]!r}: must be name==version, for all Python versions, or with a marker for those "
+                "before or from 3.11"
+            )
         pins[Pin(normal(match[1]), match[2], match[3] or "")] = hashes
     return pins
 
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, file in SETS.items():
         members = {found for python in PYTHONS for found in _closure(uv, (SETS["torch"], file), python)}
         if members - known:
-            print(f"constraints.txt: must pin {', '.join(sorted(members - known))}", file=sys.stderr)
+            print(f"constraints.txt: must pin also {', '.join(sorted(members - known))}", file=sys.stderr)
             return 1
         text = render([pin for pin in constraints if pin.name in members - done], hashes, before)
         (FOLDER / f"{name}.lock").write_text(text)

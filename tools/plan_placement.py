@@ -32,14 +32,16 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="plan_placement", description=__doc__)
     source = result.add_mutually_exclusive_group(required=True)
     source.add_argument("--loads", type=Path, metavar="FILE", help=f"recorded loads ({', '.join(SUFFIXES)})")
-    source.add_argument("--replica-counts", metavar="2,3,3", help="replicas of each expert; skips the allocation")
+    source.add_argument(
+        "--replica-counts", metavar="2,3,3", help="number of replicas of each expert; the allocation is skipped"
+    )
     result.add_argument(
-        "--iteration", type=int, help="only this iteration of the recorded loads (default: all, summed)"
+        "--iteration", type=int, help="use only this iteration of the recorded loads (default: sum of all)"
     )
     result.add_argument("--num-nodes", type=int, required=True)
     result.add_argument("--slots-per-node", type=int, required=True)
     result.add_argument(
-        "--min-replicas", type=int, help=f"replicas every expert has at least (default: {DEFAULT_MIN_REPLICAS})"
+        "--min-replicas", type=int, help=f"least number of replicas of each expert (default: {DEFAULT_MIN_REPLICAS})"
     )
     result.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="overlap_search")
     result.add_argument(
@@ -47,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         action="append",
         metavar="K",
-        help="nodes lost together; repeatable (default: 1 and 2)",
+        help="number of nodes lost together; repeatable (default: 1 and 2)",
     )
     result.add_argument("--json", action="store_true", help="one JSON document instead of tables")
     result.add_argument("--plot", type=Path, metavar="FILE.png", help="draw slots and survival curves")
@@ -173,7 +175,7 @@ def table(result: Result) -> str:
     lowered = {allocation.min_replicas for allocation in result.allocations if allocation.lowered}
     if lowered:
         wanted = result.allocations[0].requested_min_replicas
-        lines.append(f"too few slots: at least {min(lowered)} replicas per expert instead of {wanted}")
+        lines.append(f"too few slots: every expert has at least {min(lowered)} replicas instead of {wanted}")
     lines += ["", "survival        " + "".join(f"{value.num_lost:>3} lost" for value in result.joint)]
     for number, values in enumerate(result.layers, start=1):
         lines.append(f"  layer {number:<8}" + "".join(f"{value.probability:>8.4f}" for value in values))
@@ -181,7 +183,7 @@ def table(result: Result) -> str:
     for value in result.joint:
         if value.interval is not None:
             low, high = value.interval
-            lines.append(f"  {value.num_lost} lost: an estimate, between {low:.4f} and {high:.4f} (99.9 %)")
+            lines.append(f"  {value.num_lost} lost: an estimate between {low:.4f} and {high:.4f} (99.9 %)")
     for number, by_rank in enumerate(result.plan.slots, start=1):
         counts = ",".join(str(count) for count in result.plan.replica_counts(number - 1))
         lines += ["", f"layer {number}: replicas {counts}"]

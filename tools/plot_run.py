@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--out", type=Path, required=True, help="picture to write; its suffix names the format")
+    parser.add_argument("--out", type=Path, required=True, help="picture to write; the suffix chooses the format")
     options = parser.parse_args(arguments)
     try:
         metrics, events = read_run(options.run_dir)
@@ -51,7 +51,7 @@ def read_run(run_dir: Path) -> tuple[list[Metrics], list[Record]]:
     except (OSError, ValueError) as error:
         raise DataError(f"run_dir={run_dir}: must be a run with metrics.jsonl and events.jsonl: {error}") from error
     if not metrics:
-        raise DataError(f"run_dir={run_dir}: must hold the metrics of one iteration at least")
+        raise DataError(f"run_dir={run_dir}: must contain the metrics of at least one iteration")
     return metrics, events
 
 
@@ -64,7 +64,7 @@ def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) ->
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SoftwareError("matplotlib: must be installed to draw; pip install -e '.[docs]'") from error
+        raise SoftwareError("matplotlib: must be installed; pip install -e '.[docs]'") from error
     loads = {event.iteration: event for event in events if isinstance(event, ExpertLoad)}
     figure = Figure(figsize=(11, 7.5 if loads else 4), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", weight="bold")

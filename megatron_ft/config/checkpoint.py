@@ -18,8 +18,8 @@ class CheckpointConfig:
     keep_every_iterations: int = 0
     """Also keep checkpoints whose iteration is a multiple of this; 0 keeps no others."""
     load: str | None = None
-    """Checkpoint directory of any run to start from (weights, optimizer, position); differences in configuration are
-    printed. Null starts from scratch."""
+    """Directory of a checkpoint, also of another run, from which a new run starts (weights, optimizer, position).
+    Differences in configuration are printed. Null starts from scratch."""
     trust: bool = False
     """Load a checkpoint that has no manifest of this project. Its metadata is pickled: loading it can run code."""
     fully_parallel: bool = True

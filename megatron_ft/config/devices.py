@@ -1,4 +1,4 @@
-"""The devices that ``training.device=auto`` can become, and why a configuration cannot run on one of them."""
+"""The devices that ``training.device=auto`` can choose, and the reasons why one of them refuses a configuration."""
 
 import dataclasses
 

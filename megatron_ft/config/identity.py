@@ -51,22 +51,22 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Identity that a job writes into checkpoints and windows, and compares with theirs."""
+    """Identity of a job: written into its checkpoints and windows, and compared before one of them is loaded."""
 
     run_id: str
     """Random name of the run, stored in its folder."""
     run_name: str
     """Name of the run's folder, for messages and for files of format 1, which identify the run by it."""
     settings: Settings
-    """Result of ``settings_of`` for the job."""
+    """The job's settings, from ``settings_of``."""
     takes_format_1: bool = False
-    """Whether the run was started before it had a ``run_id``: then files of format 1 can be its own."""
+    """Whether the run began before runs had a ``run_id``: then files of format 1 can belong to it."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
-        """Say why a file with these records belongs to another run; None if it belongs to this one.
+        """Return the reason why a file with these records belongs to another run; None if it belongs to this one.
 
         Args:
-            run_id: as recorded; in format 1 the name of the run's folder.
+            run_id: the recorded id; in format 1 the name of the run's folder.
         """
         # Folders may be renamed or copied, so only the random name identifies a run.
         if format_version > 1:
@@ -135,7 +135,6 @@ _DERIVED = ("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations")
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:
-    """Keys that determine the learning rate of every iteration."""
     options, num_iterations = config.optimizer, config.training.train_iterations
     schedule: dict[str, JsonValue] = {
         "training.global_batch_size": config.training.global_batch_size,
@@ -162,7 +161,7 @@ def _data_differences(stored: Mapping[str, JsonValue], present: Mapping[str, Jso
     keys = sorted(key for key in {*stored, *present} - {FINGERPRINT} if stored.get(key) != present.get(key))
     if keys:
         return [Difference(concern="data", key=key, stored=stored.get(key), present=present.get(key)) for key in keys]
-    advice = "the files contain other tokens"
+    advice = "the files contain different tokens"
     before, now = stored.get(FINGERPRINT), present.get(FINGERPRINT)
     return [Difference(concern="data", key=FINGERPRINT, stored=before, present=now, advice=advice)]
 

@@ -11,10 +11,10 @@ class LaunchConfig:
     """``local``: this command starts an agent per node, and agents start the ranks. ``torchrun`` or ``srun``: this
     process is already a rank; chosen automatically, with a note, where the launcher's variables are set."""
     node_launcher: str = "local"
-    """Start of nodes in mode ``local``. ``local``: on this machine. ``srun``: one on each node of the Slurm
-    allocation that this command runs in. ``none``: not by this command; each task of the Slurm array that it runs in
-    connects as a node, and reconnects by itself if it is lost. ``module:Class`` is a launcher from outside of this
-    package (``control/launchers/base.py``)."""
+    """Process that starts the nodes in mode ``local``. ``local``: this command, on this machine. ``srun``: this
+    command, one on each node of the Slurm allocation that it runs in. ``none``: Slurm; each task of the array that this
+    command runs in is a node, which connects, and connects again if it is lost. ``module:Class`` is a launcher outside
+    of this package (``control/launchers/base.py``)."""
     num_nodes: int = 1
     """Nodes that the job starts with."""
     ranks_per_node: int = 1
@@ -37,7 +37,7 @@ class LaunchConfig:
     stop_timeout_seconds: float = 20.0
     """Time after a stop request at which ranks that still run are killed. Mode ``local``."""
     max_restarts: int = 0
-    """Restarts of all ranks after one has failed, counted as long as the run makes no progress between them; ranks
+    """Restarts of all ranks after a rank has failed, counted as long as there is no progress between them; ranks
     continue from the newest window or checkpoint. Mode ``local``."""
     min_nodes: int | None = None
     """Fewest nodes that training continues with after losses: a node is removed when one of its ranks dies, and the
@@ -50,16 +50,16 @@ class LaunchConfig:
     join_window_seconds: float = 5.0
     """Wait after a node is ready to join, so that other nodes can join at the same time."""
     max_node_restarts: int = 3
-    """Restarts of a lost node in a row, each of which fails to start or trains for fewer than ten iterations."""
+    """Restarts of a lost node in a row that fail to start or end before ten iterations."""
     restart_lost_nodes: bool = False
-    """Whether a lost node is started again to join the others. With ``launch.node_launcher=none`` its agent is not
-    started but waited for."""
+    """Whether a lost node is started again to join the others. With ``launch.node_launcher=none`` the job waits for it
+    instead."""
     keep_layout: bool = False
     """Whether the job keeps its parallel layout when nodes are lost: a spare node, or the restarted node itself, takes
-    the place of the lost one, and only the pipeline stages that lost a rank go back."""
+    the place of the lost one, and only the pipeline stages that lost a rank replay."""
     position_timeout_seconds: float = 10.0
-    """Longest wait, when nodes are lost, for a rank's position after others have reported theirs; its node is then lost
-    too. This is a last resort: a rank aborts a collective by itself after half a second. Must exceed the time that a
+    """Longest wait, when nodes are lost, for a rank's position after others have reported theirs; then its node is also
+    lost. This is a last resort: a rank aborts a collective by itself after half a second. Must exceed the time that a
     rank computes between two collectives."""
     reform_timeout_seconds: float = 60.0
     """Longest wait, when nodes are lost, for the positions of the remaining ranks and for their new process group."""

@@ -1,10 +1,10 @@
 """Scheduled membership changes of a configuration, e.g. ``lose(nodes=[2],before_iteration=5)``.
 
-Before that iteration, ranks leave without a fault and others join: the reference for a job that had the same losses
-and joins by failures. ``join(nodes=[2],before_iteration=9)`` adds nodes, ``change(lose=[1],join=[2],
-before_iteration=12)`` does both at once. A node in both lists is restarted: its new ranks have no state.
-``change(lose=[],join=[],before_iteration=12)`` keeps the members and plans the placement again. Several entries before
-one iteration are memberships that form one after the other.
+Before that iteration, ranks leave without a fault and others join. A job with the same losses and joins by failures is
+compared with such a run. ``join(nodes=[2],before_iteration=9)`` adds nodes,
+``change(lose=[1],join=[2],before_iteration=12)`` does both at once. A node in both lists is restarted: its new ranks
+have no state. ``change(lose=[],join=[],before_iteration=12)`` keeps the members and plans the placement again. Several
+entries before one iteration form several memberships, one after the other.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """Nodes that leave and nodes that join before an iteration; a node that does both joins without state."""
+    """Nodes that leave and nodes that join before an iteration; a node in both lists joins without state."""
 
     lose: tuple[int, ...] = ()
     """Ascending."""
@@ -41,7 +41,7 @@ class MembershipChange:
     def between(
         cls, before: Iterable[int], after: Iterable[int], joining: Iterable[int], before_iteration: int
     ) -> "MembershipChange":
-        """Make the change from nodes ``before`` to nodes ``after``, of which those in ``joining`` have no state."""
+        """Make the change from nodes ``before`` to nodes ``after``; those in ``joining`` have no state."""
         lost = (set(before) - set(after)) | (set(before) & set(joining))
         joined = (set(after) - set(before)) | set(joining)
         return cls(lose=tuple(sorted(lost)), join=tuple(sorted(joined)), before_iteration=before_iteration)
@@ -56,11 +56,11 @@ class MembershipChange:
         return f"change(lose={lose},join={join},before_iteration={self.before_iteration})"
 
     def after(self, nodes: Iterable[int]) -> tuple[int, ...]:
-        """The members after the change of ``nodes``, ascending."""
+        """Return the members after the change of ``nodes``, ascending."""
         return tuple(sorted(set(nodes) - set(self.lose) | set(self.join)))
 
     def summary(self) -> str:
-        """Part of a log line."""
+        """Describe the change as part of a log line."""
         leaving = [f"nodes {list(self.lose)} leave"] if self.lose else []
         joining = [f"nodes {list(self.join)} join"] if self.join else []
         what = " and ".join(leaving + joining) or "the placement is planned again"

@@ -81,14 +81,14 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
     if documented is not None and "nterpolation" not in type(cause).__name__:
         return ConfigError.of(key, value, f"must be of type {documented.type} ({reason})")
     if documented is not None:
-        return ConfigError.of(key, value, f"must refer to something that exists ({reason})")
+        return ConfigError.of(key, value, f"must be an interpolation of keys that exist ({reason})")
     if plain in group_docs():
         return ConfigError.of(key, value, f"must be a mapping of the keys of group {plain} ({reason})")
     return ConfigError.of(key, value, "is not a known key" + _near(plain, list(known_keys())))
 
 
 def _given(key: str, given: Mapping[str, Any]) -> Any:
-    """Value of a key in the overrides, also inside ``group={key: value}``; otherwise a hint at ``conf/``."""
+    # Value of a key in the overrides, also inside ``group={key: value}``; otherwise a hint at ``conf/``.
     if key in given:
         return given[key]
     group, _, name = key.partition(".")
@@ -97,7 +97,6 @@ def _given(key: str, given: Mapping[str, Any]) -> Any:
 
 
 def _near(key: str, known: Iterable[str]) -> str:
-    """Suggest keys with the same last part, else keys with a similar last part, else similar keys."""
     keys, last = list(known), key.rpartition(".")[2]
     ends = [candidate for candidate in keys if candidate.rpartition(".")[2] == last]
     if ends:

@@ -49,7 +49,7 @@ def _build(key: str, found: type, values: Mapping[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(found) if field.init}
     for name in values:
         if name not in fields:
-            what = f"must be a field of {found.__name__}: {', '.join(sorted(fields))}"
+            what = f"must be one of the fields of {found.__name__}: {', '.join(sorted(fields))}"
             raise ConfigError.of(f"{key}.{name}", values[name], what)
     # Checked before the call, whose TypeError would name arguments of a class and no key.
     for name, field in fields.items():

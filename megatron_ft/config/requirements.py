@@ -37,7 +37,7 @@ _NO_CUDA = Requirement(
     value="cuda",
     is_excluded=True,
     instead="cpu",
-    reason="after the loss of a rank NCCL communicators cannot be formed again yet",
+    reason="this version cannot form NCCL communicators again after the loss of a rank",
 )
 
 REPLICAS: tuple[Requirement, ...] = (
@@ -53,7 +53,7 @@ REPLICAS: tuple[Requirement, ...] = (
         key="placement.algorithm",
         is_excluded=True,
         instead="given",
-        reason="a lost node's experts survive only as replicas on other nodes, e.g. placement=overlap_search",
+        reason="only replicas on other nodes keep the experts of a lost node; choose e.g. placement=overlap_search",
     ),
     _NO_CUDA,
 )
@@ -71,7 +71,7 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         key="snapshot.policy",
         is_excluded=True,
         instead="given",
-        reason="a stage that loses a rank goes back to a window, e.g. snapshot=sparse_window",
+        reason="a stage that loses a rank restarts from a window; choose e.g. snapshot=sparse_window",
     ),
     _NO_CUDA,
 )

@@ -58,7 +58,6 @@ def validate(config: JobConfig) -> None:
 
 
 def _check_failpoints(config: JobConfig) -> None:
-    """Check that failpoints parse and name a rank, node and iteration that exist: one that cannot fire is a mistake."""
     num_nodes, world_size = config.launch.most_nodes, config.launch.most_nodes * config.launch.ranks_per_node
     for text in config.launch.failpoints:
         failpoint = parse(text)
@@ -81,7 +80,7 @@ def _check_failpoints(config: JobConfig) -> None:
 
 
 def _last_generation(config: JobConfig) -> int | None:
-    """Largest generation that can occur; None where nodes can join without limit."""
+    # Largest generation that can occur; None where nodes can join without limit.
     # The count of restarts begins again after every iteration of progress, and after each start nodes can be lost one
     # by one.
     if config.launch.most_nodes > config.launch.num_nodes or config.launch.restart_lost_nodes:

@@ -1,7 +1,7 @@
-"""The launcher of ``launch.mode=local``: what the command that a user typed becomes.
+"""The launcher of ``launch.mode=local``: the process that a user's command becomes.
 
 It claims the run folder, starts the controller, a fork server and one agent per node, feeds the sinks, and leaves no
-process behind. Where and how agents start is up to the ``NodeLauncher`` that ``launch.node_launcher`` names.
+process behind. The ``NodeLauncher`` of ``launch.node_launcher`` decides where and how agents start.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from megatron_ft.control.ports import free_port
 from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
-from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
 from megatron_ft.framing import Message
 
@@ -51,20 +51,20 @@ _CLEANUP_SECONDS = 5.0
 
 
 class Sinks(Protocol):
-    """Takes records; ``megatron_ft.telemetry.SinkSet`` is one."""
+    """Protocol of a destination of records, such as ``megatron_ft.telemetry.SinkSet``."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one record."""
 
     def close(self, exit_code: int, reason: str) -> None:
-        """Take in that the run has ended."""
+        """End the run's records."""
 
 
 class OpenSinks(Protocol):
-    """Opens the sinks of a run; ``megatron_ft.telemetry.open_sinks`` is one."""
+    """Protocol of functions that open the sinks of a run, such as ``megatron_ft.telemetry.open_sinks``."""
 
     def __call__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> Sinks:
-        """Open them."""
+        """Open the sinks."""
 
 
 def launch(
@@ -77,13 +77,13 @@ def launch(
     command: Sequence[str] | None = None,
     sidecars: Mapping[str, str] | None = None,
 ) -> int:
-    """Run the job; its exit code (``errors.EXIT_CODES``).
+    """Run the job and return its exit code (``errors.EXIT_CODES``).
 
     Args:
         config_yaml: the resolved configuration, kept in the run folder.
         entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``.
         preload: modules imported (``module:function``: called) before ranks are forked; default: those of the device.
-        command: how the user started the job, for the advice how to resume; default: as this process was.
+        command: the user's command, for the advice how to resume; default: that of this process.
         sidecars: name to module of processes that every node has beside its ranks, see ``node/sidecars.py``.
 
     Raises:
@@ -119,7 +119,6 @@ def launch(
 
 
 def _check_places(config: LaunchConfig, *, is_local: bool) -> None:
-    """Refuse addresses and sockets that cannot work."""
     check_interface(config.interface)
     read_certificates(config.tls_dir)
     free_port(config.interface)
@@ -161,7 +160,7 @@ class _Job:
         self._fork_server: subprocess.Popen[bytes] | None = None
 
     def run(self) -> JobResult:
-        """Start everything, serve until the job ends, leave nothing behind."""
+        """Start all processes, serve until the job ends, and end all processes."""
         with make_runtime_dir() as runtime_dir:
             processes = Processes(runtime_dir, self._run_dir.path / "logs")
             self._controller = self._link(processes)
@@ -192,7 +191,6 @@ class _Job:
         return result
 
     def _link(self, processes: Processes) -> ControllerLink:
-        """The connection to the controller of this job, which begins with an empty journal."""
         run_dir, resume_from = self._run_dir.path, self._run_dir.resume_from
         # A journal belongs to one job. ``epoch`` stays: it has to rise over all jobs of the run.
         (run_dir / FOLDER / JOURNAL).unlink(missing_ok=True)
@@ -232,7 +230,7 @@ class _Job:
         return lambda detail, process_id: self._controller.post(events.NodeLost(node, time.time(), detail, process_id))
 
     def _start_again(self, processes: Processes, node: int) -> None:
-        """Start an agent in a running job: an obstacle fails this start and nothing else."""
+        # Start an agent in a running job; an error fails only this start.
         try:
             self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
         except OSError as error:
@@ -278,7 +276,7 @@ class _Job:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """First Ctrl-C, SIGTERM or SIGHUP: stop after the iteration; second: end at once."""
+        # First Ctrl-C, SIGTERM or SIGHUP: stop after the iteration; second: end at once.
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
@@ -294,7 +292,7 @@ class _Job:
         self._controller.post(events.StopRequested() if self._num_interrupts == 1 else events.KillRequested())
 
     def _clean_up(self) -> None:
-        """End every process: agents first, which the controller has ordered to end, then fork server and ranks."""
+        # End every process: agents first, which have the controller's order to end, then fork server and ranks.
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._sidecars else 0.0)
         # Without the order to end no agent ends soon.
         patience_seconds = patience_seconds if self._has_ended else 0.5
@@ -307,19 +305,20 @@ class _Job:
             kill(self._fork_server)
 
     def exit_code(self, result: JobResult) -> int:
-        """The job's exit code; records of failed ranks go to the sinks."""
+        """Return the job's exit code; records of failed ranks go to the sinks."""
         if result.outcome is Outcome.FAILED:
             for event in report.end_records(result, self._policy):
                 self._sinks.write(event.to_record())
         return exit_code_of(result, run_finished=self._run_finished)
 
     def print_result(self, result: JobResult, exit_code: int, command: Sequence[str]) -> None:
-        """Print what the user has to know, on standard error."""
+        """Print the result for the user on standard error."""
         if exit_code == EXIT_OK:
             return
         run_dir = self._run_dir.path
         has_checkpoint = has_complete_state(run_dir)
-        resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint)
+        fails_again = result.outcome is Outcome.FAILED and exit_code in FINAL_EXIT_CODES
+        resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint, fails_again=fails_again)
         if result.outcome is Outcome.FAILED:
             print(report.failure_screen(result, run_dir, resume, self._node_log(result)), file=sys.stderr, flush=True)
         else:

@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """Figures that checks compare a machine with. Bytes are counted or estimated as ``dry_run`` prints them."""
+    """Needs of the job that are compared with a machine. Bytes are counted or estimated as in ``dry_run``."""
 
     mode: str
     interface: str
@@ -50,13 +50,15 @@ class JobNeeds:
     device_bytes: int = 0
     """Device memory of the rank that needs most."""
     gpu_memory_bytes: int | None = None
-    """``launch.gpu_memory_bytes``, which the plan was compared with."""
+    """``launch.gpu_memory_bytes``, with which the plan was compared."""
     other_device: str = ""
-    """Problem that ranks on the other device would have; empty where ``device`` is certain."""
+    """Problem of ranks on the other device; empty if ``device`` is certain."""
     is_refused_there: bool = False
     """Whether the other device refuses the job."""
     starts_elsewhere: bool = False
-    """Whether nodes are other machines than the one that starts the job."""
+    """Whether nodes run on other machines than the one that starts the job."""
+    is_batch_job: bool = False
+    """Whether a batch job's host resolves ``launch.interface``, which may name a network interface of that host."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that ranks get on CUDA unless they are set already."""
 
@@ -105,6 +107,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         other_device=plan.other_device,
         is_refused_there=plan.is_refused_there,
         environment=rank_environment(on_device(config, plan.device)),
+        is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
         starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",
     )
 
@@ -114,7 +117,6 @@ def _uses_transformer_engine(config: JobConfig) -> bool:
 
 
 def _bytes_per_parameter(config: JobConfig) -> int:
-    """Count weight, master weight and two moments, as checkpoints hold them."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     if config.parallel.use_distributed_optimizer:
         # Megatron's distributed optimizer writes master weights also where the weights are FP32.
@@ -123,7 +125,7 @@ def _bytes_per_parameter(config: JobConfig) -> int:
 
 
 def _num_checkpoints(config: JobConfig) -> int:
-    """Count the most checkpoints at once; a run that deletes none counts two."""
+    # Count the most checkpoints at once; a run that deletes none counts two.
     checkpoint = config.checkpoint
     if not checkpoint.save_interval_iterations:
         return 1 if checkpoint.save_at_end else 0

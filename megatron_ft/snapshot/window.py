@@ -76,7 +76,7 @@ def _piece_problem(piece: Piece) -> str | None:
     # A component without elements, such as Adam's step count, has one value for the whole range.
     if piece.num_bytes not in (item, (piece.stop - piece.start) * item):
         elements = f"elements {piece.start} to {piece.stop}"
-        return f"num_bytes={piece.num_bytes}: must be {item} or {item} for each of the {elements}"
+        return f"num_bytes={piece.num_bytes}: must be {item}, or {item} times the number of {elements}"
     return None
 
 
@@ -156,7 +156,7 @@ class Slice:
         found = sorted((p.parameter, p.tensor_part, p.component, p.start, p.stop) for p in self.pieces)
         for one, other in pairwise(found):
             if one[:3] == other[:3] and (other[3] < one[4] or one[3:] == other[3:]):
-                raise CheckpointError(f"{where}: element {other[3]} of {one[0]!r} {one[2]!r} is there twice")
+                raise CheckpointError(f"{where}: element {other[3]} of {one[0]!r} {one[2]!r} occurs twice")
         for digest in self.hashes or ():
             _check_pattern(f"{where}: xxh3_128", digest, _HASH)
 
@@ -278,14 +278,14 @@ class Window(Origin):
             CheckpointError: out of order, or not where a slice may lie.
         """
         if index != len(self.slices) or self.captured:
-            raise CheckpointError(f"slice {index}: must be slice {len(self.slices)} of {self.num_slices}")
+            raise CheckpointError(f"slice {index}: must be slice {len(self.slices)} of {self.num_slices}, the next one")
         self._check_position(index, part, self.num_bytes)
         if part.end > window_bytes:
             raise CheckpointError(f"slice {index}: ends at byte {part.end}: must end before byte {window_bytes}")
 
     def _check_position(self, index: int, part: Slice, position: int) -> None:
         if part.iteration != self.start_iteration + index:
-            raise CheckpointError(f"slice {index} is of iteration {part.iteration}: must be consecutive")
+            raise CheckpointError(f"slice {index}: iteration {part.iteration} must be {self.start_iteration + index}")
         if part.offset != align(position):
             next_multiple = f"the next multiple of {SLICE_ALIGNMENT_BYTES}"
             raise CheckpointError(f"slice {index}: offset={part.offset}: must be {align(position)}, {next_multiple}")
@@ -321,7 +321,7 @@ class Window(Origin):
         window = cls(**{**values, "slices": slices})
         window.validate()
         if len(slices) != (window.num_slices if whole else 0):
-            raise CheckpointError(f"num_slices={window.num_slices}: there are {len(slices)}")
+            raise CheckpointError(f"num_slices={window.num_slices}: the window has {len(slices)}")
         # Plan and headers are free JSON: what could not be persisted later is refused now.
         _dump({"plan": window.plan, "headers": [part.header for part in slices]})
         return window
@@ -361,7 +361,7 @@ def _check_object(where: str, content: object, types: Mapping[str, type]) -> dic
         raise CheckpointError(f"{where}: must be an object")
     if content.keys() != types.keys():
         odd = sorted(str(name)[:80] for name in content.keys() ^ types.keys())
-        raise CheckpointError(f"{where}: fields missing or unknown: {', '.join(odd[:5])}")
+        raise CheckpointError(f"{where}: fields are missing or unknown: {', '.join(odd[:5])}")
     for name, kind in types.items():
         if type(content[name]) is not kind:
             raise CheckpointError(f"{where}: {name}={content[name]!r:.80}: must be {kind.__name__}")

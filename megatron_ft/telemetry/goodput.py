@@ -304,6 +304,6 @@ def measure(records: Iterable[Record]) -> Goodput:
 
 
 def _figure(record: Metrics, name: str) -> float:
-    """A figure of an iteration; 0 where it is missing or impossible."""
+    # A figure of an iteration; 0 where it is missing or impossible.
     value = float(record.values.get(name, 0.0))
     return value if math.isfinite(value) and 0.0 <= value < _MOST else 0.0

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ft.events import Metrics, Record
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue, parse_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -43,13 +44,13 @@ def first_metrics(run_dir: Path) -> Metrics | None:
 
 
 def read_events(run_dir: Path) -> list[Record]:
-    """All events of all attempts, in the order they were written.
+    """All events of all attempts, in the order they were written; kinds of other packages are ``OtherRecord``.
 
     Raises:
         FileNotFoundError: the run has no ``events.jsonl``.
         ValueError: a line other than an unfinished last one is damaged; names file and line.
     """
-    return list(read_lines(run_dir / EVENTS_FILE, Record.from_record))
+    return list(read_lines(run_dir / EVENTS_FILE, read_record))
 
 
 def read_lines(

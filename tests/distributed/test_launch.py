@@ -149,6 +149,7 @@ def test_an_error_of_the_project_passes_its_exit_code_on(runs: Path) -> None:
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == TrainingStopped.exit_code, output
     assert "loss is NaN at iteration 3" in output
+    assert "first change what the error names; unchanged, this command fails again" in output
 
 
 def started(runs: Path) -> dict[int, list[dict[str, Any]]]:
@@ -210,7 +211,7 @@ def test_a_fault_that_comes_again_and_again_ends_the_job(runs: Path) -> None:
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == RankFailed.exit_code, output
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase forward)" in output
-    assert "Its ranks had been started again 2 times:\n  generation 0: rank 2 raised" in output
+    assert "Before that, all ranks had been restarted 2 times:\n  generation 0: rank 2 raised" in output
     assert sorted(started(runs)) == [0, 1, 2]
     assert [record["rank"] for record in records(runs) if record["kind"] == "rank_failed"] == [2, 2, 2]
     assert_nothing_left(runs)
@@ -411,7 +412,7 @@ def test_a_run_in_use_is_refused(runs: Path) -> None:
     second = start_dummy_job(runs, "run_stubborn", overrides={**TWO_NODES, "run.resume": "auto"})
     output = wait(second, LIMIT_SECONDS)
     assert second.returncode == ConfigError.exit_code
-    assert "is in use by a running job" in output
+    assert "is used by a running job" in output
     interrupt_twice(job, runs)
     wait(job, LIMIT_SECONDS)
 

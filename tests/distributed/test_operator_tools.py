@@ -68,7 +68,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
         """The answer, once the placement of the membership that status tells is written."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (code := can_recover.main([str(run_dir), "--lose", lost, "--json"])) == DataError.exit_code:
-            assert "ask again" in capsys.readouterr().err and time.monotonic() < deadline
+            assert "try again" in capsys.readouterr().err and time.monotonic() < deadline
             time.sleep(0.1)
         said = capsys.readouterr()
         assert said.out, said.err
@@ -88,7 +88,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
     assert answer["declined"][0]["reason"] == "1 nodes are left, fewer than launch.min_nodes=2"
 
     assert add_node.main([str(run_dir), "2"]) == 0
-    assert "node 2 is started" in capsys.readouterr().out
+    assert "node 2 is being started" in capsys.readouterr().out
     wait_for(lambda: asked()["members"] == [0, 1, 2])
     assert status.main([str(run_dir)]) == 0
     assert "trains" in capsys.readouterr().out

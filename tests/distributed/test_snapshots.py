@@ -145,11 +145,11 @@ def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_f
     assert died.exit_code != 0
     refused = train(tmp_path, warm_forkserver, "run.resume=auto")
     assert refused.exit_code == CheckpointError.exit_code, refused.output
-    assert "captured at another layout" in refused.output and "run.start_over=true" in refused.output
+    assert "captured with another layout" in refused.output and "run.start_over=true" in refused.output
     elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto", "run.start_over=true")
     assert elsewhere.exit_code == 0, elsewhere.output
     *_, chosen = of_kind(elsewhere, "recovery_started")
-    assert chosen["strategy"] == "nothing" and "captured at another layout" in json.dumps(chosen["declined"])
+    assert chosen["strategy"] == "nothing" and "captured with another layout" in json.dumps(chosen["declined"])
 
 
 @pytest.mark.extended
@@ -160,6 +160,8 @@ def test_a_run_is_not_continued_with_another_schedule(tmp_path: Path, warm_forks
     changed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "optimizer.lr=2e-4")
     assert changed.exit_code == CheckpointError.exit_code, changed.output
     assert "optimizer.lr: was 0.001, now 0.0002" in changed.output
+    assert "Traceback" not in changed.output and "To continue" not in changed.output, "no rank was started"
+    assert not list(changed.run_dir.glob("config-*.yaml")), "its configuration is still that of the run"
     assert max(record["iteration"] for record in changed.records("metrics.jsonl")) < 14
 
 
@@ -203,7 +205,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     assert refused["source"] == "persisted" and chosen["strategy"] in ("window", "checkpoint")
     assert 0 < chosen["iteration"] < refused["iteration"]
     (declined,) = [text for text in chosen["declined"] if "refused before" in text]
-    assert f"iteration {newest.start_iteration}:" in declined and "was replayed to something else: loss=" in declined
+    assert f"iteration {newest.start_iteration}:" in declined and "gave other results than the log: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
     assert [window.start_iteration for window in read_rejected(resumed.run_dir)] == [newest.start_iteration]
@@ -228,7 +230,7 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
     while codes:
         stopped = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
         assert stopped.exit_code == codes.pop(0), stopped.output
-    assert "nothing is left to continue from" in stopped.output
+    assert "cannot continue: " in stopped.output
     assert [event["source"] for event in of_kind(stopped, "recovery_started")] == ["persisted"], (
         "the second job never started"
     )

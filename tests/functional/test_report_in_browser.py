@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible())),
 ]
-SECTIONS = ["Alerts", "Loss", "Goodput", "Recoveries", "Expert load", "Placement", "How each went"]
+SECTIONS = ["Alerts", "Loss", "Goodput", "Recoveries", "Expert load", "Placement", "Details of each recovery"]
 
 
 @pytest.fixture(scope="module")

@@ -67,5 +67,5 @@ def test_kernels_run_on_the_callers_stream(backend: DispatchBackend) -> None:
 
 def test_tensors_in_host_memory_are_refused(backend: DispatchBackend) -> None:
     handle = handles("reference", "cpu")[0]
-    with pytest.raises(ValueError, match="works on CUDA devices"):
+    with pytest.raises(ValueError, match="needs CUDA tensors"):
         backend.permute(torch.zeros(handle.num_tokens, HIDDEN), handle)

@@ -105,10 +105,10 @@ def run_trial(
 def _judge(day: Day, how: str, reports: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(reports):
         where = f"{how}, rank {rank}"
-        day.check(report["was_inside"], f"{where}: the all-reduce had ended before the rank was lost")
-        day.check(report["device_works"], f"{where}: the device computes something else after the abort")
-        day.check(report["same_bits"], f"{where}: tensors that no collective used have changed")
-        day.check(report["sum_is_right"], f"{where}: the new group adds up to something else")
+        day.check(report["was_inside"], f"{where}: the all-reduce had completed before the rank was lost")
+        day.check(report["device_works"], f"{where}: the device computes other results after the abort")
+        day.check(report["same_bits"], f"{where}: tensors outside of collectives have changed")
+        day.check(report["sum_is_right"], f"{where}: the new group gives a wrong sum")
 
 
 def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def run(day: Day) -> None:
     """Find a transport and run every collective over it."""
     transport = find_transport(day)
     if transport.backend != "nccl":
-        day.lacks("NCCL", "none of its ways to share a GPU works here")
+        day.lacks("NCCL", "no way to share a GPU works on this machine")
     world_size = WORLD_SIZE if day.has_gpu else SHORT_WORLD_SIZE
     repeats = REPEATS if day.has_gpu else SHORT_REPEATS
     reports = ranks.run_ranks(

@@ -34,9 +34,7 @@ def run(day: Day) -> None:
     with day.part("the devices"):
         found = num_visible_gpus()
         day.record(visible_gpus=found)
-        day.check(
-            (found > 0) == day.has_gpu, f"the project finds {found} GPUs by the driver's files, torch another number"
-        )
+        day.check((found > 0) == day.has_gpu, f"the driver's files show {found} GPUs, but torch finds another number")
     device = torch.device(day.device_type)
     with day.part("the device's context"):
         began = time.perf_counter()
@@ -95,11 +93,11 @@ def _imports(day: Day) -> None:
     """Report the duration of imports, and check that a process after them can be forked."""
     day.record(import_seconds=warm.seconds)
     day.check(not warm.problem, f"imports failed: {warm.problem}")
-    day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA: ranks cannot be forked after them")
+    day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA, so ranks cannot be forked")
     # The parent is the fork server; in an interpreter of its own, this process has imported by itself.
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     day.record(fork_server_threads=threads)
-    day.check(threads == 1, f"{threads} threads after the imports: such a process must not be forked")
+    day.check(threads == 1, f"{threads} threads run after the imports, so the process must not be forked")
 
 
 def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:

@@ -53,9 +53,11 @@ def _compare(day: Day, transport: Transport, name: str, expected: dict[str, Any]
     day.record(
         **{name: {"difference": worst, "first": at_first, "same_bits": all(same), "seconds": first[0]["seconds"]}}
     )
-    day.check(at_first <= FIRST_TOLERANCE, f"{name}: first loss {at_first:.2e} from one rank's")
-    day.check(worst <= TOLERANCE, f"{name}: {worst:.2e} from one rank")
-    day.check(all(same), f"{name}: ranks {[rank for rank, equal in enumerate(same) if not equal]} differ between runs")
+    day.check(at_first <= FIRST_TOLERANCE, f"{name}: the first loss differs by {at_first:.2e} from that of one rank")
+    day.check(worst <= TOLERANCE, f"{name}: losses differ by {worst:.2e} from those of one rank")
+    day.check(
+        all(same), f"{name}: the ranks {[rank for rank, equal in enumerate(same) if not equal]} differ between two runs"
+    )
 
 
 def train(day: Day, transport: Transport, world_size: int, parallel: dict[str, Any]) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ class RankProcess:
             RuntimeError: the rank raised (its traceback is the message), ended, or reported nothing by the deadline.
         """
         if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
-            raise RuntimeError(f"rank {self.rank} reported nothing in time")
+            raise RuntimeError(f"rank {self.rank} did not report in time")
         try:
             answer = self.pipe.recv()
         except EOFError:
@@ -123,7 +123,7 @@ def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             names = ", ".join(str(rank.rank) for rank in waiting.values())
-            raise RuntimeError(f"of {len(ranks)} ranks these reported nothing in time: {names}")
+            raise RuntimeError(f"of {len(ranks)} ranks, these did not report in time: {names}")
         for pipe in ready:
             rank = waiting.pop(pipe)
             results[rank.rank] = rank.receive(deadline)
@@ -150,7 +150,7 @@ def run_apart(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
     if done.returncode != 0:
-        raise RuntimeError(f"training in an interpreter of its own failed: {done.stderr[-2000:]}")
+        raise RuntimeError(f"training in a separate interpreter failed: {done.stderr[-2000:]}")
     results: dict[str, list[Any]] = json.loads(out.read_text(encoding="utf-8"))
     return results
 

@@ -156,9 +156,9 @@ def failpoints(kills: Kills) -> str:
 def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -> None:
     """Check that every kill happened, that the job continued from a window in memory each time, and all bits."""
     generations = generations_of(run)
-    day.check(len(generations) == len(kills) + 1, f"{len(generations) - 1} restarts for {len(kills)} kills")
+    day.check(len(generations) == len(kills) + 1, f"{len(generations) - 1} restarts after {len(kills)} kills")
     hits = [(hit["phase"], hit["iteration"]) for generation in generations for hit in generation.hits]
-    day.check(hits == list(kills), f"killed at {hits}, not at {list(kills)}")
+    day.check(hits == list(kills), f"ranks were killed at {hits}, not at {list(kills)}")
     chosen = [generation.newest("recovery_started") or {"source": None} for generation in generations[1:]]
     sources = [choice["source"] for choice in chosen]
     day.check(set(sources) == {"memory"}, f"continued from {sources}")
@@ -166,7 +166,7 @@ def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -
         event for generation in generations for event in generation.events if event["kind"] == "snapshot_planned"
     ]
     windows = sorted({event["window_iterations"] for event in planned})
-    day.check(min(windows, default=0) >= MIN_WINDOW_ITERATIONS, f"windows of {windows} iterations")
+    day.check(min(windows, default=0) >= MIN_WINDOW_ITERATIONS, f"windows have {windows} iterations")
     differences = _differences(generations, reference)
     day.check(not differences, f"killed: {differences[:3]}")
     day.record(kills=len(hits), continued_from=[choice.get("iteration") for choice in chosen], windows=windows)
@@ -179,7 +179,7 @@ def judge_resumed(day: Day, run: JobResult, reference: Generation) -> None:
     differences = _differences(found, reference)
     day.check(not differences, f"stopped: {differences[:3]}")
     saved = sorted(path.name for path in (Path(run.run_dir) / "checkpoints").glob("iter_*"))
-    day.check(bool(saved), "stopped: there is no checkpoint")
+    day.check(bool(saved), "there is no checkpoint after the stop")
     day.record(resumed_at=STOPPED_AT, seconds_per_iteration_resumed=iteration_seconds(run))
 
 

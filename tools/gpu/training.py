@@ -57,7 +57,7 @@ def _compare(day: Day, name: str, expected: dict[str, Any]) -> None:
         }
     )
     day.check(first["device"] == day.device_type, f"{name}: trained on {first['device']}")
-    day.check(worst <= tolerance, f"{name}: {worst:.2e} from the CPU, at most {tolerance:g}")
+    day.check(worst <= tolerance, f"{name}: differs by {worst:.2e} from the CPU, at most {tolerance:g} is allowed")
     day.check(same, f"{name}: two runs differ: {_where(first, second)}")
 
 

@@ -92,7 +92,7 @@ def _probe(day: Day, transport: Transport) -> None:
         seconds=min(PROBE_SECONDS, day.remaining_seconds - 5),
     )
     if sums != [3.0, 3.0]:
-        raise RuntimeError(f"sums of 1 and 2 are {sums}")
+        raise RuntimeError(f"the sum of 1 and 2 is {sums}")
 
 
 def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> float:

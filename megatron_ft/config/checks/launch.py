@@ -69,7 +69,12 @@ def _check_domain_source(launch: LaunchConfig) -> None:
     if source == "listed":
         return
     other = f"launch.node_launcher={launch.node_launcher}"
-    require(launch.node_launcher == "srun", key, source, f"must be listed with {other}: only srun uses the topology")
+    require(
+        launch.node_launcher == "srun",
+        key,
+        source,
+        f"must be listed with {other}: only launch.node_launcher=srun can read Slurm's topology",
+    )
     require(
         not launch.failure_domains,
         "launch.failure_domains",
@@ -185,7 +190,7 @@ def check_telemetry(telemetry: TelemetryConfig) -> None:
         require(spec is None or is_named, f"telemetry.sinks.{name}", repr(spec), why)
     for name in ("metrics", "events"):
         is_given = telemetry.sinks.get(name) is not None
-        why = "must be given: runs are resumed and reported from its file"
+        why = "must be given: resuming a run and reports about it read the file that this sink writes"
         require(is_given, f"telemetry.sinks.{name}", "null", why)
     at_least(1, "telemetry.log_interval_iterations", telemetry.log_interval_iterations)
     at_least(0, "telemetry.expert_load_interval_iterations", telemetry.expert_load_interval_iterations)
@@ -212,15 +217,18 @@ def check_names(config: JobConfig) -> None:
 
 
 def check_coming_nodes(config: JobConfig) -> None:
-    """Check that nodes that this command does not start can find it, and the next command that resumes the run."""
+    """Check that nodes started by others, and a later command that resumes the run, can find its folder."""
     if config.launch.node_launcher == "none":
-        why = "with launch.node_launcher=none: nodes find the controller, also after a resume, by the run's folder"
+        why = (
+            "with launch.node_launcher=none: nodes find the controller in the run's folder, also when another "
+            "command resumes the run"
+        )
         require(config.run.name is not None, "run.name", config.run.name, f"must be given {why}")
         require(config.run.resume != "never", "run.resume", config.run.resume, f"must be auto or must {why}")
 
 
 _LOCAL_ONLY = {
-    "interface": "ranks listen where GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say",
+    "interface": "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface of ranks",
     "tls_dir": "there is no control channel to encrypt",
     "forkserver_socket": "the launcher starts the ranks",
     "stop_timeout_seconds": "the launcher decides when ranks are killed",

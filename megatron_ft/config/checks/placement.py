@@ -11,7 +11,7 @@ BACKENDS = ("reference", "cpp", "cuda")
 
 
 def check_placement(config: JobConfig) -> None:
-    """Check ``placement`` as far as that needs no plan.
+    """Check the keys of ``placement`` that can be checked without a plan.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -87,7 +87,7 @@ def _check_rebalancing(config: JobConfig) -> None:
 
 
 def _stage(config: JobConfig) -> tuple[int, int]:
-    """(ranks, failure domains) of the stage with the fewest domains."""
+    """Return (ranks, failure domains) of the stage with the fewest domains."""
     launch = config.launch
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     stages = [

@@ -8,7 +8,8 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, 
 
 
 def check_survival(config: JobConfig) -> None:
-    """Check ``launch.min_nodes``, ``launch.keep_layout``, ``launch.membership_schedule`` and what they need.
+    """Check ``launch.min_nodes``, ``launch.keep_layout``, ``launch.membership_schedule`` and the keys that they
+    require.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -48,12 +49,22 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
         members = f"the members before that change, {list(nodes)}"
         require(set(change.lose) <= set(nodes), key, text, f"must lose only nodes of {members}")
         staying = set(nodes) - set(change.lose)
-        require(not set(change.join) & staying, key, text, f"must not have a member that stays join: {sorted(staying)}")
+        require(
+            not set(change.join) & staying,
+            key,
+            text,
+            f"must join only nodes that are not members; members that stay: {sorted(staying)}",
+        )
         require(bool(staying), key, text, "must keep at least one member, from which joining nodes receive the state")
         nodes = change.after(nodes)
         inside = earliest <= change.before_iteration <= last
         bounds = f"{earliest}..training.train_iterations={last}"
-        require(inside, key, text, f"must name an iteration in {bounds}; entries must be in order of iterations")
+        require(
+            inside,
+            key,
+            text,
+            f"must name an iteration in {bounds}, and the entries must be in ascending order of iterations",
+        )
         earliest = change.before_iteration
         changes.append(change)
     require(
@@ -96,7 +107,6 @@ def _check_keeps_layout(config: JobConfig) -> None:
 
 
 def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
-    """Check that ``num_nodes`` nodes, the fewest the job continues with, have a slot for every expert."""
     num_experts = config.model.num_moe_experts or 0
     num_slots = derive_placement(config).placement.num_slots_per_rank or 0
     num_ranks = num_nodes * config.launch.ranks_per_node
@@ -104,8 +114,8 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
         num_slots * num_ranks >= num_experts,
         "placement.num_slots_per_rank",
         config.placement.num_slots_per_rank,
-        f"must give {num_ranks} ranks at least model.num_moe_experts={num_experts} slots: with {feature} the job may "
-        "continue on so few",
+        f"must give {num_ranks} ranks at least model.num_moe_experts={num_experts} slots: with {feature} the job "
+        f"may continue on only {num_ranks} ranks",
     )
 
 
@@ -130,15 +140,15 @@ def _check_replays_exactly(config: JobConfig) -> None:
         config.training.deterministic,
         "training.deterministic",
         config.training.deterministic,
-        f"must be true with {feature}: a replay whose bits differ from those of surviving ranks is refused",
+        f"must be true with {feature}: a replay must give the same bits as the surviving ranks have",
     )
     stages = config.parallel.pipeline_model_parallel_size
     require(
         stages == 1 or config.model.untie_embeddings_and_output_weights,
         "model.untie_embeddings_and_output_weights",
         config.model.untie_embeddings_and_output_weights,
-        f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the first and the last stage "
-        "add their gradients of tied embeddings, which the upstream log does not hold",
+        f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the upstream log does "
+        "not hold the gradients of tied embeddings, which the first and the last stage add",
     )
     require(
         config.precision.fp8 is None or config.precision.fp8_recipe != "delayed",
@@ -150,7 +160,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def check_snapshot(config: JobConfig) -> None:
-    """Check ``snapshot`` as far as that needs no plan.
+    """Check the keys of ``snapshot`` that can be checked without a plan.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -177,6 +187,6 @@ def check_snapshot(config: JobConfig) -> None:
         snapshot.num_peer_copies < num_domains,
         "snapshot.num_peer_copies",
         snapshot.num_peer_copies,
-        f"must be below the number of failure domains, {num_domains}: every copy lies in another domain than its "
-        "node; 0 keeps windows on their own node only",
+        f"must be below the number of failure domains, {num_domains}: each copy of a node's windows needs another "
+        "domain; 0 keeps windows on their own node only",
     )

@@ -1,9 +1,9 @@
-"""Rules for nodes that join a running job, and for those that leave it on request.
+"""Rules for nodes that join a running job or leave it on request.
 
 A node that is not a member is wanted when its agent registers, or when an operator adds it. Its ranks are started
-(``START_NODES``) and wait when all have connected. Once the first node has waited ``join_window_seconds``, or a member
-is to leave, the members are ordered to stop at a boundary (``CHANGE``); when all have, the next membership begins
-(``reconfigure``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
+(``START_NODES``) and wait until all have connected. When the first node has waited for ``join_window_seconds``, or a
+member is to leave, the members are ordered to stop at a boundary (``CHANGE``). When all have stopped, the next
+membership begins (``reconfigure``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
 """
 
 from dataclasses import replace
@@ -26,13 +26,13 @@ _NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
 
 
 def register(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Take in that a node's agent has registered."""
+    """Register a node's agent."""
     nodes = state.nodes.change(node, agent=AgentState.REGISTERED, was_registered=True)
     return replace(state, nodes=_want(policy, nodes, node))
 
 
 def add(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Take in that an operator wants a node to join, however often it was lost before."""
+    """Record that an operator wants a node to join, however often it was lost before."""
     # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
     nodes = state.nodes.change(node, joined_iteration=0, num_losses=0)
     return replace(state, nodes=_want(policy, nodes, node))
@@ -47,7 +47,7 @@ def _want(policy: MembershipPolicy, nodes: Nodes, node: int) -> Nodes:
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
-    """Losses in a row of a node, once it is left behind after ``iteration``."""
+    """Return the number of losses in a row of a node that is lost, when the job continues after ``iteration``."""
     # A node that has trained for so long was lost for a new reason. Only losses in quick succession are repetitions.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
@@ -59,7 +59,7 @@ def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
 
 
 def fail_start(policy: MembershipPolicy, state: State, node: int, reason: str, *, num_losses: int = 1) -> State:
-    """Count a failed start as a loss, or several; the node is started again as often as is allowed."""
+    """Count a failed start as one or several losses; the node is started again as often as is allowed."""
     nodes = state.nodes.change(node, num_losses=state.nodes[node].num_losses + num_losses)
     starts_again = may_return(policy, nodes[node])
     nodes = nodes.change(node, is_wanted=starts_again)
@@ -67,7 +67,7 @@ def fail_start(policy: MembershipPolicy, state: State, node: int, reason: str, *
 
 
 def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
-    """Take in that a node's agent is gone, and its ranks with it."""
+    """Record that a node's agent has ended, and its ranks with it."""
     record = state.nodes[node]
     # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
     # started for ever.
@@ -84,7 +84,7 @@ def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -
 
 
 def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> State:
-    """Take in that a rank lives; a node that joins is ready when all its ranks do."""
+    """Record that a rank has connected; a joining node is ready when all its ranks have."""
     state = replace(state, connected=state.connected | {rank})
     node = policy.node_of(rank)
     is_starting = state.nodes[node].state is NodeState.STARTING
@@ -96,38 +96,38 @@ def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> S
 
 
 def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str) -> State:
-    """Take in that a rank of a node that is not a member has ended: the node will not join with these ranks."""
+    """Record that a rank of a node that is not a member has ended: the node cannot join with its present ranks."""
     node = policy.node_of(rank)
     state = replace(state, gone=state.gone | {rank})
     return _dismiss(policy, state, node, reason) if node in state.nodes.waiting else state
 
 
 def drain(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Take in that a member is to leave, unless it cannot."""
+    """Record that a member is to leave, unless that is impossible."""
     if refuse_drain(policy, state, node) is not None:
         return state
     return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
 
 
 def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | None:
-    """Why a node cannot leave; None if it can."""
+    """Return the reason why a node cannot leave; None if it can."""
     if state.phase in _NOT_ALIVE or state.interrupted:
         return f"the job is {'stopping' if state.interrupted else state.phase.value}"
     if not state.nodes.is_member(node):
         return f"node {node} is not a member"
     if policy.keeps_layout:
-        return "launch.keep_layout=true: every place of the layout is needed, and only a lost node is replaced"
+        return "launch.keep_layout=true: the layout needs every node; only a lost node is replaced"
     if state.nodes[node].state is NodeState.DRAINING:
         return f"node {node} is leaving already"
     # Nodes that are leaving count as gone: several drains together must not go below the minimum.
     num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
     if num_left < policy.fewest_nodes:
-        return f"{num_left} nodes would be left, launch.min_nodes={policy.fewest_nodes}"
+        return f"only {num_left} nodes would remain, fewer than launch.min_nodes={policy.fewest_nodes}"
     return None
 
 
 def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
-    """Why a node cannot be added; None if it can."""
+    """Return the reason why a node cannot be added; None if it can."""
     if state.phase in _NOT_ALIVE or state.interrupted:
         return f"the job is {'stopping' if state.interrupted else state.phase.value}"
     if not policy.may_lose_nodes:
@@ -137,18 +137,21 @@ def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
     if node in state.nodes.waiting or state.nodes[node].is_wanted:
         return f"node {node} is waiting to join already"
     if not policy.starts_nodes and node not in state.nodes.registered:
-        return f"node {node} has no process, and launch.node_launcher=none starts none: it joins when it comes"
+        return (
+            f"node {node} has no process, and launch.node_launcher=none starts none; start it, and it joins by itself"
+        )
     return None
 
 
 def admitted(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
-    """Nodes that join the next membership beside ``num_staying`` members: those that have waited longest, rising."""
+    """Return the nodes that join the next membership beside ``num_staying`` members: those that waited longest,
+    ascending."""
     ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
     return tuple(sorted(ready[: max(0, policy.most_members - num_staying)]))
 
 
 def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """The next step about nodes that join or leave, while the members train."""
+    """Return the next step about nodes that join or leave, while the members train."""
     if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
         return None
     if not policy.may_lose_nodes or not ranks_of_all(policy, state.members).isdisjoint(state.gone):
@@ -157,7 +160,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
-    """Set when ``decide`` has its next step."""
+    """Set the time at which ``decide`` has its next step."""
     if state.phase not in TRAINING:
         return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
     # An event yields one step. Where another step is due already, a tick makes it at once.
@@ -170,7 +173,7 @@ def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
 
 
 def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """The next step about nodes outside of the membership."""
+    """Return the next step about nodes outside the membership."""
     return _kill(policy, state, now) or _start(policy, state, now)
 
 
@@ -183,7 +186,7 @@ def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     dismissed = tuple(sorted(state.nodes.dismissed))
     if not dismissed:
         return None
-    reason = f"nodes {list(dismissed)} do not join: a rank has ended or did not report"
+    reason = f"nodes {list(dismissed)} do not join: a rank ended or did not report in time"
     state = replace(state, nodes=state.nodes.change(dismissed, is_dismissed=False))
     return Step(state, Decision.KILL_NODES, reason, nodes=dismissed)
 
@@ -197,13 +200,13 @@ def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return Step(
             _begin(policy, state, present, now),
             Decision.START_NODES,
-            f"nodes {list(present)} are to join",
+            f"start ranks on nodes {list(present)}, which are to join",
             nodes=present,
         )
     absent = tuple(record.node for record in startable if record.agent is not AgentState.STARTING)
     if absent:
         state = replace(state, nodes=state.nodes.change(absent, agent=AgentState.STARTING))
-        return Step(state, Decision.START_AGENTS, f"nodes {list(absent)} are to join", nodes=absent)
+        return Step(state, Decision.START_AGENTS, f"start nodes {list(absent)}, which are to join", nodes=absent)
     return None
 
 
@@ -212,7 +215,6 @@ def _has_living_rank(policy: MembershipPolicy, state: State, record: NodeRecord)
 
 
 def _begin(policy: MembershipPolicy, state: State, started: tuple[int, ...], now: Moment) -> State:
-    """Start the ranks of nodes; what is known of their earlier ranks no longer counts."""
     nodes = state.nodes
     for node in started:
         nodes = nodes.change(
@@ -247,13 +249,12 @@ def _change(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def describe_change(joining: tuple[int, ...], leaving: tuple[int, ...]) -> str:
-    """``nodes [3] join, nodes [1] leave``."""
+    """Describe a change, e.g. ``nodes [3] join, nodes [1] leave``."""
     parts = [f"nodes {list(nodes)} {what}" for nodes, what in ((joining, "join"), (leaving, "leave")) if nodes]
     return ", ".join(parts) or "no node joins or leaves"
 
 
 def _stop_joining(nodes: Nodes, node: int) -> Nodes:
-    """The same where ``node`` no longer waits to join: a dead member is lost again, another node absent."""
     if node not in nodes.waiting:
         return nodes
     return nodes.change(node, state=NodeState.LOST if node in nodes.members else NodeState.ABSENT)

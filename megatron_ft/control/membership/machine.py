@@ -1,7 +1,7 @@
 """A pure state machine: who belongs to the job, and what happens next.
 
-Machine events (``events``) and a clock go in; a new state, a decision and its reason come out. Nothing here reads a
-clock, a file or a socket: the controller drives it with real time, tests and simulations with virtual time.
+Machine events (``events``) and a clock go in; a new state, a decision and its reason come out. No clock, file or socket
+is read here: the controller supplies real time; tests and simulations supply virtual time.
 """
 
 import signal
@@ -43,11 +43,11 @@ from megatron_ft.control.membership.state import (
 _REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "asked to stop"}
 
 Transition = Callable[[MembershipPolicy, State, MachineEvent, Moment], Step | None]
-"""Takes the state in which the event is taken in already; the step, or None where it does not apply."""
+"""Takes the state after the event was recorded; returns the step, or None if the rule does not apply."""
 
 
 def initial(policy: MembershipPolicy, now_seconds: float) -> State:
-    """The state of a job that no node has joined yet."""
+    """Return the state of a job that no node has joined yet."""
     deadline = now_seconds + policy.start_timeout_seconds
     return State(deadline_seconds=deadline, nodes=Nodes.of(range(policy.num_nodes)))
 
@@ -59,12 +59,12 @@ def advance(
     now_seconds: float,
     arrived_seconds: float | None = None,
 ) -> Step:
-    """Take in one event and decide: the first of ``TRANSITIONS`` that applies.
+    """Record one event and decide by the first of ``TRANSITIONS`` that applies.
 
     Args:
         now_seconds: the controller's monotonic clock.
-        arrived_seconds: when the event arrived, on the same clock; of a ``Tick``: everything that arrived before that
-            time has been taken in. Default: ``now_seconds``.
+        arrived_seconds: time of the event's arrival, on the same clock. For a ``Tick``: everything that arrived before
+            it has been processed. Default: ``now_seconds``.
     """
     now = Moment(now_seconds, now_seconds if arrived_seconds is None else arrived_seconds)
     if state.phase is Phase.ENDED:
@@ -117,7 +117,7 @@ def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost) -> State
 def _observe_rank(
     policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung
 ) -> State:
-    """Take in what happens to a rank; on nodes that are lost or not members it is not a failure of the job."""
+    # Record an event of a rank; on nodes that are lost or not members it is not a failure of the job.
     node, rank = policy.node_of(event.rank), event.rank
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
@@ -156,7 +156,7 @@ def _observe_rank(
 
 
 def _fail(state: State, failure: Failure) -> State:
-    """Add a death; those that the controller caused do not count, and a rank dies once."""
+    # Add a death. Deaths that the controller caused do not count, and a rank dies only once.
     # A rank that raises reports its error and later its exit: both are one death.
     known = any(old.rank == failure.rank and old.node == failure.node for old in state.failures)
     if state.phase is Phase.KILLING or known:
@@ -165,7 +165,7 @@ def _fail(state: State, failure: Failure) -> State:
 
 
 def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    """Start all ranks again once the last one is gone, where enough nodes live and another try may succeed."""
+    # Start all ranks again after the last one has ended, if enough nodes live and another attempt may succeed.
     # While one old rank lives, it can still write to the run's folder and answer its peers: none may start beside it.
     first = state.first_failure
     if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _any_lives(policy, state):
@@ -188,10 +188,8 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 
 def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
-    """Nodes that ranks can be started on again, as many as a membership has: healthy members first, rising.
-
-    In a job that keeps its layout, by place.
-    """
+    """Return nodes on which ranks can be started again, at most as many as a membership has: healthy members first,
+    ascending. In a job that keeps its layout they are ordered by place."""
     if policy.keeps_layout:
         return replacing.restartable(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
@@ -207,7 +205,6 @@ def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
 
 
 def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int, ...]) -> Nodes:
-    """The records of all nodes when all ranks start again: losses so far no longer count."""
     found = Nodes.of(members).change(members, has_ranks=True)
     for record in nodes.records:
         node, is_registered = record.node, record.agent is AgentState.REGISTERED
@@ -226,7 +223,6 @@ def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int,
 
 
 def _any_lives(policy: MembershipPolicy, state: State) -> bool:
-    """Whether the exit of a started rank is not known yet."""
     return not ranks_of_all(policy, state.nodes.with_ranks) <= state.gone
 
 
@@ -245,7 +241,6 @@ def _ended(state: State, reason: str) -> Step:
 
 
 def _end_without_exits(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    """Wait no longer for the exits of ranks that were killed."""
     if state.phase is not Phase.KILLING or not is_late(state, now):
         return None
     # SIGKILL does not end a process that the kernel holds in an uninterruptible wait, e.g. for a file server that is
@@ -263,7 +258,7 @@ def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
         return None
-    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "asked to end")
+    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "killed on request")
 
 
 def _killing(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
@@ -290,16 +285,17 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     # Ranks may stand at the boundary already: the next membership begins first, and stops at once.
     if state.deadline_seconds is None:
         state = replace(state, deadline_seconds=deadline)
-        return Step(state, Decision.WAIT, "asked to stop while ranks are on their way to a boundary")
+        return Step(state, Decision.WAIT, "asked to stop while ranks finish the iteration before a change of nodes")
     return None
 
 
 def _shorten_stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    """After a death while stopping the rest gets the shorter grace."""
     if state.phase is not Phase.STOPPING or not state.failures or isinstance(event, Tick):
         return None
     deadline = min(state.deadline_seconds or now.seconds, now.seconds + policy.failure_grace_seconds)
-    return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "stopping after a failure")
+    return Step(
+        replace(state, deadline_seconds=deadline), Decision.WAIT, "a rank or node was lost while the job stopped"
+    )
 
 
 def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
@@ -351,18 +347,18 @@ TRANSITIONS: tuple[Transition, ...] = (
     _run,  # STARTING -> RUNNING: all ranks have connected
     _join_or_leave,  # nodes to start, to kill, to let in or to let leave while the members train
 )
-"""Decide in order of priority: the first rule that applies decides."""
+"""The rules in order of priority: the first one that applies decides."""
 
 
 def describe_returncode(returncode: int) -> str:
-    """``exited with code 1`` or ``was killed by SIGKILL``."""
+    """Describe an exit: ``exited with code 1`` or ``was killed by SIGKILL``."""
     if returncode == 0:
         return "exited with code 0 before its work was done"
     return f"exited with code {returncode}" if returncode > 0 else f"was killed by {signal_name(-returncode)}"
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Return the name of a signal: ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""Dense checkpoints through Megatron's ``dist_checkpointing``, committed by the project's own manifest."""
+"""Dense checkpoints in the format of Megatron's ``dist_checkpointing``, with a manifest that makes them complete."""
 
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager, LoadResult
 from megatron_ft.mcore.checkpoint.state import TrainingState

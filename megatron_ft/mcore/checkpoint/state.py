@@ -27,11 +27,11 @@ class TrainingState:
     optimizer: MegatronOptimizer
     """Megatron's optimizer, distributed or not, chained or not."""
     scheduler: OptimizerParamScheduler
-    """Scheduler of learning rate and weight decay, by position."""
+    """Scheduler of learning rate and weight decay, which depend on its position."""
     iteration: int = 0
     """Completed iterations."""
     consumed_samples: int = 0
-    """Consumed samples."""
+    """Number of consumed samples."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
 
@@ -56,7 +56,7 @@ def rank_state(*, empty: bool = False) -> ShardedObject:
 
 
 def common_state(state: TrainingState) -> dict[str, Any]:
-    """State that all ranks share, written once."""
+    """Return the state that is the same on all ranks and written once."""
     return {
         "iteration": state.iteration,
         "checkpoint_version": 3.0,
@@ -71,7 +71,7 @@ def common_state(state: TrainingState) -> dict[str, Any]:
 
 
 def install(state: TrainingState, frame: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Fill ``state`` from the loaded values; ``frame`` is :func:`build_shards` of the live objects."""
+    """Fill ``state`` with the loaded values; ``frame`` is :func:`build_shards` of the live objects."""
     ours = loaded.get(OURS_KEY)
     if ours is None:
         ours = _foreign(loaded)
@@ -91,7 +91,6 @@ def install(state: TrainingState, frame: dict[str, Any], loaded: dict[str, Any])
 
 
 def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Read the position of a checkpoint that Megatron-LM wrote, from its own fields."""
     try:
         optimizer = loaded["optimizer"]
         first = optimizer.get(0, optimizer)
@@ -108,4 +107,6 @@ def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
             "extra": {},
         }
     except (KeyError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"the foreign checkpoint lacks what a resume needs: {error!r}") from error
+        raise CheckpointError(
+            f"a checkpoint of another project lacks an entry that resuming needs: {error!r}"
+        ) from error

@@ -27,7 +27,7 @@ def open_checkpoints(trainer: "Trainer", groups: Groups) -> CheckpointManager:
 
 
 def extra_state(trainer: "Trainer") -> dict[str, Any]:
-    """State besides tensors and the position that goes with a checkpoint, the same on all ranks."""
+    """Return the state besides tensors and the position that is saved in a checkpoint, the same on all ranks."""
     history = trainer.engine.history
     extra: dict[str, Any] = {
         "data_fingerprint": trainer.samples["train"].fingerprint(),
@@ -44,7 +44,7 @@ def load(trainer: "Trainer", directory: Path) -> None:
 
     Raises:
         CheckpointError: it is damaged, or does not fit.
-        DataError: it has no manifest of format 2, which could be compared before, and was trained on other data.
+        DataError: it has no manifest of format 2, so it could not be compared before, and was trained on other data.
     """
     state = trainer.state({})
     manifest = trainer.checkpoints.load(state, directory).manifest

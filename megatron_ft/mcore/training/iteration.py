@@ -1,4 +1,4 @@
-"""The iteration in progress and its rollback record: enough to finish or undo it wherever it breaks."""
+"""The iteration in progress and its rollback record: enough to finish or roll it back after a failure at any point."""
 
 import math
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from megatron_ft.planning.commit import Ballot, Decision, Vote
 class RollbackRecord:
     """State before an iteration: random numbers, router bias, loss scale.
 
-    Data position and schedule are functions of the iteration and need no undo; gradients are kept in their
-    buffers until the next iteration starts; auxiliary trackers are emptied with the vote. Expert counts are zero
+    Other state needs no record. Data position and schedule are functions of the iteration. Gradients stay in their
+    buffers until the next iteration starts. Auxiliary trackers are emptied with the vote. Expert counts are zero
     between iterations.
     """
 
@@ -43,7 +43,7 @@ class RollbackRecord:
         )
 
     def restore(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-        """Put the recorded state back."""
+        """Restore the recorded state."""
         torch.set_rng_state(self.cpu_rng)
         torch.cuda.set_rng_state(self.device_rng)
         get_cuda_rng_tracker().set_states(self.tracker_rng)
@@ -57,7 +57,7 @@ class RollbackRecord:
             scaler.load_state_dict(state)
 
     def restore_expert_bias(self, model_chunks: list[torch.nn.Module]) -> None:
-        """Take back the router bias update only: an iteration that is skipped has still drawn its numbers."""
+        """Roll back only the update of the router bias: a skipped iteration has still used its random numbers."""
         for bias, old in zip(_expert_biases(model_chunks), self.expert_bias, strict=True):
             bias.copy_(old)
 
@@ -67,12 +67,10 @@ def _expert_biases(model_chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def _expert_counts(model_chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    """Tokens per expert since the last update of the bias."""
     return _router_buffers(model_chunks, "local_tokens_per_expert")
 
 
 def _routers(model_chunks: list[torch.nn.Module]) -> list[Any]:
-    """Routers that sum tokens over an iteration for a global auxiliary loss."""
     modules = [module for chunk in model_chunks for module in unwrap(chunk).modules()]
     return [module for module in modules if getattr(module, "global_tokens_per_expert", None) is not None]
 
@@ -88,7 +86,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """An iteration whose gradients are reduced and measured, and nothing else: it can still be undone."""
+    """An iteration whose gradients are reduced and measured; it can still be rolled back."""
 
     ballot: Ballot
     undo: RollbackRecord
@@ -96,17 +94,17 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationResult:
-    """One iteration as every rank knows it."""
+    """Result of one iteration, the same on every rank."""
 
     vote: Vote
     decision: Decision
     learning_rate: float
     median_loss: float = math.nan
-    """Median of the committed losses before it; NaN where there are none."""
+    """Median of the earlier committed losses; NaN if there are none."""
     expert_load: torch.Tensor | None = None
-    """Tokens per expert over the job: int64 [num_layers, num_moe_experts], CPU; None where they are not needed."""
+    """Tokens per expert over the job: int64 [num_layers, num_moe_experts], CPU; None if not needed."""
     pass_seconds: tuple[float, ...] = ()
-    """Figures by rank, from its ballot."""
+    """Seconds of a forward pass by rank, from the ballots."""
 
 
 @dataclass(kw_only=True)
@@ -116,19 +114,19 @@ class IterationState:
     iteration: int
     undo: RollbackRecord
     expert_load: torch.Tensor | None = None
-    """Tokens per expert over the job, int64 [num_layers, num_moe_experts]; None where they are not needed."""
+    """Tokens per expert over the job, int64 [num_layers, num_moe_experts]; None if not needed."""
     contributed: bool = False
-    """Whether this rank has given its ballot: from then on others may have settled the vote."""
+    """Whether this rank has sent its ballot; from then on others may have the complete vote."""
     vote: Vote | None = None
-    """Once it is settled here."""
+    """The vote, once it is complete on this rank."""
     pass_seconds: tuple[float, ...] = ()
-    """Figures by rank, from the ballots of that vote."""
+    """Seconds of a forward pass by rank, from the ballots of that vote."""
     update: Literal["none", "begun", "done"] = "none"
-    """Copies of master weights, moments and compute weights."""
+    """Progress of the update of master weights, moments and compute weights."""
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Update in a block; an exception inside leaves the state of no iteration."""
+        """Mark the update in a block; after an exception inside, the state belongs to no iteration."""
         self.update = "begun"
         # No ``finally``: after an exception it stays ``begun``, and this rank's state must not be used.
         yield

@@ -20,7 +20,7 @@ def check_schedule(counts: torch.Tensor, replicas: torch.Tensor) -> None:
     if found[0]:
         raise ValueError("counts and replicas: must not be negative")
     if any(found):
-        raise ValueError(f"expert {found.index(True) - 1} has tokens and no copy: must have one")
+        raise ValueError(f"expert {found.index(True) - 1} has tokens but no replica")
 
 
 def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]) -> None:
@@ -88,12 +88,12 @@ def _check_sums(
     for expert, (have, planned) in enumerate(zip(routed, sent, strict=True)):
         if have != planned:
             raise ValueError(
-                f"the schedule sends {planned} tokens of expert {expert} from rank {rank}, which routes {have}: "
-                "the schedule must come from the counts of this routing map"
+                f"the schedule sends {planned} tokens of expert {expert} from rank {rank}, but its routing map "
+                f"has {have}: make the schedule from the counts of this routing map"
             )
     for expert, num_tokens in enumerate(arriving):
         if num_tokens and expert not in local_experts:
             raise ValueError(
-                f"the schedule sends {num_tokens} tokens of expert {expert} to rank {rank}, "
-                f"whose experts are {list(local_experts)}"
+                f"the schedule sends {num_tokens} tokens of expert {expert} to rank {rank}, which has only "
+                f"experts {list(local_experts)}"
             )

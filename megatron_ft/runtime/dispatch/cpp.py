@@ -101,7 +101,7 @@ class CppDispatch(RowOperations):
 def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"{name} is on {tensor.device}: placement.dispatch_backend=cpp works in host memory; set it to cuda"
+            f"{name} is on {tensor.device}: placement.dispatch_backend=cpp needs host memory; set it to cuda"
         )
     return tensor.contiguous()
 

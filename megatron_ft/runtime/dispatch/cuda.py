@@ -99,7 +99,7 @@ class CudaDispatch(RowOperations):
     def _run(self, name: str, *arguments: Argument) -> None:
         device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
         if device.type != "cuda":
-            raise ValueError(f"{name}: tensors on {device}; placement.dispatch_backend=cuda works on CUDA devices")
+            raise ValueError(f"{name}: tensors on {device}; placement.dispatch_backend=cuda needs CUDA tensors")
         stream = torch.cuda.current_stream(device).cuda_stream
         index = torch.cuda.current_device() if device.index is None else device.index
         code = getattr(self.library, name)(
@@ -112,12 +112,12 @@ class CudaDispatch(RowOperations):
 def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes.c_int64:
     if isinstance(value, int):
         return ctypes.c_int64(value)
-    assert value is None or value.device == device, f"tensors on {device} and {value.device}: must share a device"
+    assert value is None or value.device == device, f"tensors are on {device} and {value.device}: must be on one device"
     return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    """Offset of each block when blocks of ``sizes`` lie one after the other, row by row; of the same shape."""
+    # Offset of each block when blocks of ``sizes`` lie one after the other, row by row; of the same shape.
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 

@@ -50,7 +50,7 @@ def source_files(kind: str) -> list[Path]:
     suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
     if not found:
-        raise SoftwareError(f"no {suffix} files in {SOURCES}: kernels are built from a clone of the project")
+        raise SoftwareError(f"no {suffix} files in {SOURCES}: kernels can only be built from a clone of the project")
     return found
 
 
@@ -73,8 +73,8 @@ def find_compiler(kind: str) -> str:
     if found is None:
         hint = "install a C++17 compiler or name it in CXX" if kind == "cpp" else "install CUDA or name it in CUDA_HOME"
         raise SoftwareError(
-            f"placement.dispatch_backend={kind}: no compiler found (tried {', '.join(wanted)}); {hint}, "
-            "or take the backend reference"
+            f"placement.dispatch_backend={kind}: no compiler found (tried {', '.join(wanted)}); {hint}, or set it "
+            "to reference"
         )
     return found
 

@@ -48,7 +48,7 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Choose the device that the group's backend needs: a rank without tensors takes part too."""
+    # Choose the device that the group's backend needs: a rank without tensors takes part too.
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -141,7 +141,7 @@ def _shut_down(found: SocketId) -> None:
 
 
 def _duplicate(found: SocketId) -> socket.socket | None:
-    """The socket under another descriptor; None where it is closed and its descriptor is perhaps another's."""
+    # The socket under another descriptor; None where it is closed and its descriptor is perhaps another's.
     descriptor, inode = found
     try:
         copy = os.dup(descriptor)

@@ -63,8 +63,12 @@ def release(groups: list[dist.ProcessGroup]) -> int:
     _await(threads)
     held = num_held()
     if held:
-        used = f", something refers to {len(_holders)} of them" if _holders else ""
-        print(f"{held} process groups are held: operations in them have not ended{used}", file=sys.stderr, flush=True)
+        used = f"; {len(_holders)} of them are still referenced" if _holders else ""
+        print(
+            f"{held} process groups cannot be destroyed: their operations have not ended{used}",
+            file=sys.stderr,
+            flush=True,
+        )
     return held
 
 

@@ -64,8 +64,8 @@ class WaitLimit:
         if end is not None and time.monotonic() >= end[0]:
             self.num_abandoned += 1
             raise WaitAbandoned(
-                f"gloo did not end an operation within {self._grace_seconds:g} s of the shut-down of its connections: "
-                f"its wait is abandoned ({end[1]})"
+                f"an operation of gloo did not end within {self._grace_seconds:g} s after its connections were "
+                f"shut down; the wait for it is abandoned ({end[1]})"
             )
 
 

@@ -124,7 +124,7 @@ class UpstreamLog:
         began, cpu_began = time.perf_counter(), time.thread_time()
         position = logged.num_sent[direction]
         order = self._sends[direction]
-        assert position < len(order), f"{direction}: more than {len(order)} tensors are sent in an iteration"
+        assert position < len(order), f"{direction}: an iteration sends more than {len(order)} tensors"
         # A copy, not a reference: Megatron frees an output's data after the send (``deallocate_pipeline_outputs``).
         self._copy(self._memory[direction][logged.slot, position], tensor.detach())
         logged.num_sent[direction] = position + 1
@@ -143,7 +143,7 @@ class UpstreamLog:
         if self._stream is not None:
             self._stream.synchronize()
         expected = {direction: len(order) for direction, order in self._sends.items()}
-        assert logged.num_sent == expected, f"an iteration has sent {logged.num_sent}, not {expected}"
+        assert logged.num_sent == expected, f"an iteration sent {logged.num_sent} tensors, not {expected}"
 
     def abandon(self) -> None:
         """Discard the open iteration, which failed; later messages do not belong to it."""

@@ -95,7 +95,7 @@ class WindowCapture:
 
     def begin_slice(self, buffer: int, index: int, *, iteration: int, header: Mapping[str, Any]) -> None:
         """Start to copy slice ``index`` of the state after ``iteration``, with its ``header``."""
-        assert self._under_way is None, "a slice is under way"
+        assert self._under_way is None, "the previous slice is not finished"
         began = time.perf_counter()
         self._copier.start(self._batches[buffer][index])
         self._under_way = buffer, index, replace(self._slices[index], iteration=iteration, header=header)
@@ -121,7 +121,6 @@ class WindowCapture:
 
 
 def _lay_out(plan: WindowPlan, shards: Sequence[StateShard]) -> list[Slice]:
-    """The slices of any window of ``plan``, but for iterations and headers."""
     slices, offset = [], 0
     for index in range(plan.num_iterations):
         pieces = slice_pieces(plan, index, shards)

@@ -42,7 +42,7 @@ class CopyBatch:
             # Both are checked once, here: ``memmove`` checks nothing.
             if not source.is_contiguous() or target.dtype is not torch.uint8 or target.numel() != size:
                 raise ValueError(
-                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes as they are"
+                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes without conversion"
                 )
         return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
 
@@ -66,7 +66,7 @@ class ThreadCopier:
 
     def start(self, batch: CopyBatch) -> None:
         """Start to copy; returns at once. One batch at a time."""
-        assert not self._under_way, "a batch is under way"
+        assert not self._under_way, "the previous batch is not finished"
         self._batch, self._under_way = batch, True
         self._wake.release()
 
@@ -87,7 +87,7 @@ class ThreadCopier:
 
     def close(self) -> None:
         """End the copier; no batch may be under way."""
-        assert not self._under_way, "a batch is under way"
+        assert not self._under_way, "a batch is not finished"
         self._closed = True
         self._wake.release()
         self._thread.join()
@@ -107,7 +107,7 @@ class ThreadCopier:
             self._done.release()
 
     def _copy(self) -> None:
-        assert self._batch is not None, "woken for a batch"
+        assert self._batch is not None, "there is no batch to copy"
         for source, target in zip(self._batch.sources, self._batch.targets, strict=True):
             # On this thread alone: ``Tensor.copy_`` would also use PyTorch's intra-op threads, which have to compute.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
@@ -137,7 +137,7 @@ class StreamCopier:
 
     def start(self, batch: CopyBatch) -> None:
         # After what the computing stream has queued so far.
-        assert self._batch is None, "a batch is under way"
+        assert self._batch is None, "the previous batch is not finished"
         self._batch = batch
         self._stream.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._stream):
@@ -161,7 +161,7 @@ class StreamCopier:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        assert self._batch is None, "a batch is under way"
+        assert self._batch is None, "a batch is not finished"
 
 
 Copier = ThreadCopier | StreamCopier

@@ -215,7 +215,7 @@ class KeeperClient:
     def _call_for_memory(self, message: Message) -> tuple[Message, int]:
         answer = self._call(message, PATIENT_SECONDS)
         if not self._reader.descriptors:
-            raise ControlError(f"snapshot server: its answer to {message['op']} has no memory")
+            raise ControlError(f"snapshot server: the answer to {message['op']} has no file descriptor")
         return answer, self._reader.descriptors.popleft()
 
     def _request(self, message: Message) -> None:
@@ -250,7 +250,7 @@ class KeeperClient:
         except TimeoutError as error:
             raise self._unresponsive() from error
         except OSError as error:
-            raise ControlError(f"snapshot server: the connection is lost: {error}") from error
+            raise ControlError(f"snapshot server: the connection was lost: {error}") from error
 
     def _receive(self) -> Message:
         while not self._answers:
@@ -260,11 +260,11 @@ class KeeperClient:
                 raise self._unresponsive() from error
             self._answers.extend(messages)
             if closed and not self._answers:
-                raise ControlError("snapshot server: the connection is lost")
+                raise ControlError("snapshot server: the connection was lost")
         return self._answers.popleft()
 
     def _unresponsive(self) -> ControlError:
         seconds = self._reader.sock.gettimeout()
         return ControlError(
-            f"snapshot server at {self._socket_path}: no answer for {seconds:g} s: it is stopped or stuck"
+            f"snapshot server at {self._socket_path}: no answer within {seconds:g} s; it is stopped or blocked"
         )

@@ -55,7 +55,7 @@ class KeeperSpec:
         if len(token) < MIN_TOKEN_LENGTH:
             raise ControlError(f"token: must have at least {MIN_TOKEN_LENGTH} characters")
         if unknown := sorted(content.keys() - set(cls.__slots__)):
-            raise ControlError(f"{unknown[0]}: is no field of a snapshot server's settings")
+            raise ControlError(f"{unknown[0]}: is not a field of a snapshot server's settings")
         return cls(
             # ``sockaddr_un`` has 108 bytes, one of them for the closing zero (unix(7)).
             socket_path=text(content, "socket_path", most=107),
@@ -132,7 +132,7 @@ def check_interface(interface: str) -> str:
     """Remove brackets. Raises ConfigError for an address that means every interface."""
     # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
+        raise ConfigError.of("launch.interface", interface, "must be one address, not all interfaces")
     return interface.strip("[]")
 
 
@@ -141,12 +141,12 @@ def _listen_for_ranks(path: Path) -> socket.socket:
         # The folder protects the socket, whose own mode could be set only after ``bind``, when others can connect.
         about = path.parent.stat()
         if not stat.S_ISDIR(about.st_mode) or stat.S_IMODE(about.st_mode) != 0o700 or about.st_uid != os.getuid():
-            raise ControlError(f"socket_path={path}: its directory must be this user's and of mode 0700")
+            raise ControlError(f"socket_path={path}: the directory must belong to this user and have mode 0700")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ControlError(f"socket_path={path}: cannot listen there: {error}") from error
+        raise ControlError(f"socket_path={path}: cannot listen: {error}") from error
     return listener
 
 
@@ -159,18 +159,18 @@ def _listen_for_peers(interface: str) -> socket.socket:
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ControlError(f"launch.interface={interface}: cannot listen there: {error}") from error
+        raise ControlError(f"launch.interface={interface}: cannot listen: {error}") from error
     return listener
 
 
 def _read_spec() -> KeeperSpec:
     line = read_line(sys.stdin.fileno(), most=MAX_LINE_BYTES)
     if not line.endswith(b"\n"):
-        raise ControlError("standard input must have a line with the snapshot server's settings")
+        raise ControlError("standard input must contain a line with the snapshot server's settings")
     try:
         content = json.loads(line)
     except ValueError as error:
-        raise ControlError(f"the snapshot server's settings are no JSON: {error}") from None
+        raise ControlError(f"the snapshot server's settings are not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ControlError("the snapshot server's settings must be a JSON object")
     return KeeperSpec.from_json(content)

@@ -92,7 +92,7 @@ class OwnWindows:
         if buffer in self.pinned:
             raise ControlError(f"buffer={buffer}: is being written to storage")
         if held is not None and held is self.confirmed:
-            raise ControlError(f"buffer={buffer}: holds window {held.start_iteration}, the newest committed one")
+            raise ControlError(f"buffer={buffer}: contains window {held.start_iteration}, the newest committed one")
         # A rank fills one window at a time: an incomplete one will never be completed, and an uncommitted one of the
         # same iterations is of a history that the job has left.
         for other in self:
@@ -110,7 +110,7 @@ class OwnWindows:
         """
         window = self._in_buffer(buffer)
         if window is None:
-            raise ControlError(f"buffer={buffer}: no window was begun there")
+            raise ControlError(f"buffer={buffer}: no window was begun in it")
         window.check_next(index, part, self.window_bytes)
         window.slices.append(part)
 
@@ -168,7 +168,7 @@ class OwnWindows:
         key = WindowKey(start_iteration=start_iteration, generation=generation)
         found = [window for window in self._order if window.key == key]
         if not found or found[0].committed:
-            raise ControlError(f"start_iteration={start_iteration}: no window that could be given up starts there")
+            raise ControlError(f"start_iteration={start_iteration}: there is no window to abandon")
         self._order.remove(found[0])
 
     def is_persist_due(self, persist_every: int) -> bool:
@@ -189,7 +189,7 @@ class OwnWindows:
             if window.complete and window.start_iteration == start_iteration and generation in (None, window.generation)
         ]
         if not found:
-            raise ControlError(f"start_iteration={start_iteration}: no complete window starts there")
+            raise ControlError(f"start_iteration={start_iteration}: there is no complete window")
         return max(found, key=lambda window: (window.committed, window.generation))
 
     def _in_buffer(self, buffer: int) -> HeldWindow | None:
@@ -223,7 +223,7 @@ class CopyWindows:
             return held
         # It may be the only copy of the job's state that a loss leaves: the sender's choice is not trusted with it.
         if held is not None and held.committed:
-            raise ControlError(f"buffer={incoming.buffer}: holds window {held.start_iteration}, which is committed")
+            raise ControlError(f"buffer={incoming.buffer}: contains window {held.start_iteration}, which is committed")
         # A slice that does not fit must not cost the window that the buffer holds now.
         incoming.check_next(index, part, self.window_bytes)
         self.buffers[incoming.buffer] = incoming
@@ -237,7 +237,9 @@ class CopyWindows:
         """
         window = next((window for window in self if window.key == key and window.complete), None)
         if window is None:
-            raise ControlError(f"window {key.start_iteration} of generation {key.generation}: no complete copy is here")
+            raise ControlError(
+                f"window {key.start_iteration} of generation {key.generation}: there is no complete copy"
+            )
         for number, other in enumerate(self.buffers):
             if other is not None and is_superseded(other.key, other.committed, key):
                 self.buffers[number] = None

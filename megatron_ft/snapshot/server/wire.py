@@ -73,14 +73,14 @@ class Wire:
             except BlockingIOError:
                 # Only the beginning of a frame may take long: a peer that has begun one must make progress.
                 if not patient:
-                    raise TimeoutError(f"nothing moved for {self._stall_seconds} s") from None
+                    raise TimeoutError(f"no bytes were transferred for {self._stall_seconds} s") from None
         if begun == 0:
             raise ConnectionResetError("the peer has closed the connection")
         self.receive_into(memoryview(header)[begun:])
         size = int.from_bytes(header, "big")
         # Before memory is allocated: the peer may not have presented the token yet.
         if size > most_bytes:
-            raise ControlError(f"a peer announced a message of {size} bytes: at most {most_bytes} are read")
+            raise ControlError(f"a peer announced a message of {size} bytes: must have at most {most_bytes}")
         payload = bytearray(size)
         self.receive_into(memoryview(payload))
         return decode(bytes(payload))
@@ -132,7 +132,7 @@ class Wire:
         try:
             yield
         except BlockingIOError:
-            raise TimeoutError(f"nothing moved for {self._stall_seconds} s") from None
+            raise TimeoutError(f"no bytes were transferred for {self._stall_seconds} s") from None
 
     def abort(self) -> None:
         """Make every call on the connection fail, in whichever thread it waits."""

@@ -63,7 +63,7 @@ def iteration_of(path: Path) -> int:
     """
     match = _DIRECTORY.fullmatch(path.name)
     if match is None:
-        raise CheckpointError(f"{path}: is not named like a checkpoint, {directory_name(30)}")
+        raise CheckpointError(f"{path}: must have a checkpoint's name, such as {directory_name(30)}")
     return int(match[1])
 
 
@@ -142,12 +142,15 @@ def other_iteration(path: Path, manifest: Manifest) -> str | None:
     named = iteration_of(path)
     if named == manifest.iteration:
         return None
-    return f"{path}: holds iteration {manifest.iteration}, its name says {named}: it was renamed, or its files swapped"
+    return (
+        f"{path}: contains iteration {manifest.iteration}, not {named} as its name says: it was renamed, or its "
+        "files swapped"
+    )
 
 
 def move_latest(folder: Path, path: Path, iteration: int) -> None:
     """Point ``latest`` at ``path``, in one atomic step. Call it when ``path`` is complete."""
-    assert (path / MANIFEST_NAME).is_file(), f"latest may not move to {path}: it has no manifest"
+    assert (path / MANIFEST_NAME).is_file(), f"{path}: cannot become latest without a manifest"
     content = json.dumps({"checkpoint": path.name, "iteration": iteration}) + "\n"
     write_atomically(folder, LATEST_NAME, content.encode())
 
@@ -162,7 +165,7 @@ def read_latest(folder: Path) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
-        raise CheckpointError(f"{path}: {name!r} is not a checkpoint's name")
+        raise CheckpointError(f"{path}: {name!r} is not the name of a checkpoint")
     return folder / name
 
 
@@ -179,7 +182,7 @@ def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Pa
             fsync_directory(path.parent)
             _move_latest_back(path.parent)
             return target
-    raise CheckpointError(f"{path}: no free name to set it aside")
+    raise CheckpointError(f"{path}: cannot be renamed, all names are in use")
 
 
 def _move_latest_back(folder: Path) -> None:

@@ -90,7 +90,10 @@ class Manifest:
         version = body.get("format_version")
         # Before the checksum, which a newer format may compute over other fields.
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-            raise CheckpointError(f"manifest format_version={version!r}: this version reads 1 to {FORMAT_VERSION}")
+            raise CheckpointError(
+                f"manifest format_version={version!r}: must be from 1 to {FORMAT_VERSION} for this version of the "
+                "project"
+            )
         if claimed != _body_checksum(body):
             raise CheckpointError("manifest does not match its own checksum")
         manifest = _parse(body)
@@ -130,10 +133,12 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"{path}: not a regular file")
         # Before it is read into memory.
         if status.st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path}: {status.st_size} bytes, more than a manifest can have")
+            raise CheckpointError(f"{path}: {status.st_size} bytes: must be at most {MAX_MANIFEST_BYTES}")
         return Manifest.from_bytes(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{directory}: no {MANIFEST_NAME}; incomplete, or not written by this project") from None
+        raise CheckpointError(
+            f"{directory}: has no {MANIFEST_NAME}; it is incomplete, or not written by this project"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     except CheckpointError as error:
@@ -167,7 +172,7 @@ def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:
             raise CheckpointError(f"{directory / entry.name}: missing")
         if present[entry.name] != entry.num_bytes:
             raise CheckpointError(
-                f"{directory / entry.name}: {present[entry.name]} bytes, its manifest says {entry.num_bytes}"
+                f"{directory / entry.name}: has {present[entry.name]} bytes, but the manifest says {entry.num_bytes}"
             )
     unexpected = sorted(present.keys() - {entry.name for entry in files})
     if unexpected:
@@ -184,11 +189,11 @@ def _check_content(directory: Path, entry: FileEntry) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if found != entry.xxh3_128:
-        raise CheckpointError(f"{path}: damaged: checksum {found}, its manifest says {entry.xxh3_128}")
+        raise CheckpointError(f"{path}: damaged: has checksum {found}, but the manifest says {entry.xxh3_128}")
 
 
 def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Names and sizes of all regular files; anything else is refused."""
+    # Names and sizes of all regular files; anything else is refused.
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:
@@ -214,7 +219,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         files = tuple(FileEntry(**_decoded(FileEntry, entry)) for entry in body["files"])
         return Manifest(**_decoded(Manifest, body, "settings", "files"), settings=settings, files=files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"manifest lacks a field or has one of another type: {error}") from None
+        raise CheckpointError(f"manifest lacks a field, or a field has another type: {error}") from None
 
 
 def _decoded(kind: type[FileEntry] | type[Manifest], content: dict[str, Any], *without: str) -> dict[str, Any]:

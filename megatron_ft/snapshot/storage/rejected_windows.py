@@ -67,7 +67,7 @@ def read_rejected(run_dir: Path) -> list[RejectedWindow]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}; without the file, refused windows are tried again") from error
+        raise CheckpointError(f"{path}: {error}; delete the file to try rejected windows again") from error
 
 
 def add_rejected(run_dir: Path, window: RejectedWindow) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.events import Metrics, PlacementInForce, Record
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue, decode, parse_json
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to_metrics
 
@@ -90,7 +91,7 @@ def read_run(run_dir: Path) -> RunFiles:
         DataError: no such run, or a line other than an unfinished last one is damaged; names file and line.
     """
     try:
-        events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(Record.from_record)))
+        events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(read_record)))
         metrics = tuple(read_lines(run_dir / METRICS_FILE, _bounded(to_metrics)))
         path = run_dir / DECISIONS_FILE
         return RunFiles(

@@ -47,8 +47,8 @@ def _described(report: RunReport) -> str:
     first, last = report.loss[0], report.loss[-1]
     lowest = min(report.loss, key=lambda point: point[1])
     curve = (
-        f"Training loss from {figure(first[1])} at iteration {first[0]} to {figure(last[1])} at iteration {last[0]}, "
-        f"lowest {figure(lowest[1])} at iteration {lowest[0]}."
+        f"The training loss goes from {figure(first[1])} at iteration {first[0]} to {figure(last[1])} at "
+        f"iteration {last[0]}. The lowest is {figure(lowest[1])} at iteration {lowest[0]}."
     )
     return " ".join([curve, *(f"{mark.words}." for mark in report.marks[:20])])
 
@@ -86,7 +86,6 @@ def _evaluation(x: float, y: float, iteration: int, loss: float) -> Element:
 
 
 def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
-    """Lines of recoveries and changes with their numbers above the plot, crosses of failures on its upper edge."""
     for mark in marks:
         if mark.number is not None:
             at = x(mark.iteration)

@@ -218,14 +218,14 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     per_row = "" if loads.experts_per_row == 1 else f" (the busiest of {loads.experts_per_row} neighbours in a row)"
     down = f"experts 0 to {loads.num_experts - 1} from top to bottom{per_row}"
     words = f"A map for each layer: {down}, iterations {first:,} to {last:,} from left to right."
-    yield element("p", f"{words} Colours are tokens over the even share.")
+    yield element("p", f"{words} Colours show tokens over the even share.")
     yield element("ul", *(element("li", swatch(class_), words) for _, class_, words in _LEVELS), class_="legend")
     yield from panels(
         "expert-load",
         maps,
         title="Load of experts",
         description=f"{words} The table below lists how uneven the newest are.",
-        more="The other layers",
+        more="Layers not shown above",
     )
     rows = [
         (
@@ -241,9 +241,9 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     first, last = loads.stretches[-1]
     span = f"iterations {first:,} to {last:,}" if last > first else f"iteration {first:,}"
     found = table(f"Tokens over the even share, {span}", header, rows, numbers={0, 1, 2, 3, 4})
-    yield element("details", element("summary", "How uneven it is now"), found)
+    yield element("details", element("summary", "Present unevenness"), found)
     even = f"{1 / loads.num_experts:.3f}"
-    words = f"HHI: sum of squared shares; {even} is even, 1 is all tokens on one expert."
+    words = f"HHI: sum of squared shares; {even} is even, 1 means that one expert has all tokens."
     yield element("p", words, class_="soft")
 
 
@@ -278,14 +278,14 @@ def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[Place
         return
     newest = placements[-1]
     yield element("h2", "Placement", id="placement")
-    yield element("p", f"In force from iteration {newest.iteration:,} on ({newest.reason}).")
+    yield element("p", f"In force since iteration {newest.iteration:,} ({newest.reason}).")
     yield element("ul", *(element("li", line, class_="words") for line in newest.stages[:64]))
     maps = [_placement_panel(plan, layer) for plan in plans for layer in range(len(plan.layer_numbers))]
     num_cells = sum(plan.num_experts * len(plan.ranks) * len(plan.slots) for plan in plans)
     if not maps:
-        yield element("p", "Its slots are not drawn: the run's folder does not hold the plan.", class_="soft")
+        yield element("p", "Its slots are not drawn, because the run's folder has no plan of it.", class_="soft")
     elif num_cells > MAX_PLACEMENT_CELLS:
-        yield element("p", "Its slots are not drawn: there are too many.", class_="soft")
+        yield element("p", "Its slots are not drawn, because there are too many.", class_="soft")
     else:
         yield element("p", _PLACEMENT_WORDS)
         yield element(
@@ -295,11 +295,11 @@ def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[Place
             "placement-map",
             maps,
             title="Placement",
-            description=f"{_PLACEMENT_WORDS} A filled cell: the rank holds the expert. The lines above sum it up.",
-            more="The other layers",
+            description=f"{_PLACEMENT_WORDS} A filled cell: the rank has the expert. The list above sums up the maps.",
+            more="Layers not shown above",
         )
         yield element("details", element("summary", "Ranks and failure domains"), _ranks(plans))
-    yield element("details", element("summary", "How it came to be"), _changes(placements))
+    yield element("details", element("summary", "History of the placement"), _changes(placements))
 
 
 def _placement_panel(plan: PlacementPlan, layer: int) -> Panel:
@@ -327,14 +327,14 @@ def _ranks(plans: Sequence[PlacementPlan]) -> Element:
             held = [len(by_rank[position]) for by_rank in plan.slots]
             few, most = min(held, default=0), max(held, default=0)
             rows.append((str(rank), str(stage), domain, str(most) if few == most else f"{few} to {most}"))
-    header = ("rank", "stage", "failure domain", "filled slots a layer")
-    return table("Where the columns are", header, rows, numbers={0, 1, 3}, words=2)
+    header = ("rank", "stage", "failure domain", "filled slots per layer")
+    return table("Columns of the map", header, rows, numbers={0, 1, 3}, words=2)
 
 
 def _changes(placements: Sequence[PlacementInForce]) -> Element:
     shown = placements[-MAX_CHANGES:]
     more = len(placements) - len(shown)
-    caption = "Each placement that took over" + (f"; {more:,} earlier ones are left out" if more else "")
+    caption = "Placements that were in force" + (f"; {more:,} earlier ones are left out" if more else "")
     header = ("from iteration", "why", "moved", "took", "busiest rank over mean, before", "after", "predicted gain")
     return table(caption, header, [_change(record) for record in shown], numbers={0, 2, 3, 4, 5, 6}, words=1)
 

@@ -111,7 +111,7 @@ class Recovery:
         named += [f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} ({ending})" for ending, ranks in causes.items()]
         others = len(failures) - sum(map(len, causes.values()))
         if named and others:
-            named.append(f"{others} more rank{'s' * (others != 1)} because of it")
+            named.append(f"{others} more rank{'s' * (others != 1)} as a consequence")
         return "; ".join(named) or self._reason
 
     @property
@@ -120,7 +120,7 @@ class Recovery:
             if (record := self.newest(kind)) is not None:
                 return record.reason
         if self.is_new_job:
-            return "the job before ended without a record"
+            return "the previous job ended without a record"
         return "not known" if self.decision is None else self.decision.reason
 
     @property
@@ -172,7 +172,7 @@ class Recovery:
         """Everything that was not used, each with its reason."""
         started, decision = self.newest(events.RecoveryStarted), self.decision
         in_processes = None if decision is None else decision.declined
-        head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
+        head = () if in_processes is None else (f"continued without a restart: {in_processes}",)
         return head if started is None else head + started.declined
 
 
@@ -271,7 +271,7 @@ def _num_again(recovery: Recovery, earlier: Recovery | None) -> int | None:
 
 
 def _beginning(recovery: Recovery) -> float | None:
-    """The first failure, or when the change was requested, in seconds since 1970; None where no record has a time."""
+    # The first failure, or when the change was requested, in seconds since 1970; None where no record has a time.
     faults = [record for record in recovery.every(events.FailpointHit) if record.action != "delay"]
     failures: list[Record] = [*faults, *recovery.every(events.RankFailed)]
     return min([*_times(failures), *_decided(recovery)], default=None)
@@ -387,7 +387,7 @@ class _Folding:
 
 
 def _spread(world_size: int, nodes: Sequence[int]) -> tuple[int | None, ...]:
-    """The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven."""
+    # The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven.
     world_size = _bounded(world_size)
     each = world_size // len(nodes) if nodes and world_size % len(nodes) == 0 else 0
     return tuple(node for node in nodes for _ in range(each)) if each else (None,) * world_size

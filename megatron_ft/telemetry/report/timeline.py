@@ -26,12 +26,12 @@ from megatron_ft.telemetry.report.recoveries import Course, Recovery
 KINDS = {
     "trains": "trains",
     "unfinished": "iteration that was interrupted",
-    "forms": "the membership forms",
+    "forms": "new groups are formed",
     "starts": "processes start",
     "loads": "loads a checkpoint",
     "replays": "replays (computes again)",
-    "serves": "serves its log",
-    "waits": "waits with its state",
+    "serves": "serves its upstream log",
+    "waits": "waits with its state kept",
     "other": "other",
 }
 """The activities of a rank, and their words in the legend."""
@@ -170,7 +170,6 @@ def _place(lane: Lane) -> tuple[bool, int, int]:
 
 
 def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
-    """A lane for each rank after the recovery, and for each one before that has no place any more."""
     before, after = recovery.nodes_before, recovery.nodes_after
     stages = {record.rank: record for record in recovery.every(events.StageRecovery)}
     previous = _previous_ranks(recovery)
@@ -198,7 +197,7 @@ def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
 
 
 def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
-    """The former number of each rank: by the decision, or by nodes where there is none."""
+    # The former number of each rank: by the decision, or by nodes where there is none.
     before, after = recovery.nodes_before, recovery.nodes_after
     decision = recovery.decision
     if decision is not None and len(decision.previous_ranks) == len(after) > 0:
@@ -221,7 +220,6 @@ def _local(nodes: Sequence[int | None]) -> Iterator[tuple[int | None, int]]:
 
 
 def _deaths(recovery: Recovery, begin: float) -> dict[int, float]:
-    """Rank before the recovery to the seconds after which it was gone."""
     dead: dict[int, float] = {}
     for record in recovery.every(events.RankFailed):
         at = instant(record.time_unix_seconds)
@@ -242,7 +240,6 @@ def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
 
 
 def _before(recovery: Recovery, course: Course) -> list[Span]:
-    """The iterations before, and the one that the failure interrupted."""
     spans = _training(course.before, 0.0, course.begin)
     newest = course.before[-1].time_unix_seconds if course.before else None
     if recovery.is_failure and spans and newest is not None and course.begin > newest:
@@ -274,7 +271,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
 
 
 def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
-    """List spans from the decision until the rank trains; spans drawn behind others come first."""
+    # List spans from the decision until the rank trains; spans drawn behind others come first.
 
     def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[Span]:
         until, length = instant(end), duration(length)
@@ -315,7 +312,7 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
     """The section of a page with one part for each recovery."""
     if not recoveries:
         return
-    yield element("h2", "How each went", id="stories")
+    yield element("h2", "Details of each recovery", id="stories")
     is_open = len(recoveries) <= NUM_OPEN
     for recovery in recoveries:
         title = (
@@ -334,22 +331,22 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
 def _part(recovery: Recovery) -> Iterator[Element]:
     timeline = timeline_of(recovery)
     if timeline is None:
-        yield element("p", "No timeline: the records lack the times of its ranks' work.", class_="soft")
+        yield element("p", "No timeline: the records have no times of the ranks' work.", class_="soft")
     else:
         yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
         legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
         yield element("ul", *legend, class_="legend")
-        yield element("details", element("summary", "What each rank did"), _lane_table(timeline))
+        yield element("details", element("summary", "Work of each rank"), _lane_table(timeline))
     if recovery.declined:
         yield element("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
-    yield element("details", element("summary", "What was recorded"), _step_table(recovery, timeline))
+    yield element("details", element("summary", "Recorded events"), _step_table(recovery, timeline))
 
 
 def _lane_table(timeline: Timeline) -> Element:
     shown = timeline.lanes[:MAX_LANES]
     more = len(timeline.lanes) - len(shown)
-    caption = "Ranks by stage" + (f"; {more} more are left out" if more else "")
-    header = ("rank", "stage", "node", "what it did", "began", "took", "replayed", "forward passes", "log bytes")
+    caption = "Ranks by stage" + (f"; {more} more are not shown" if more else "")
+    header = ("rank", "stage", "node", "work", "began", "took", "replayed", "forward passes", "log bytes")
     return table(caption, header, [_lane_row(lane) for lane in shown], numbers={0, 1, 2, 4, 5, 6, 7, 8}, words=3)
 
 
@@ -390,7 +387,7 @@ def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
         words = decision.declined or f"decided how to continue: {decision.reason}"
         steps.append((after(decision.time_unix_seconds), words))
     for first in () if course is None else course.after[:1]:
-        steps.append((after(first.time_unix_seconds), f"first iteration after it: {first.iteration}"))
+        steps.append((after(first.time_unix_seconds), f"first iteration after the recovery: {first.iteration}"))
     return sorted(steps, key=lambda step: float("inf") if step[0] is None else step[0])
 
 
@@ -437,7 +434,6 @@ def _described(timeline: Timeline) -> str:
 
 
 def _group(lanes: Sequence[Lane], y: float) -> Element:
-    """A bracket and the stage's name beside its ranks."""
     bottom = y + len(lanes) * (LANE + GAP) - GAP
     first = lanes[0]
     words = "gone" if first.rank is None else "ranks" if first.stage is None else f"stage {first.stage}"
@@ -486,7 +482,7 @@ def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
 
 
 def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
-    """Moments as lines; words where they do not run into each other."""
+    # Moments as lines; words where they do not run into each other.
     free_from = -1.0
     for moment in sorted(timeline.instants, key=lambda moment: moment.seconds):
         if not timeline.begin <= moment.seconds <= timeline.end:

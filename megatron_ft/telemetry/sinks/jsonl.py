@@ -5,14 +5,13 @@ import os
 from collections import deque
 from pathlib import Path
 
+from megatron_ft.durable import cut_half_line
 from megatron_ft.events import LogTruncated, Metrics, Record
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
 """Lines kept in memory while the disk refuses them; beyond that the oldest are lost, and counted."""
-
-_CHUNK_BYTES = 1 << 16
 
 
 class JsonlSink(Sink):
@@ -32,7 +31,9 @@ class JsonlSink(Sink):
         self.name = path.name
         self._metrics = metrics
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._reports: list[Record] = self._cut_half_line()
+        self._reports: list[Record] = []
+        if num_dropped_bytes := cut_half_line(self._file):
+            self._reports.append(LogTruncated(file=self.name, num_dropped_bytes=num_dropped_bytes))
         self._pending: deque[bytes] = deque()
         self._unsynced = False
 
@@ -91,17 +92,3 @@ class JsonlSink(Sink):
         except OSError:
             os.ftruncate(self._file, start)
             raise
-
-    def _cut_half_line(self) -> list[Record]:
-        size = end = os.fstat(self._file).st_size
-        while end > 0:
-            # From the end: the log of a long run is large, and the half line is its last one.
-            start = max(0, end - _CHUNK_BYTES)
-            newline = os.pread(self._file, end - start, start).rfind(b"\n")
-            end = start if newline < 0 else start + newline + 1
-            if newline >= 0:
-                break
-        if end == size:
-            return []
-        os.ftruncate(self._file, end)
-        return [LogTruncated(file=self.name, num_dropped_bytes=size - end)]

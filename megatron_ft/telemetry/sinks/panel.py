@@ -182,7 +182,6 @@ def _progress(state: RunState, style: PanelStyle, now_seconds: float) -> Text:
 
 
 def _curve(state: RunState, style: PanelStyle) -> list[Text]:
-    """The loss over the whole run, highest value above and lowest below on the left."""
     values = state.loss_curve(style.inner_width - _LABEL_WIDTH)
     finite = [value for value in values if value is not None]
     num_rows = style.num_chart_rows
@@ -216,7 +215,7 @@ def _figures(state: RunState) -> Table:
 
 
 def _standing(state: RunState, style: PanelStyle) -> Text:
-    """ETTR so far, interruptions and what protects the run; always one row."""
+    # ETTR so far, interruptions and what protects the run; always one row.
     goodput, run = state.run.goodput, state.run
     parts = []
     if goodput.ettr is not None and goodput.num_iterations:
@@ -233,7 +232,7 @@ def _standing(state: RunState, style: PanelStyle) -> Text:
 
 
 def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) -> list[Text]:
-    """A row of bars per mixture layer; where there are many, always the same evenly spaced ones."""
+    # A row of bars per mixture layer; where there are many, always the same evenly spaced ones.
     if load is None or not load.layers:
         return [Text("expert load: none reported yet", style="dim")]
     numbers = load.layer_numbers or tuple(range(1, len(load.layers) + 1))
@@ -273,7 +272,10 @@ def _events(notes: Sequence[TimedNote], num_rows: int) -> list[Text]:
 def _degraded(state: RunState) -> list[Text]:
     return [
         Text(
-            f"DEGRADED: {sink} takes no records ({error})", style=f"bold {VERMILION}", no_wrap=True, overflow="ellipsis"
+            f"DEGRADED: {sink} no longer accepts records ({error})",
+            style=f"bold {VERMILION}",
+            no_wrap=True,
+            overflow="ellipsis",
         )
         for sink, error in state.failed_sinks.items()
     ]

@@ -39,7 +39,7 @@ class SummarySink(Sink):
         replace_file(self._path, text.encode())
 
     def _figures(self, outcome: Outcome) -> dict[str, object]:
-        """The content of the file; ``docs/telemetry.md`` explains each key."""
+        # The content of the file; ``docs/telemetry.md`` explains each key.
         state = self._state
         return {
             "iterations": state.iteration,

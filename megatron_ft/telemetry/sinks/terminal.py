@@ -129,7 +129,6 @@ class TerminalSink(Sink):
         self._print(self._iteration_line(record))
 
     def _catch_up(self) -> None:
-        """Print the newest iteration if its line was left out."""
         if self._skipped_line is not None:
             self._print(self._iteration_line(self._skipped_line))
             self._skipped_line = None

@@ -23,6 +23,7 @@ from megatron_ft import events
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue
 from megatron_ft.telemetry.expert_load import load_figures
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
@@ -226,7 +227,7 @@ class Steps:
         return Step(iteration=self._iteration, figures=figures | self.run.hand_out())
 
     def _resume(self, iteration: int) -> Step | None:
-        """A started job continues after ``iteration``; what was reported of later ones is void."""
+        # A started job continues after ``iteration``; what was reported of later ones is void.
         if self._iteration > iteration:
             self._figures = {}
         complete, self._iteration = self.finish(), min(self._iteration, iteration)
@@ -293,7 +294,7 @@ class Reported:
         def parse(line: dict[str, JsonValue]) -> Record | None:
             iteration = line.get("iteration")
             is_old = isinstance(iteration, int) and iteration <= loads_after
-            return None if is_old and line.get("kind") == ExpertLoad.kind else Record.from_record(line)
+            return None if is_old and line.get("kind") == ExpertLoad.kind else read_record(line)
 
         files = (
             read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()

@@ -221,7 +221,7 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
             "placement.algorithm",
             "must be null.*replica slots",
         ),
-        ({"snapshot.policy": None}, "snapshot.policy", "goes back to a window"),
+        ({"snapshot.policy": None}, "snapshot.policy", "restarts from a window"),
     ],
     ids=str,
 )

@@ -68,7 +68,7 @@ def test_without_a_gpu_a_start_takes_the_cpu_or_is_refused() -> None:
         choose(NONE, CUDA_ONLY)
     with pytest.raises(
         ConfigError,
-        match=r"training\.device=auto: must be cpu, without launch\.gpu_memory_bytes, on a machine without a usable",
+        match=r"training\.device=auto: must be cpu, and launch\.gpu_memory_bytes null, on a machine without a usable",
     ):
         choose(NONE, BOTH, memory=80_000_000_000)
 
@@ -92,7 +92,10 @@ def test_a_named_device_is_taken_and_its_refusal_is_raised(device: str) -> None:
 
 
 def test_the_other_device_is_described_where_ranks_may_find_it() -> None:
-    for refused, expected in ((CPU_ONLY, "on cuda this job is refused"), (BOTH, "on cuda this job is also accepted")):
+    for refused, expected in (
+        (CPU_ONLY, "on cuda this job would be refused"),
+        (BOTH, "on cuda this job would also be accepted"),
+    ):
         choice = choose_device("auto", NONE, gpu_memory_bytes=None, refused=refused, may_be_elsewhere=True)
         assert other_device(choice, refused).startswith(expected)
     known = choose_device("auto", NONE, gpu_memory_bytes=None, refused=CPU_ONLY, may_be_elsewhere=False)

@@ -193,9 +193,7 @@ def test_an_upstream_log_over_its_limit_is_refused() -> None:
 def test_a_plan_says_that_slurm_has_not_named_the_domains() -> None:
     known = {"num_nodes": 4, "ranks_per_node": 1, "node_launcher": "srun"}
     (note,) = plan(launch={**known, "failure_domain_source": "slurm_topology"}).notes
-    assert (
-        note.startswith("launch.failure_domain_source=slurm_topology: ") and "every node is a domain of its own" in note
-    )
+    assert note.startswith("launch.failure_domain_source=slurm_topology: ") and "takes every node as a domain" in note
     assert not plan(launch={**known, "failure_domains": ["a", "a", "b", "b"]}).notes
 
 
@@ -224,6 +222,6 @@ def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
         return plan(model=model, placement=placement, parallel=parallel, launch=nodes).notes
 
     (note,) = notes(2, min_nodes=2)
-    assert "after the loss of a node 6 slots are left, too few for 2 replicas of 4 experts" in note
-    assert note.endswith("the loss of another one can end the job; 3 slots per rank are enough")
+    assert "after the loss of a node the job has 6 slots, too few for 2 replicas of 4 experts" in note
+    assert note.endswith("the next loss can end the job; 3 slots per rank avoid this")
     assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()

@@ -251,7 +251,8 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
                 generation=2, reason="rank 3 raised", failed_ranks=(3,), iteration=7, num_restarts_left=1
             ),
             "warning",
-            "starting all ranks again (generation 2; 1 more without progress): rank 3 raised in iteration 7",
+            "starting all ranks again (generation 2; at most 1 more restarts without progress): "
+            "rank 3 raised in iteration 7",
         ),
         (events.RunStarted(run_name="r", model="m", world_size=1), "info", "r: m, 1 rank"),
         (
@@ -274,7 +275,7 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
         (
             events.UpstreamLogFull(iteration=16, iterations_kept=12),
             "warning",
-            "upstream log is full from iteration 16 on: no stage can replay alone until a later window is committed",
+            "upstream log is full from iteration 16 on; until a later window is committed, no stage can replay alone",
         ),
         (events.RanksReady(seconds=0.42), "info", "all ranks ready after 0.42 s"),
         (

@@ -92,7 +92,10 @@ def test_wandb_missing_stops_nothing_and_is_told_once(
     for record in [RUN_STARTED, *run_records(1, 8)]:
         sinks.write(record)
     sinks.close(0, "done")
-    assert stream.getvalue().count("wandb takes no records: ModuleNotFoundError: No module named 'wandb'") == 1
+    assert (
+        stream.getvalue().count("sink wandb no longer accepts records: ModuleNotFoundError: No module named 'wandb'")
+        == 1
+    )
     assert [event.kind for event in read_events(run_dir)].count("sink_failed") == 1
     assert "wandb" in json.loads((run_dir / "summary.json").read_text())["failed_sinks"]
 

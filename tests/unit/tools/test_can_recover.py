@@ -117,7 +117,7 @@ def test_an_answer_names_its_device_and_what_the_other_one_refuses(
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=False, driver="", num_gpus=0))
     found = ask(*words)
     assert (found["rung"], found["device"]) == ("replicas", "cpu")
-    assert "on cuda this job is refused before it starts" in found["notes"][0]
+    assert "on cuda this job would be refused before it starts" in found["notes"][0]
     assert can_recover.main(words) == 0
     assert capsys.readouterr().out.startswith("on cpu: loss of nodes 1: replicas")
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=True, driver="", num_gpus=8))
@@ -226,8 +226,8 @@ def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
 
 def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.CaptureFixture[str]) -> None:
     for overrides, words in (
-        (["launch.min_nodes=3"], "stay alive in their present state"),
-        ([], "have their present state on nodes that are left, which is not used"),
+        (["launch.min_nodes=3"], "keep their present state"),
+        ([], "have their present state on other nodes, but it is not used"),
     ):
         can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])
         assert words in capsys.readouterr().out

@@ -102,7 +102,7 @@ def test_a_trace_is_replayed_and_what_failed_ends_it_with_8(
     ((name, schedule, _),) = calls
     assert (name, schedule.most_nodes, schedule.duration_seconds) == ("replay", 4, 90.0), "4 nodes of launch.max_nodes"
     said = capsys.readouterr()
-    assert "2 of 4 nodes at first, 1 leave" in said.out and "not all is injected" in said.out
+    assert "starts with 2 of 4 nodes; 1 leave" in said.out and "not all is injected" in said.out
     assert "not injected: event 1: add of nodes [1]: refused" in said.err
 
 
@@ -118,13 +118,13 @@ def test_a_trace_that_begins_with_other_nodes_is_refused(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("--kill 1 --for 2", 2, "--for=2.0: is for --stop, --partition and --disk-error only"),
+        ("--kill 1 --for 2", 2, "--for=2.0: can only be used with --stop, --partition or --disk-error"),
         ("--stop 1 --for 0", 2, "--for=0.0"),
         ("--stop 1 --for nan", 2, "--for=nan"),
-        ("--partition 1", 2, "--for=None: must be given: a partition or a disk error ends by itself"),
+        ("--partition 1", 2, "--for=None: must be given, because a partition or disk error needs an end"),
         ("--disk-error 1 --for 0", 2, "--for=0.0: must be finite and above 0"),
-        ("--add 1 --minutes 2", 2, "--minutes=2.0: is for --trace only"),
-        ("--add 1 --most-nodes 2", 2, "--most-nodes=2: is for --trace only"),
+        ("--add 1 --minutes 2", 2, "--minutes=2.0: can only be used with --trace"),
+        ("--add 1 --most-nodes 2", 2, "--most-nodes=2: can only be used with --trace"),
         ("--trace none.csv", 3, "none.csv: cannot be read"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -
     ready(job, 2)
     assert job.tick(5.0).decision is CHANGE
     stand(job, 0, 1)
-    assert job.die(4).decision is WAIT, "ranks stand at the boundary"
+    assert job.die(4).decision is WAIT, "ranks wait at the iteration boundary"
     step = stand(job, 2, 3)
     assert (step.decision, step.reason) == (REFORM, "no node joins or leaves")
     assert shape(step) == ((0, 1, 2, 3), (0, 0, 1, 1))
@@ -217,7 +217,7 @@ def test_a_spare_keeps_a_job_going_that_needs_all_nodes() -> None:
     job.die(0)
     assert job.say(2, 3, 4, 5).decision is REFORM
     step = job.die(2)
-    assert (step.decision, step.reason) == (Decision.STOP, "2 nodes are left, launch.min_nodes=3")
+    assert (step.decision, step.reason) == (Decision.STOP, "only 2 nodes are left, fewer than launch.min_nodes=3")
 
 
 def test_a_lost_spare_is_no_failure_and_a_node_beyond_the_job_is_started_by_request() -> None:

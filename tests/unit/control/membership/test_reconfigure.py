@@ -196,7 +196,7 @@ def test_too_few_living_agents_end_the_job() -> None:
     job.see(NodeLost(1, 0.0, "cable"))
     job.say(0, 1, 4, 5)
     step = job.see(NodeLost(2, 1.0, "cable"))
-    assert (step.decision, step.reason) == (Decision.STOP, "1 nodes are left, launch.min_nodes=2")
+    assert (step.decision, step.reason) == (Decision.STOP, "only 1 nodes are left, fewer than launch.min_nodes=2")
     for rank in (0, 1):
         step = job.see(RankExited(rank, 1, 3.0, done=False))
     assert (step.decision, step.reason) == (Decision.END, "node 2 was lost: cable")
@@ -207,7 +207,7 @@ def test_too_few_nodes_stop_and_all_start_again_where_the_agents_live() -> None:
     job.die(0)
     job.say(2, 3, 4, 5)
     step = job.die(2, iteration=7)
-    assert (step.decision, step.reason) == (Decision.STOP, "1 nodes are left, launch.min_nodes=2")
+    assert (step.decision, step.reason) == (Decision.STOP, "only 1 nodes are left, fewer than launch.min_nodes=2")
     for rank in (1, 3, 4, 5):
         step = job.see(RankExited(rank, 1, job.now + 1, done=False))
     assert (step.decision, step.reason) == (Decision.RESTART, "rank 0 was killed by SIGKILL")
@@ -237,9 +237,7 @@ def test_a_rank_that_stays_silent_while_others_have_spoken_loses_its_node() -> N
     assert job.tick(2.9).decision is Decision.WAIT
     step = job.tick(0.1)
     assert (step.decision, step.state.nodes.announced) == (Decision.BREAK, {0, 2})
-    assert step.state.failures[-1].detail == (
-        "rank 5 does not report how far it is (launch.position_timeout_seconds=8)"
-    )
+    assert step.state.failures[-1].detail == ("rank 5 did not report its position (launch.position_timeout_seconds=8)")
     step = job.tick(0.0)
     assert step.decision is Decision.REFORM and step.reform is not None
     assert (step.reform.lost, step.reform.nodes) == ((0, 2), (1, 1))
@@ -270,7 +268,7 @@ def test_a_rank_that_has_done_its_work_cannot_go_on() -> None:
     job = Job()
     job.see(RankExited(1, 0, 0.0, done=True))
     step = job.die(3)
-    assert (step.decision, step.reason) == (Decision.STOP, "rank 1 had done its work")
+    assert (step.decision, step.reason) == (Decision.STOP, "rank 1 had finished and its process had ended")
 
 
 def test_a_rank_that_raises_instead_of_speaking_ends_the_job() -> None:
@@ -335,8 +333,8 @@ def test_a_hung_rank_is_lost_with_its_node_and_dies_once() -> None:
 
 def test_a_job_whose_ranks_hang_together_starts_again() -> None:
     job = Job(replace(POLICY, max_restarts=1))
-    step = job.see(JobHung(0.0, "no rank got any further"))
-    assert (step.decision, step.reason) == (Decision.STOP, "no rank got any further")
+    step = job.see(JobHung(0.0, "no rank made progress"))
+    assert (step.decision, step.reason) == (Decision.STOP, "no rank made progress")
     assert job.tick(2.0).decision is Decision.KILL
     for rank in range(6):
         step = job.die(rank)

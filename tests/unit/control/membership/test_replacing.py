@@ -160,7 +160,7 @@ def test_a_spare_that_registers_while_a_place_waits_takes_it() -> None:
     step = late.tick(100.0)
     assert (step.decision, late.now) == (STOP, 100.0)
     assert step.reason == (
-        "no replacement node for place 2 of node 2: there is no spare, and it is not started again: "
+        "node 2 (place 2) has no replacement: no spare is left, and the node is not restarted: "
         "launch.restart_lost_nodes=false"
     )
 
@@ -172,7 +172,7 @@ def test_where_nobody_can_come_the_job_stops_at_once() -> None:
     job.die(0)
     step = job.die(2)
     assert (step.decision, step.state.phase) == (STOP, Phase.STOPPING)
-    assert "no replacement node for place 0 of node 0" in step.reason
+    assert "node 0 (place 0) has no replacement" in step.reason
 
 
 def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
@@ -185,7 +185,7 @@ def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
     step = job.die(2)
     assert step.decision is STOP
     assert step.reason.endswith("too often in a row (launch.max_node_restarts=2)")
-    assert "place 1 of node 1" in step.reason
+    assert "node 1 (place 1)" in step.reason
 
 
 def test_newcomers_that_do_not_report_in_time_are_killed_and_tried_again() -> None:
@@ -287,7 +287,7 @@ def test_the_death_of_everybody_is_an_obstacle() -> None:
     for rank in (0, 2):
         assert job.die(rank).decision is BREAK
     step = job.die(4)
-    assert (step.decision, step.reason) == (STOP, "no node is left: the nodes of all places are lost")
+    assert (step.decision, step.reason) == (STOP, "no node is left: every node of the job is lost")
 
 
 def test_no_membership_is_formed_of_ranks_without_state() -> None:

@@ -142,7 +142,7 @@ def test_a_rank_says_how_far_it_is_and_why_and_goes_by_its_new_number(start: Cal
     assert rank.last["exit_code"] == TrainingStopped.exit_code
     rank.say(op="reform", next=NEXT.to_json())
     assert future.result(SECONDS) == NEXT
-    with pytest.raises(ControlError, match="rank 1 of generation 1 must not report"):
+    with pytest.raises(ControlError, match="rank 1 of generation 1 cannot report"):
         rank.client.survive(POSITION, "peer")
     future = rank.survive(replace(POSITION, rank=1, generation=1))
     rank.say(op="reform", next=LATER.to_json())
@@ -210,7 +210,7 @@ def test_a_job_that_ends_ends_the_wait_of_newcomers(start: Callable[..., Rank]) 
     rank.say(op="end", reason="all ranks have finished")
     with pytest.raises(ControlError, match="all ranks have finished"):
         future.result(SECONDS)
-    with pytest.raises(ControlError, match="was started with the others"):
+    with pytest.raises(ControlError, match="was started with the job"):
         start().client.await_membership()
 
 

@@ -203,14 +203,14 @@ def test_a_job_that_somebody_else_requeues_leaves_no_marker(play: Play) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, play.marker) == (130, None)
-    assert "requeued from outside" in errors
+    assert "an operator or Slurm has requeued it" in errors
 
 
 def test_a_requeued_job_waits_until_the_console_before_has_ended(play: Play) -> None:
     earlier = play.claim()
     process = play.start([{"exit_code": 0}], SLURM_RESTART_COUNT="1")
     assert process.stderr is not None
-    assert "an earlier launcher has the run still" in process.stderr.readline()
+    assert "waiting for an earlier launcher of this run to end" in process.stderr.readline()
     assert not (earlier.path / "told.jsonl").exists()
     earlier.release()
     assert process.wait(timeout=60) == 0
@@ -228,7 +228,9 @@ def test_who_does_not_end_is_not_waited_for_for_ever(play: Play) -> None:
 def test_a_warning_before_a_console_has_begun_starts_none(play: Play) -> None:
     earlier = play.claim()
     process = play.start([], SLURM_RESTART_COUNT="1", MFT_ON_WARNING="end")
-    assert process.stderr is not None and "an earlier launcher has the run still" in process.stderr.readline()
+    assert (
+        process.stderr is not None and "waiting for an earlier launcher of this run to end" in process.stderr.readline()
+    )
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=60)
     earlier.release()
@@ -258,7 +260,7 @@ def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
 def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
     code, errors = play.run([{"exit_code": 0}], MFT_CHAINED="1", REFUSES="slurmctld is down")
     assert (code, play.marker) == (0, {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True})
-    assert "jobs named lm still wait: " in errors and "slurmctld is down" in errors
+    assert "cannot cancel the waiting jobs named lm: " in errors and "slurmctld is down" in errors
 
 
 def test_a_chain_without_a_name_is_refused() -> None:

@@ -91,7 +91,7 @@ def test_state_that_can_be_used_is_used_whatever_the_key_says(tmp_path: Path) ->
 
 def test_resume_must_names_what_it_could_not_use(tmp_path: Path) -> None:
     damaged_checkpoint(tmp_path, 5)
-    with pytest.raises(CheckpointError, match=r"run\.resume=must: .*it holds none: .*damaged_iter_0000005"):
+    with pytest.raises(CheckpointError, match=r"run\.resume=must: .*but has none:  .*damaged_iter_0000005"):
         start(tmp_path, replace(AUTO, resume="must"))
 
 
@@ -101,7 +101,7 @@ def test_iterations_that_were_never_saved_are_named(tmp_path: Path) -> None:
     source, records = start(tmp_path)
     assert source == "nothing"
     (chosen,) = [record for record in records if isinstance(record, RecoveryStarted)]
-    assert "records 3 iterations, and has saved no state of them" in chosen.declined[0]
+    assert "records 3 iterations, but no state was saved" in chosen.declined[0]
     assert newest_iteration(tmp_path / "none") == 0
 
 

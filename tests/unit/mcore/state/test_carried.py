@@ -152,7 +152,7 @@ def test_a_placement_by_which_experts_are_lost_is_passed_over() -> None:
 def test_a_node_takes_part_with_all_its_ranks_or_none() -> None:
     formed, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
     assert choose([formed, formed, newcomer, None], nodes=[0, 0, 1, 1]) == ((4, False), (0, 0, None, None))
-    with pytest.raises(RecoveryError, match="generation 7 has no node whose ranks all have state"):
+    with pytest.raises(RecoveryError, match="generation 7: on every node some rank has no state"):
         choose([newcomer, None], nodes=[1, 1])
 
 
@@ -167,5 +167,5 @@ def test_different_placements_are_refused() -> None:
 
 
 def test_nobody_with_state_is_named() -> None:
-    with pytest.raises(RecoveryError, match="generation 7 has no rank with state"):
+    with pytest.raises(RecoveryError, match="generation 7: every rank with state is lost"):
         choose([None, None])

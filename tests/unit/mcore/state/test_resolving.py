@@ -126,5 +126,5 @@ def test_an_update_that_broke_is_no_state(undisturbed: tuple[dict, dict], monkey
         monkeypatch.setattr(commit, "update", break_in_the_middle)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.run_iteration(2)
-        with pytest.raises(RecoveryError, match="rank 5: iteration 2 broke in the middle of its update"):
+        with pytest.raises(RecoveryError, match="rank 5: iteration 2 failed in the middle of its update"):
             position_of(engine, rank=5)

@@ -100,7 +100,7 @@ def test_a_lowered_minimum_is_said() -> None:
     assert report().notes == ()
     short = report(nodes=3)
     assert short.kept_min_replicas == 1
-    assert short.notes == ("placement.min_replicas=2: there are too few slots, the rarest expert has 1 replicas",)
+    assert short.notes == ("placement.min_replicas=2: there are too few slots; the rarest expert has 1 replicas",)
 
 
 def test_json_holds_the_survival_and_stages_that_a_schedule_can_name() -> None:

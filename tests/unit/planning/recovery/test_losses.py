@@ -216,7 +216,7 @@ def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
     cost = cost_of_loss(held, [0, 1, 2, 3])
     assert (cost.rung, cost.is_automatic, cost.is_bitwise, cost.max_iterations) == ("checkpoint", True, False, 9)
     assert [d.reason for d in cost.declined[1:]] == [
-        "ranks restart on fewer nodes, and windows fit the previous number of ranks only"
+        "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
     ] * 2
     too_few = cost_of_loss(dataclasses.replace(held, min_nodes=3), [0, 1, 2, 3])
     assert (too_few.is_automatic, too_few.is_bitwise) == (False, True)
@@ -320,8 +320,8 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
 @pytest.mark.parametrize(
     ("lost", "launch", "said"),
     [
-        ([0, 1, 2, 3], {}, "no rank is left"),
-        ([0, 1], {}, "are lost together with their peers"),
+        ([0, 1, 2, 3], {}, "no surviving rank has the votes"),
+        ([0, 1], {}, "are lost, and so are the peers"),
         ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 nodes need a replacement"),
     ],
 )
@@ -349,7 +349,7 @@ def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
     assert (cost.rung, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
     assert cost.is_bitwise, "it starts again at the same size"
     if is_automatic:
-        assert "peer copies are lost" in cost.declined[2].reason
+        assert "peer copies of the lost nodes are lost" in cost.declined[2].reason
 
 
 def test_a_stage_goes_back_to_what_has_been_committed() -> None:
@@ -361,7 +361,7 @@ def test_a_stage_goes_back_to_what_has_been_committed() -> None:
 def test_copies_that_no_recovery_reads_are_named() -> None:
     assert idle_copies(elastic()) == () and idle_copies(job()) == ()
     (state,) = idle_copies(job(launch={"num_nodes": 4}, placement={**SPREAD, "state_copies": 2}))
-    assert state.startswith("placement.state_copies=2: no recovery reads these copies")
+    assert state.startswith("placement.state_copies=2: no recovery uses these copies")
     (windows,) = idle_copies(restarting())
     assert windows.startswith("snapshot.num_peer_copies=1: ") and "the loss of a node ends the job" in windows
     (beside_replicas,) = idle_copies(elastic(snapshot={"policy": WINDOWS, "num_peer_copies": 1}))
@@ -380,7 +380,7 @@ def test_replicas_are_used_as_the_job_is_configured() -> None:
 def test_windows_serve_what_the_job_is_configured_for() -> None:
     assert windows_serve(restarting()) == "the death of ranks on running nodes (launch.max_restarts=2)"
     assert windows_serve(restarting(persist_interval_windows=1)).endswith(
-        "run.resume on the same number of ranks, from persisted windows"
+        "run.resume with the same number of ranks, from persisted windows"
     )
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: launch.max_restarts=0")
     kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}

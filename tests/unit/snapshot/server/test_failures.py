@@ -58,7 +58,7 @@ def test_a_killed_rank_leaves_its_windows_here_and_with_its_peers() -> None:
         again = nodes.client(0, node=0, peer_nodes=[1], generation=2)
         for node in (0, 1):
             assert fetch(again, 0, 10, node=node) == [content(0, 10, PAGE), content(0, 11, PAGE)]
-        with pytest.raises(KeeperRefused, match="no complete one is here"):
+        with pytest.raises(KeeperRefused, match="not complete on this server"):
             fetch(again, 0, 12, node=0)
 
 
@@ -265,7 +265,7 @@ def test_a_keeper_that_is_stopped_is_named_and_holds_its_ranks_up_no_longer_than
         begin(telling, 0, 0, num_slices=words.MAX_UNREAD + 1)
         nodes.nodes[0].process.send_signal(signal.SIGSTOP)
         monkeypatch.setattr(words, "ANSWER_SECONDS", 0.2)
-        stuck = f"snapshot server at {nodes.nodes[0].socket_path}: no answer for 0.2 s"
+        stuck = f"snapshot server at {nodes.nodes[0].socket_path}: no answer within 0.2 s"
         with pytest.raises(ControlError, match=stuck):
             asking.problems()
         with pytest.raises(ControlError, match=stuck):

@@ -101,4 +101,4 @@ def test_many_layers_are_folded(run: MadeUpRun) -> None:
         "Load of experts: layer 9 to layer 16",
         "Load of experts: layer 17 to layer 20",
     ]
-    assert "The other layers" in run.page()
+    assert "Layers not shown above" in run.page()
