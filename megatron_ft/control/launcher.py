@@ -45,6 +45,8 @@ from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerW
 from megatron_ft.framing import Message
 
 RANK_ENTRY = "megatron_ft.mcore.rank_main:run_rank"
+SCHEDULED_RANK_ENTRY = "megatron_ft.testing.scheduled_ranks:run_rank"
+"""Entry of ranks that follow ``launch.membership_schedule``."""
 PRELOAD = ("megatron_ft.mcore.rank_main:warm",)
 PRELOAD_ON_CUDA = ("megatron_ft.mcore.rank_main:warm_cuda",)
 _CLEANUP_SECONDS = 5.0
@@ -72,7 +74,7 @@ def launch(
     config_yaml: str,
     *,
     open_sinks: OpenSinks,
-    entry: str = RANK_ENTRY,
+    entry: str | None = None,
     preload: Sequence[str] | None = None,
     command: Sequence[str] | None = None,
     sidecars: Mapping[str, str] | None = None,
@@ -81,7 +83,7 @@ def launch(
 
     Args:
         config_yaml: the resolved configuration, kept in the run folder.
-        entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``.
+        entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``; default: training.
         preload: modules imported (``module:function``: called) before ranks are forked; default: those of the device.
         command: the user's command, for the advice how to resume; default: that of this process.
         sidecars: name to module of processes that every node has beside its ranks, see ``node/sidecars.py``.
@@ -89,6 +91,8 @@ def launch(
     Raises:
         ConfigError: the run folder, the interface or the launcher cannot be used. Nothing was started.
     """
+    if entry is None:
+        entry = SCHEDULED_RANK_ENTRY if config.launch.membership_schedule else RANK_ENTRY
     if preload is None:
         preload = PRELOAD_ON_CUDA if config.training.device == "cuda" else PRELOAD
     # Whatever can be refused is refused before the run has a folder.

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,11 @@ from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import SoftwareError
 from megatron_ft.events import FailpointUnfired
 from megatron_ft.mcore.device.install import install, take_device
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from megatron_ft.mcore.training.trainer import Trainer
 
 _FAILPOINTS_FILE = "failpoints.jsonl"
 _NEEDED_LATER = (
@@ -83,39 +89,56 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     Raises:
         MegatronFtError: a subclass, whose exit code the process ends with.
     """
+    device, transformer_impl = prepare(config, context)
+    from megatron_ft.mcore.recovery.coordinator import run_memberships
+    from megatron_ft.mcore.training.trainer import Trainer
+
+    trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
+    if not context.is_joining:
+        join_job(trainer)
+    elif config.launch.may_lose_nodes:
+        from megatron_ft.mcore.data.data_checks import check_run_data
+
+        check_run_data(config, trainer.samples["train"], context.run_dir)
+    run_memberships(trainer)
+    report_unfired(context)
+
+
+def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]:
+    """Arm failpoints, take the rank's device and import what it needs: (the device, what builds layers)."""
     _arm_failpoints(config, context)
     # Useless in a rank's log: warnings about Megatron's and torch's own calls.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
     # First of all: what looks for Transformer Engine may touch CUDA, which then takes memory of the device in use.
     device = take_device(config, node=context.node, local_rank=context.local_rank)
-    device_type, transformer_impl = install(config)
+    _, transformer_impl = install(config)
     _prepare_process(config)
     with warnings.catch_warnings():
         # Megatron warns at import about every optional package; device.software has checked them.
         warnings.simplefilter("ignore")
-        from megatron_ft.mcore.data.data_checks import check_run_data, note_run_data
-        from megatron_ft.mcore.groups import join, open_store
-        from megatron_ft.mcore.recovery.coordinator import run_memberships
-        from megatron_ft.mcore.recovery.scripted import ScriptedHistory
-        from megatron_ft.mcore.training.trainer import Trainer
-
+        import_module("megatron_ft.mcore.recovery.coordinator")
         _import_needed_later()
-    trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
-    store = None
-    if not context.is_joining:
-        timeout_seconds = config.launch.start_timeout_seconds
-        store = open_store(context, timeout_seconds=timeout_seconds)
-        trainer.build(join(trainer.config, context, device=device_type, timeout_seconds=timeout_seconds, store=store))
-        # After ``build``, in which ranks have compared their data: joining ranks compare theirs with this.
-        if context.rank == 0 and config.launch.may_lose_nodes:
-            note_run_data(trainer.samples["train"], context.run_dir)
-    elif config.launch.may_lose_nodes:
-        check_run_data(config, trainer.samples["train"], context.run_dir)
-    history = ScriptedHistory(config, context, store)
-    # The history keeps the store where memberships follow: another reference would keep it open for the whole run.
-    del store
-    run_memberships(trainer, history)
-    _report_unfired(context)
+    return device, transformer_impl
+
+
+def join_job(trainer: "Trainer") -> "dist.Store":
+    """Form the groups of the job's start and build ``trainer`` on them; collective.
+
+    Returns:
+        Store of generation 0. It closes with the last reference to it.
+    """
+    from megatron_ft.mcore.data.data_checks import note_run_data
+    from megatron_ft.mcore.groups import join, open_store
+
+    job, context = trainer.job, trainer.context
+    timeout_seconds = job.launch.start_timeout_seconds
+    store = open_store(context, timeout_seconds=timeout_seconds)
+    device = trainer.device.type
+    trainer.build(join(trainer.config, context, device=device, timeout_seconds=timeout_seconds, store=store))
+    # After ``build``, in which ranks have compared their data: joining ranks compare theirs with this.
+    if context.rank == 0 and job.launch.may_lose_nodes:
+        note_run_data(trainer.samples["train"], context.run_dir)
+    return store
 
 
 def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
@@ -132,8 +155,8 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
     failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, generation=generation, record=record)
 
 
-def _report_unfired(context: RankContext) -> None:
-    # Report failpoints that were not reached: a trial without its fault must not count as survived.
+def report_unfired(context: RankContext) -> None:
+    """Report failpoints that were not reached: a trial without its fault must not count as survived."""
     for failpoint in failpoints.unfired():
         unfired = FailpointUnfired(failpoint=failpoint.text, rank=context.rank, node=context.node)
         context.worker.report(unfired.to_record())

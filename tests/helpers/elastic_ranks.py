@@ -6,6 +6,7 @@ positions, chooses the target and forms the next membership.
 """
 
 import copy
+import importlib
 import json
 import multiprocessing
 import os
@@ -385,13 +386,15 @@ def _be(
     breaks: Connection,
     orders: Mapping[int, Sequence[int]],
 ) -> None:
-    from megatron_ft.mcore.rank_main import run_rank
+    from megatron_ft.mcore import rank_main
+    from megatron_ft.testing import scheduled_ranks
 
     error, forked_with = None, set(sys.modules)
     try:
         client = PipeClient(calls, breaks, orders)
         client.is_first = context["rank"] == 0
-        run_rank(config, RankContext(worker=client, **context))
+        main = scheduled_ranks if config.launch.membership_schedule else rank_main
+        main.run_rank(config, RankContext(worker=client, **context))
     except BaseException:  # noqa: BLE001 - handed to the test, whatever it is
         error = traceback.format_exc()
     calls.send({"op": "ended", "error": error, "imported": sorted(set(sys.modules) - forked_with)})
@@ -419,6 +422,7 @@ def _main(spec: str, outcome: str) -> None:
     from megatron_ft.mcore.rank_main import warm
 
     warm()
+    importlib.import_module("megatron_ft.testing.scheduled_trainer")
     be_ready_to_fork()
     content = json.loads(Path(spec).read_text())
     outcomes: dict[str, Any] = {}

@@ -7,7 +7,6 @@ import torch
 from megatron_ft.errors import ConfigError, RankLost, RecoveryError
 from megatron_ft.mcore.groups import dissolve_groups
 from megatron_ft.mcore.recovery.replicas import drain_experts, reconfigure
-from megatron_ft.mcore.recovery.scripted import ScriptedHistory
 from megatron_ft.mcore.state.resolving import position_of
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.recovery.membership import NextMembership
@@ -15,7 +14,7 @@ from megatron_ft.planning.recovery.target import Position
 from megatron_ft.runtime.transport import waits
 
 
-def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
+def run_memberships(trainer: Trainer) -> None:
     """Train to the end of the run, or until this rank leaves permanently; then release all resources.
 
     Args:
@@ -25,66 +24,48 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
         MegatronFtError: as ``Trainer.run``. RecoveryError: the survivors of a loss lack state. ControlError: the job
             ends. ConfigError: this run cannot lose nodes.
     """
-    _check(trainer, history)
+    _check(trainer)
     worker, owes_save = trainer.context.worker, False
     # All groups of such a job use gloo: ``_check`` has refused other devices.
     if worker.can_survive:
         waits.install()
     if trainer.context.is_joining:
-        owes_save = _form(trainer, worker.await_membership(), history)
+        owes_save = _form(trainer, worker.await_membership())
     else:
         trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
-        scripted = history.next
-        failure = _attempt(trainer, None if scripted is None else scripted.target.iteration + 1, owes_save=owes_save)
+        failure = _attempt(trainer, owes_save=owes_save)
         if failure is not None:
             following: NextMembership | None = _survive(trainer, failure)
         elif trainer.ended:
-            history.end()
-            return _leave(trainer)
-        elif scripted is None:
-            following = _planned(trainer)
+            return leave(trainer)
         else:
-            # Before ranks leave: each has its share of the files to write.
-            trainer.checkpoints.finish()
-            following = history.begin()
+            following = _planned(trainer)
         if following is None:
-            return _leave(trainer)
-        if scripted is not None and following.new_rank(trainer.context.rank) is None:
-            _leave(trainer)
-            if following.rank_on(trainer.context.node, trainer.context.local_rank) is None:
-                following = history.await_own()
-            if following is None:
-                return None
-            trainer = trainer.anew()
-        owes_save = _form(trainer, following, history)
+            return leave(trainer)
+        owes_save = _form(trainer, following)
 
 
-def _check(trainer: Trainer, history: ScriptedHistory) -> None:
-    """Refuse an impossible schedule, or a device on which ranks cannot be lost.
+def _check(trainer: Trainer) -> None:
+    """Refuse a device on which ranks cannot be lost.
 
     Raises:
-        ConfigError: a scheduled change is in the past, or connections of this device cannot be broken.
+        ConfigError: connections of this device cannot be broken.
     """
-    launch, iteration = trainer.job.launch, trainer.engine.iteration
-    if trainer.device.type != "cpu" and (launch.may_lose_nodes or launch.membership_schedule):
-        why = launch.why_nodes_change or f"launch.membership_schedule={launch.membership_schedule}"
-        raise ConfigError(
-            f"{why}: must not be set with training.device={trainer.device.type}: only ranks on gloo (CPU) can be "
-            "lost in this version"
-        )
-    if history.next is not None and history.next.target.iteration < iteration:
-        reason = f"must begin after iteration {iteration}, from which the run continues with all nodes"
-        raise ConfigError.of("launch.membership_schedule", launch.membership_schedule, reason)
+    launch = trainer.job.launch
+    if trainer.device.type != "cpu" and launch.may_lose_nodes:
+        constraint = f"must not be set with training.device={trainer.device.type}"
+        reason = "only ranks on gloo (CPU) can be lost in this version"
+        raise ConfigError(f"{launch.why_nodes_change}: {constraint}: {reason}")
 
 
-def _leave(trainer: Trainer) -> None:
-    # Release all resources; other ranks may have left already.
+def leave(trainer: Trainer) -> None:
+    """Release all resources; other ranks may have left already."""
     trainer.teardown()
     dissolve_groups()
 
 
-def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | None:
+def _attempt(trainer: Trainer, *, owes_save: bool) -> str | None:
     """Train in the present membership; return the traceback of the error that broke it.
 
     The exception itself is not kept, because its frames refer to process groups that must be destroyed.
@@ -96,7 +77,7 @@ def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | 
         # One rank that has given a save up is enough: saving is collective.
         if trainer.context.generation > 0 and trainer.collectives.any(owes_save):
             trainer.save()
-        trainer.run(before=before)
+        trainer.run()
     except RuntimeError:  # of a collective, of a kernel: errors of this project's own are meant for everybody
         if not trainer.context.worker.can_survive:
             raise
@@ -128,7 +109,7 @@ def _planned(trainer: Trainer) -> NextMembership | None:
     return worker.change(position_of(trainer.engine, trainer.context.rank))
 
 
-def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory) -> bool:
+def _form(trainer: Trainer, following: NextMembership) -> bool:
     """Continue in ``following``, or, if ranks are lost while it is formed, in the first later membership that can be
     formed.
 
@@ -140,9 +121,7 @@ def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory)
     """
     while True:
         try:
-            owes_save = reconfigure(trainer, following, store=history.store)
-            history.formed()
-            return owes_save
+            return reconfigure(trainer, following)
         # A RuntimeError is a collective's, as in ``_attempt``, unless ``_is_own``.
         except (RuntimeError, ImportError, MemoryError) as error:
             if not trainer.context.worker.can_survive:

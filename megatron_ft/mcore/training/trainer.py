@@ -108,10 +108,6 @@ class Trainer:
             transformer_impl=self.engine.transformer_impl,
         )
 
-    def anew(self) -> "Trainer":
-        """Make another trainer of the same job, without state, with which a rank that has left joins later."""
-        return Trainer(self.job, self.context, device=self.device, transformer_impl=self.engine.transformer_impl)
-
     def build(self, groups: Groups) -> None:
         """Build the engine on ``groups`` and load the state from which the run continues.
 
@@ -168,13 +164,10 @@ class Trainer:
         if self.context.worker.can_survive:
             self.context.worker.on_break(hang_up)
 
-    def run(self, *, before: int | None = None) -> None:
+    def run(self) -> None:
         """Train to the end, or to the iteration at which the vote orders a stop; ``ended`` is true then.
 
         If the vote orders a change of nodes, it returns earlier, after all due work is done.
-
-        Args:
-            before: iteration that belongs to the next membership; return before it.
 
         Raises:
             TrainingStopped: a policy stopped the run; the state before that iteration is saved.
@@ -185,7 +178,7 @@ class Trainer:
         if self.collectives.any(self.rounded_off < self.engine.iteration):
             self.round_off(self.engine.iteration)
         while self.engine.iteration < last and not self._stop_is_voted():
-            if self.engine.iteration + 1 == before or self._change_is_voted():
+            if self.membership_ends():
                 return
             self.iterate(self.engine.iteration + 1)
         if self.config.checkpoint.save_at_end:
@@ -199,7 +192,8 @@ class Trainer:
     def _stop_is_voted(self) -> bool:
         return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested
 
-    def _change_is_voted(self) -> bool:
+    def membership_ends(self) -> bool:
+        """Whether the newest vote carries that nodes join or leave before the next iteration."""
         vote = self.engine.newest_vote
         # A vote of an earlier membership asked for the change that has led to this one.
         return vote is not None and vote.change_requested and vote.generation == self.context.generation

@@ -9,8 +9,6 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError, RankLost
 from megatron_ft.mcore.recovery import coordinator
 
-LOSE = "lose(nodes=[1],before_iteration=5)"
-
 
 @pytest.mark.parametrize(
     ("launch", "why"),
@@ -19,7 +17,6 @@ LOSE = "lose(nodes=[1],before_iteration=5)"
         ({"max_nodes": 3}, r"launch\.max_nodes=3"),
         ({"num_spare_nodes": 1}, r"launch\.num_spare_nodes=1"),
         ({"keep_layout": True}, r"launch\.keep_layout=true"),
-        ({"membership_schedule": [LOSE]}, r"launch\.membership_schedule=\['lose"),
     ],
     ids=str,
 )
@@ -27,7 +24,7 @@ def test_no_rank_is_lost_on_a_device_whose_connections_stay(launch: dict[str, An
     job = from_dict({"launch": {"num_nodes": 2, **launch}})
     trainer = SimpleNamespace(job=job, engine=SimpleNamespace(iteration=0), device=SimpleNamespace(type="cuda"))
     with pytest.raises(ConfigError, match=rf"^{why}.*: must not be set with training.device=cuda"):
-        coordinator._check(trainer, SimpleNamespace(next=None))  # type: ignore[arg-type]
+        coordinator._check(trainer)  # type: ignore[arg-type]
 
 
 def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -35,7 +32,7 @@ def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
     said: list[Any] = []
     errors = [error]
 
-    def reconfigure(trainer: Any, following: Any, *, store: Any) -> bool:
+    def reconfigure(trainer: Any, following: Any) -> bool:
         trainer.context.generation = following.generation
         if errors:
             raise errors.pop()
@@ -53,8 +50,7 @@ def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
         membership_start=SimpleNamespace(has_state=False),
     )
     following = SimpleNamespace(generation=2, target=SimpleNamespace(iteration=4))
-    history = SimpleNamespace(store=None, formed=lambda: None)
-    assert coordinator._form(trainer, following, history)  # type: ignore[arg-type]
+    assert coordinator._form(trainer, following)  # type: ignore[arg-type]
     return said
 
 

@@ -8,7 +8,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.spread import Spread
-from megatron_ft.planning.recovery.replicas import Declined, lost_experts, plan_replicas
+from megatron_ft.planning.recovery.replicas import Declined, lost_experts, plan_replicas, share_out
 from megatron_ft.topology import Cluster
 
 NUM_EXPERTS, NUM_SLOTS, EXPERT_BYTES = 4, 2, 100
@@ -95,3 +95,9 @@ def test_too_few_slots_decline() -> None:
     found = decide(wide, (0,))
     assert isinstance(found, Declined) and found.missing == ()
     assert found.reason == "1 ranks have 2 slots for 4 experts (placement.num_slots_per_rank=2)"
+
+
+def test_bytes_are_shared_out_evenly_and_each_tensor_once() -> None:
+    sizes = {"a": 10, "b": 7, "c": 5, "d": 2}
+    assert share_out(sizes, [1, 3]) == {1: ("a", "d"), 3: ("b", "c")}
+    assert share_out({}, [0]) == {0: ()}

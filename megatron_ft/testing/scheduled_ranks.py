@@ -1,0 +1,168 @@
+"""Ranks whose memberships change by ``launch.membership_schedule``, without faults: the reference for jobs with faults.
+
+``run_rank`` is their entry point. The ranks stay in their processes and follow the schedule, which all of them know;
+the controller sees one job without losses. They meet at the store of generation 0, which lives in the process of the
+job's first rank as long as a membership is still to begin.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time, parse_membership_change
+from megatron_ft.control.node.worker_client import RankContext
+from megatron_ft.errors import ConfigError
+from megatron_ft.mcore import rank_main
+from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.planning.recovery.target import Target
+
+if TYPE_CHECKING:
+    from megatron_ft.mcore.training.trainer import Trainer
+
+_BEGINS, _FORMED, _NEVER = "begins", "formed", "never"
+_ONE_WAIT = timedelta(hours=1)
+"""Waits are repeated until there is an answer."""
+
+
+def run_rank(config: JobConfig, context: RankContext) -> None:
+    """Run rank ``context.rank`` of the job through all memberships of the schedule.
+
+    Raises:
+        MegatronFtError: see its subclasses; the process ends with its exit code.
+    """
+    device, transformer_impl = rank_main.prepare(config, context)
+    # Importing the trainer imports Megatron, which the device has to be prepared for.
+    from megatron_ft.testing.scheduled_trainer import ScheduledTrainer, run_schedule
+
+    trainer = ScheduledTrainer(config, context, device=device, transformer_impl=transformer_impl)
+    schedule = MembershipSchedule(config, context, rank_main.join_job(trainer))
+    _check(trainer, schedule)
+    run_schedule(trainer, schedule)
+    rank_main.report_unfired(context)
+
+
+def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
+    key, texts = "launch.membership_schedule", trainer.job.launch.membership_schedule
+    iteration = trainer.engine.iteration
+    if trainer.device.type != "cpu":
+        reason = f"must be empty with training.device={trainer.device.type}: only ranks on gloo (CPU) can leave"
+        raise ConfigError.of(key, texts, reason)
+    if schedule.next is not None and schedule.next.target.iteration < iteration:
+        reason = f"must begin after iteration {iteration}, from which the run continues with all nodes"
+        raise ConfigError.of(key, texts, reason)
+
+
+def scheduled_memberships(
+    changes: Sequence[MembershipChange], num_nodes: int, ranks_per_node: int
+) -> tuple[NextMembership, ...]:
+    """List the memberships after generation 0, which has all nodes. They share one store, so none has an address."""
+    nodes = list(nodes_over_time(num_nodes, changes))
+    return tuple(
+        _following(generation, change, nodes[generation - 1], nodes[generation], ranks_per_node)
+        for generation, change in enumerate(changes, 1)
+    )
+
+
+def _following(
+    generation: int, change: MembershipChange, before: Sequence[int], after: Sequence[int], ranks_per_node: int
+) -> NextMembership:
+    ranks, staying = range(ranks_per_node), set(before) - set(change.lose)
+    following = NextMembership(
+        generation=generation,
+        previous_ranks=tuple(
+            # A node that is lost and joins in one change comes back without state: it counts as joining.
+            before.index(node) * ranks_per_node + local if node in staying else None
+            for node in after
+            for local in ranks
+        ),
+        nodes=tuple(node for node in after for _ in ranks),
+        target=Target(iteration=change.before_iteration - 1, vote=None),
+        master_addr="",
+        master_port=0,
+        reason=f"scheduled: {change.summary()}",
+    )
+    following.validate()
+    return following
+
+
+class MembershipSchedule:
+    """The memberships that follow generation 0.
+
+    Args:
+        context: this rank's in generation 0.
+        store: that of generation 0; this object keeps it open.
+    """
+
+    def __init__(self, job: JobConfig, context: RankContext, store: dist.Store) -> None:
+        changes = [parse_membership_change(text) for text in job.launch.membership_schedule]
+        self._ahead = deque(scheduled_memberships(changes, job.launch.num_nodes, job.launch.ranks_per_node))
+        self._context = context
+        self._newest: NextMembership | None = None
+        self.store: dist.Store = dist.PrefixStore("history", store)
+        """Store where all memberships meet."""
+
+    @property
+    def next(self) -> NextMembership | None:
+        """The membership after the present one; None if there is none."""
+        return self._ahead[0] if self._ahead else None
+
+    def begin(self) -> NextMembership:
+        """Begin the next membership: each rank of the present one reports that it has reached the boundary."""
+        self._newest = following = self._ahead.popleft()
+        self._publish(_BEGINS, following)
+        return following
+
+    def formed(self) -> None:
+        """Report that all ranks of the membership have joined each other."""
+        if self._newest is not None:
+            self._publish(_FORMED, self._newest)
+
+    def end(self) -> None:
+        """End the run in the present membership: ranks that wait for a later one return."""
+        for following in self._ahead:
+            self._publish(_BEGINS, following, _NEVER)
+        self._ahead.clear()
+
+    def await_own(self) -> NextMembership | None:
+        """Wait for the next membership that this process is part of; None if there is none any more.
+
+        The process that has the store waits until the last membership has formed.
+        """
+        while self._ahead:
+            if not self._serves and not any(map(self._is_member, self._ahead)):
+                return None
+            if self._receive(_BEGINS, self._ahead[0]) == _NEVER:
+                return None
+            self._newest = self._ahead.popleft()
+            if self._is_member(self._newest):
+                return self._newest
+        if self._serves and self._newest is not None:
+            self._receive(_FORMED, self._newest)
+        return None
+
+    @property
+    def _serves(self) -> bool:
+        return self._context.rank == 0
+
+    def _is_member(self, membership: NextMembership) -> bool:
+        return membership.rank_on(self._context.node, self._context.local_rank) is not None
+
+    def _publish(self, what: str, membership: NextMembership, value: str = "") -> None:
+        # Every rank sets the same value: the first one wakes those that wait.
+        self.store.set(_key(what, membership), value)
+
+    def _receive(self, what: str, membership: NextMembership) -> str:
+        key = _key(what, membership)
+        while True:
+            with contextlib.suppress(dist.DistStoreError):  # not yet
+                self.store.wait([key], _ONE_WAIT)
+                return self.store.get(key).decode()
+
+
+def _key(what: str, membership: NextMembership) -> str:
+    return f"{what}-{membership.generation}"

@@ -1,0 +1,45 @@
+"""The training loop of ranks whose memberships change by schedule; importing it imports Megatron."""
+
+from megatron_ft.mcore.recovery.coordinator import leave
+from megatron_ft.mcore.recovery.replicas import reconfigure
+from megatron_ft.mcore.training.trainer import Trainer
+from megatron_ft.testing.scheduled_ranks import MembershipSchedule
+
+
+class ScheduledTrainer(Trainer):
+    """A trainer that also returns before the first iteration of the next scheduled membership."""
+
+    before: int | None = None
+
+    def membership_ends(self) -> bool:
+        """Whether the next iteration is that of other ranks."""
+        return self.engine.iteration + 1 == self.before or super().membership_ends()
+
+
+def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> None:
+    """Train to the end of the run, or until this rank leaves permanently; then release everything."""
+    trainer.break_with(trainer.engine.groups.transports.hang_up)
+    while True:
+        following = schedule.next
+        trainer.before = None if following is None else following.target.iteration + 1
+        trainer.run()
+        if trainer.ended:
+            schedule.end()
+            return leave(trainer)
+        # Before ranks leave: each has its share of the files to write.
+        trainer.checkpoints.finish()
+        following = schedule.begin()
+        if following.new_rank(trainer.context.rank) is None:
+            leave(trainer)
+            if following.rank_on(trainer.context.node, trainer.context.local_rank) is None:
+                following = schedule.await_own()
+            if following is None:
+                return None
+            trainer = _without_state(trainer)
+        reconfigure(trainer, following, store=schedule.store)
+        schedule.formed()
+
+
+def _without_state(trainer: ScheduledTrainer) -> ScheduledTrainer:
+    impl = trainer.engine.transformer_impl
+    return ScheduledTrainer(trainer.job, trainer.context, device=trainer.device, transformer_impl=impl)
