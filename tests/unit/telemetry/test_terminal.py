@@ -271,7 +271,7 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
         (
             events.UpstreamLogPlanned(iteration=3, iterations_kept=12, log_bytes=3_200_000, node_bytes=12_800_000),
             "info",
-            "upstream log: 12 iterations, 3.2 MB a rank",
+            "upstream log: keeps 12 iterations, 3.2 MB per rank",
         ),
         (
             events.UpstreamLogFull(iteration=16, iterations_kept=12),

@@ -179,7 +179,7 @@ def test_ranks_that_were_started_again_are_on_all_nodes(run: MadeUpRun, ask: Ask
 def test_a_placement_of_another_membership_is_refused(run: MadeUpRun, ask: Ask) -> None:
     run.say(RanksReady(seconds=1.0, world_size=4))
     found = ask(str(run.path), "--lose", "2")
-    assert found["code"] == DataError.exit_code and "is of 3 ranks" in found["error"]
+    assert found["code"] == DataError.exit_code and "a placement of 3 ranks" in found["error"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "placements/iter_0000004.json"])

@@ -191,7 +191,7 @@ def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fenc
     client.call("poll", {}, timeout_seconds=20)
     newer_is_in.set()
     late.join()
-    with pytest.raises(RpcError, match="of epoch 1, which 2 has ended"):
+    with pytest.raises(RpcError, match="of epoch 1, which epoch 2 has replaced"):
         client.call("join", {}, timeout_seconds=20)
     server.stop()
 
