@@ -18,7 +18,7 @@ from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.window import Slice
 
 AWAY_SECONDS = 2.0
-"""If slices wait and the peer cannot be reached for this long, that is reported as a problem."""
+"""Time without a connection to the peer, while slices wait, after which a problem is reported."""
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3

@@ -20,7 +20,7 @@ _HIGHEST = 1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the run ended according to the records."""
+    """State in which the run ended according to the records."""
 
     level: str
     """``good``, ``bad`` or ``open``."""

@@ -15,7 +15,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """Result of a run: exit code, reason and time."""
 
     exit_code: int
     """Exit code, see ``errors.EXIT_CODES``."""
