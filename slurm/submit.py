@@ -1,8 +1,8 @@
 """Check a job on the login node and submit it: ``python slurm/submit.py --nodes 8 experiment=mixtral_slurm``.
 
-The configuration is checked as ``dry_run=true`` does, with the nodes that the job will have; what is refused is not
-submitted. What is submitted is ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``) with the options and
-overrides written into it; the job keeps it in its run's folder, as ``slurm/JOBID.sbatch``.
+The script checks the configuration as ``dry_run=true`` does, with the nodes that the job will have. A job that fails
+the check is not submitted. The script then submits ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``)
+with the options and overrides written into it. The job keeps a copy in the run's folder, as ``slurm/JOBID.sbatch``.
 """
 
 import argparse
@@ -21,14 +21,13 @@ _START = "set -euo pipefail\n"
 
 
 class Refused(Exception):
-    """The job is not submitted."""
+    """The script does not submit the job, for the given reason."""
 
 
 def read_site(path: Path) -> dict[str, str]:
-    """Read the values of a site's file as the batch script will.
-
+    """Read the values of a site's file in the same way as the batch script.
     Raises:
-        Refused: the file cannot be read, names no network interface, or has an invalid count.
+      Refused: the file cannot be read, names no network interface, or has an invalid count.
     """
     script = 'source "$1" && shift && for name; do printf "%s\\0" "${!name}"; done'
     done = subprocess.run(
@@ -47,18 +46,19 @@ def read_site(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Distribution of nodes over jobs of Slurm."""
+    """Distribution of the nodes over Slurm jobs."""
 
     script: str
     launch: str
-    """Choice of the group ``launch``."""
+    """Option of the configuration group ``launch``."""
     overrides: tuple[str, ...] = ()
-    """Overrides that the script sets besides sizes and places."""
+    """Overrides that the script sets in addition to sizes and folders."""
     log: str = "%j"
     """Name of the log in sbatch's syntax, after ``slurm-``."""
 
     def options(self, num_nodes: int, num_queued: int) -> list[str]:
-        """Return options of sbatch for this number of nodes; queued ones are not among those that run at a time."""
+        """Return the options of sbatch for ``num_nodes``. ``num_queued`` further nodes wait and do not run at the same
+        time."""
         if self.launch == "slurm":
             return [f"--nodes={num_nodes}"]
         return [f"--array=0-{num_nodes - 1}%{num_nodes - num_queued}"]
@@ -71,10 +71,9 @@ SHAPES = {
 
 
 def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequence[str]) -> None:
-    """Run the job's own dry run, with its plan on standard output.
-
+    """Run the dry run of the job. It prints the plan to standard output.
     Raises:
-        Refused: it fails.
+      Refused: the dry run fails.
     """
     num_spares = int(site["MFT_SPARE_NODES"])
     sizes = {"num_nodes": num_nodes - num_spares, "num_spare_nodes": num_spares}
@@ -86,7 +85,7 @@ def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequenc
 
 
 def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, variables: Mapping[str, str]) -> str:
-    """Write these options of sbatch, overrides and environment variables into a script of this folder."""
+    """Return a script of this folder with the given sbatch options, overrides and environment variables."""
     script = (HERE / name).read_text(encoding="utf-8")
     assert script.count(_START) == 1, "the script must have exactly one first command after the directives"
     directives = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
@@ -95,10 +94,9 @@ def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, 
 
 
 def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
-    """Refuse options that are impossible for any shape or for this one.
-
+    """Refuse options that are impossible for every shape or for the chosen one.
     Raises:
-        Refused: one of them is.
+      Refused: an option is impossible.
     """
     if chosen.shape != "array" and chosen.queued != 0:
         raise Refused("--queued needs --shape array")
@@ -111,10 +109,9 @@ def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
 
 
 def submit(script: str) -> str:
-    """Submit the script with ``sbatch``; returns the job's id.
-
+    """Submit the script with ``sbatch``. Return the id of the job.
     Raises:
-        Refused: Slurm does not take it.
+      Refused: Slurm does not accept the script.
     """
     done = subprocess.run(
         ["sbatch", "--parsable"], input=script, capture_output=True, text=True, cwd=HERE.parent, check=False
@@ -125,10 +122,9 @@ def submit(script: str) -> str:
 
 
 def submit_chain(script: str, length: int) -> list[str]:
-    """Submit the script with ``sbatch`` several times; returns the jobs' ids.
-
+    """Submit the script with ``sbatch`` several times. Return the ids of the jobs.
     Raises:
-        Refused: Slurm does not take one; those before it stay, and are named.
+      Refused: Slurm does not accept one. Earlier jobs stay submitted; the message names them.
     """
     jobs: list[str] = []
     for _ in range(length):
@@ -142,7 +138,7 @@ def submit_chain(script: str, length: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of the command; its exit code."""
+    """Run the command. Return the exit code."""
     default_site = Path(os.environ.get("MFT_SITE") or HERE / "site.env")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
