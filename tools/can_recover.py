@@ -36,7 +36,7 @@ from megatron_ft.planning.recovery.losses import Stored, cost_of_loss
 from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import report_snapshots
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.window_folder import open_windows
 from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
@@ -131,7 +131,7 @@ class Run:
         path, damaged = newest_valid(self.path / "checkpoints")
         notes = [f"{report.path}: skipped: {report.reason}" for report in damaged]
         persisted = None
-        if folder := self._windows():
+        if folder := open_windows(self.config, self.path):
             world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
             entry, reports = folder.newest(world_size)
             persisted = None if entry is None else entry.start_iteration
@@ -144,13 +144,6 @@ class Run:
             checkpoint=None if path is None else iteration_of(path),
         )
         return stored, tuple(notes)
-
-    def _windows(self) -> WindowFolder | None:
-        url = self.config.snapshot.persist_url
-        own = self.path / "windows"
-        if url is None:
-            return WindowFolder(own) if own.is_dir() else None
-        return WindowFolder(f"{url.rstrip('/')}/{self.path.name}")
 
 
 def read_config(path: Path) -> JobConfig:

@@ -10,6 +10,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
 
 class CheckpointFinder:
@@ -57,7 +58,9 @@ class CheckpointFinder:
                 self._set_aside(path, str(error), "damaged")
                 continue
             # Rank 0 compares for all: ranks that differ here would wait for each other forever.
-            reason, error = self._collectives.from_first([self._not_own(path, manifest), self._other(path, manifest)])
+            settings, ignores_data = self._identity.settings, self._allow_other_data
+            other = other_checkpoint(path, manifest, settings, ignores_data=ignores_data)
+            reason, error = self._collectives.from_first([self._not_own(path, manifest), other])
             if reason is not None:
                 self.foreign[path] = reason
                 continue
@@ -89,20 +92,6 @@ class CheckpointFinder:
             run_id=manifest.run_id, run_name=manifest.run_name, format_version=manifest.format_version
         )
         return None if reason is None else f"{path}: {reason}"
-
-    def _other(self, path: Path, manifest: Manifest) -> str | None:
-        """Describe the other settings of a checkpoint of this run; None where they are the same."""
-        if manifest.format_version == 1:
-            return None
-        found = differences(manifest.settings, self._identity.settings)
-        if self._allow_other_data:
-            found = [difference for difference in found if difference.concern != "data"]
-        if not found:
-            return None
-        return (
-            f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
-            f"its own settings, or begin another run from its state: run.name=<another> checkpoint.load={path}"
-        )
 
     def unusable(self, folder: Path) -> tuple[str, ...]:
         """List complete checkpoints of ``folder`` that were damaged and set aside, by this start or an earlier one."""
