@@ -64,6 +64,7 @@ class ControllerServer:
         self._new_order = threading.Condition()
         """Condition for calls that wait for orders: an order is for all of them."""
         self._last_fetch = threading.Condition()
+        self._is_open = False
         self._has_ended = False
         calls = {"join": self._join, "deliver": self._deliver, **others}
         methods: dict[str, Method] = {name: self._with_epoch(method) for name, method in calls.items()}
@@ -81,7 +82,10 @@ class ControllerServer:
         self.address = self._server.address
 
     def open(self) -> None:
-        """Begin to serve: also agents that an earlier controller has admitted."""
+        """Begin to serve: also agents that an earlier controller has admitted. A second call does nothing."""
+        if self._is_open:
+            return
+        self._is_open = True
         # Agents have the whole timeout to call the new controller.
         for node in self._sessions.inherit():
             self._sign_of_life(node)
