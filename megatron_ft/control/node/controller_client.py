@@ -17,6 +17,8 @@ class ControllerClient:
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
+        # Held while an epoch is compared and kept: of two threads the one with the older answer may be the later.
+        self._fence = threading.Lock()
         self._epoch = 0
 
     def call(
@@ -29,11 +31,12 @@ class ControllerClient:
         """
         answer = self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=wait_for_peer)
         epoch = int(answer["epoch"])
+        with self._fence:
+            newest = self._epoch = max(self._epoch, epoch)
         # Not a refusal by the peer: the controller in charge serves at the same address, and the next call reaches it.
-        if epoch < self._epoch:
-            message = f"Controller.{method} at {self._client.address}: of epoch {epoch}, which {self._epoch} has ended"
+        if epoch < newest:
+            message = f"Controller.{method} at {self._client.address}: of epoch {epoch}, which {newest} has ended"
             raise RpcError(message, refused=False)
-        self._epoch = epoch
         return answer
 
     def insist(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
