@@ -12,14 +12,12 @@ from megatron_ft.control.controller.sessions import AgentSession, AgentSessions
 from megatron_ft.control.membership.events import MachineEvent, NodeLost
 from megatron_ft.control.membership.state import MembershipPolicy
 from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Report, decode_call, decode_report
-from megatron_ft.control.rpc import Method, RpcServer
+from megatron_ft.control.rpc import ACCEPT_SECONDS, Method, RpcServer
 from megatron_ft.errors import ControlError, RecoveryError
 from megatron_ft.framing import Message
 from megatron_ft.serde import encode
 
 _MAX_POLL_SECONDS = 30.0
-# Below the 60 s that agents wait for an answer: a call ends with a reason to try again, not with a timeout.
-_ACCEPT_SECONDS = 20.0
 _LAST_ORDER_SECONDS = 5.0
 
 Members = Mapping[int, tuple[int, ...]]
@@ -109,7 +107,7 @@ class ControllerServer:
         """
         asked = Item(None, {"op": "asked", "event": messages.event_to_json(event)})
         self._inbox.put([asked])
-        if not asked.has_effect.wait(_ACCEPT_SECONDS):
+        if not asked.has_effect.wait(ACCEPT_SECONDS):
             raise TimeoutError("the controller is busy")
 
     def take(self, until_seconds: float) -> Item | Posted:
@@ -181,7 +179,7 @@ class ControllerServer:
             self.post(NodeLost(node, time.time(), "another process has taken its place", replaced))
         item = Item(None, {"op": "joined", "join": encode(join)})
         self._inbox.put([item])
-        if not item.wait(_ACCEPT_SECONDS, self._sign_seconds, lambda: self._sign_of_life(node)):
+        if not item.wait(ACCEPT_SECONDS, self._sign_seconds, lambda: self._sign_of_life(node)):
             raise TimeoutError(f"node {node}: the controller is busy")
         session = self._sessions.of_process(node, process_id)
         return {"session": session.number, "after": session.first_order}
@@ -223,7 +221,7 @@ class ControllerServer:
             if session.newest_item is not None and call.items:
                 # A lost node must not count as alive because its last call still waits.
                 sign = lambda: None if session.is_over else self._sign_of_life(node)  # noqa: E731
-                session.newest_item.wait(_ACCEPT_SECONDS, self._sign_seconds, sign)
+                session.newest_item.wait(ACCEPT_SECONDS, self._sign_seconds, sign)
             return {"next": session.next_item}
 
     def _session(self, call: Poll | Deliver) -> AgentSession:
