@@ -65,6 +65,12 @@ class NodeRecord:
     """It leaves by the change that was ordered in this generation."""
     joined_iteration: int = 0
     """Iteration after which it has joined last."""
+    agent_since_seconds: float = 0.0
+    """Time on the controller's clock at which its agent was ordered to be started."""
+    has_unregistered_agent: bool = False
+    """An agent that did not register in time was given up; its end is still to be seen."""
+    not_before_seconds: float = 0.0
+    """Time on the controller's clock before which it is not started again: its last start has failed."""
     num_losses: int = 0
     """Losses and failed starts in a row; one that trained for ``SETTLED_ITERATIONS`` in between starts a new count."""
 
