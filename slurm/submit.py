@@ -2,13 +2,15 @@
 
 The configuration is checked as ``dry_run=true`` does, with the nodes that the job will have; what is refused is not
 submitted. What is submitted is ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``) with the options and
-overrides written into it; the job keeps it in its run's folder, as ``slurm/JOBID.sbatch``.
+overrides written into it; the job keeps it in its run's folder, as ``slurm/JOBID.sbatch``. With ``--check`` nothing is
+submitted or written: the dry run, and the command of sbatch that would do the same, are printed.
 """
 
 import argparse
 import datetime
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -106,6 +108,8 @@ def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
         raise Refused(f"--queued={chosen.queued}: must be in 0..{num_spares}, MFT_SPARE_NODES: only spares can be late")
     if chosen.chain < 1:
         raise Refused(f"--chain={chosen.chain}: must be at least 1")
+    if not chosen.check and shutil.which("sbatch") is None:
+        raise Refused("sbatch: must be a command here: submit on a login node of the cluster; --check needs no Slurm")
 
 
 def submit(script: str) -> str:
@@ -147,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="allocation", help="one allocation, or a task per node")
     parser.add_argument("--queued", type=int, default=0, help="spares of an array that wait in Slurm's queue")
     parser.add_argument("--chain", type=int, default=1, help="jobs, one after the other until the run is done")
+    parser.add_argument("--check", action="store_true", help="only check the job, and print the command of sbatch")
     parser.add_argument("--site", type=Path, default=default_site, help="file of the site's values (MFT_SITE)")
     parser.add_argument("overrides", nargs="*", help="of Hydra, e.g. experiment=mixtral_slurm")
     chosen = parser.parse_args(arguments)
@@ -162,12 +167,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(site, shape, chosen.nodes, overrides)
         folders = [word.partition("=")[2] for word in overrides if word.startswith("run.dir=")]
         runs = HERE.parent / [site["MFT_RUNS"], *folders][-1]
-        runs.mkdir(parents=True, exist_ok=True)
         is_chained = chosen.shape == "array" or chosen.chain > 1
         options = [*shlex.split(site["MFT_SBATCH"]), *shape.options(chosen.nodes, chosen.queued)]
         options += [f"--job-name={names[-1]}", "--dependency=singleton"] if is_chained else []
         options += [f"--output={runs}/slurm-{shape.log}.log"]
         variables = {"MFT_SITE": str(site_file)} | ({"MFT_CHAINED": "1"} if is_chained else {})
+        if chosen.check:
+            exports = shlex.join(f"{name}={text}" for name, text in variables.items())
+            line = shlex.join(["sbatch", *options, str(HERE / shape.script), *overrides])
+            print(f"checked; nothing was submitted. sbatch\n  {exports} {line}")
+            return 0
+        runs.mkdir(parents=True, exist_ok=True)
         jobs = submit_chain(make_script(shape.script, options, overrides, variables=variables), chosen.chain)
     except Refused as refusal:
         print(refusal, file=sys.stderr)
