@@ -243,6 +243,14 @@ def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
     assert "note: GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs" in text
 
 
+def test_a_device_that_is_not_there_is_refused_before_data_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pretrain_moe, "observe_here", lambda **_: NO_GPU)
+    assert pretrain_moe.main(["training.device=cuda", "data.train=[/no/such/data]"]) == ConfigError.exit_code
+    assert "training.device=cuda: needs a GPU" in capsys.readouterr().err
+
+
 def test_ranks_without_a_gpu_are_refused_before_they_start(
     machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
 ) -> None:
