@@ -8,7 +8,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ft.config.job import JobConfig
@@ -24,6 +24,19 @@ _FOLDER = "windows"
 _SUPERSEDED_PREFIX = "superseded_"
 _SHARED = ("run_id", "generation", "topology", "world_size", "start_iteration", "num_slices", "plan")
 """Fields that are equal in all files of a window."""
+
+
+def persist_url(config: JobConfig, run_dir: Path) -> str:
+    """Return the path or URL for this run's persisted windows."""
+    url = config.snapshot.persist_url
+    return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
+
+
+def open_windows(config: JobConfig, run_dir: Path) -> "WindowFolder | None":
+    """Open the folder of this run's persisted windows; None where it has none."""
+    if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
+        return None
+    return WindowFolder(persist_url(config, run_dir))
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:
@@ -85,9 +98,12 @@ class WindowFolder:
                 windows.append(opened.verify() if rank % num_parts == part else opened.window)
         return windows[part]
 
-    def newest(self, world_size: int) -> tuple[WindowKey | None, list[DamageReport]]:
-        """Return the newest window that verifies, and a report on each newer one that did not."""
-        return self._first_sound(self.list_windows()[::-1], world_size)
+    def newest(
+        self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
+    ) -> tuple[WindowKey | None, list[DamageReport]]:
+        """Return the newest window that verifies and that ``refuse`` gives no reason against, and a report on each newer
+        one."""
+        return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
         """Keep the newest ``num_windows`` that verify and all windows newer than the oldest of them; delete the rest.
@@ -136,16 +152,22 @@ class WindowFolder:
         return moved
 
     def _first_sound(
-        self, candidates: Sequence[WindowKey], world_size: int, part: int = 0, num_parts: int = 1
+        self,
+        candidates: Sequence[WindowKey],
+        world_size: int,
+        part: int = 0,
+        num_parts: int = 1,
+        refuse: Callable[[Window], str | None] = lambda _: None,
     ) -> tuple[WindowKey | None, list[DamageReport]]:
         reports = []
         for stored in candidates:
             try:
-                self.verify(stored, world_size, part=part, num_parts=num_parts)
+                reason = refuse(self.verify(stored, world_size, part=part, num_parts=num_parts))
             except CheckpointError as error:
-                reports.append(DamageReport(path=self.describe(stored), reason=str(error)))
-                continue
-            return stored, reports
+                reason = str(error)
+            if reason is None:
+                return stored, reports
+            reports.append(DamageReport(path=self.describe(stored), reason=reason))
         return None, reports
 
     def _delete(self, stored: WindowKey) -> None:
