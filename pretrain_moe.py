@@ -62,8 +62,9 @@ def _wait_for_termination() -> None:
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:
     """Compose the configuration from conf/ and ``overrides``. Return it also as YAML.
+
     Raises:
-      ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
+        ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
     """
     from megatron_ft.config.overrides import check_override, explain, open_key
 
@@ -244,8 +245,9 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
 
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
     """Return both with the failure domains from Slurm. A dry run does not ask Slurm, because it may have no nodes yet.
+
     Raises:
-      ConfigError: Slurm does not name the domains, or the configuration cannot run with any domains.
+        ConfigError: Slurm does not name the domains, or the configuration cannot run with any domains.
     """
     if config.launch.failure_domain_source == "listed" or config.dry_run:
         return config, config_yaml
@@ -261,8 +263,9 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
     """Return the rank of this process under torchrun or srun, unless the command line chooses ``launch=local``.
+
     Raises:
-      ConfigError: the variables of the chosen mode are not set.
+        ConfigError: the variables of the chosen mode are not set.
     """
     from megatron_ft.control.launchers.torchrun import detect, read_environment
 
@@ -294,12 +297,14 @@ def _keys(overrides: list[str]) -> set[str]:
 
 def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_be_elsewhere: bool = True) -> "JobPlan":
     """Validate a composed configuration, read the files that it names, choose the device, and plan the job.
+
     Args:
-      facts: Devices of this machine; None observes them.
-      may_be_elsewhere: Whether ranks may run on other machines. If so and this machine has no GPU, both devices are
-      checked.
+        facts: Devices of this machine; None observes them.
+        may_be_elsewhere: Whether ranks may run on other machines. If so and this machine has no GPU, both devices are
+        checked.
+
     Raises:
-      ConfigError: the job cannot run. DataError: a file is missing or damaged.
+        ConfigError: the job cannot run. DataError: a file is missing or damaged.
     """
     from megatron_ft.config.validate import validate
 

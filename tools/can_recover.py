@@ -83,9 +83,10 @@ class Run:
     @classmethod
     def of(cls, path: Path, *, as_if_running: bool) -> "Run":
         """Read a folder.
+
         Raises:
-          DataError: the folder holds no run, or files are damaged.
-          ControlError: the controller of the running job refuses the request.
+            DataError: the folder holds no run, or files are damaged.
+            ControlError: the controller of the running job refuses the request.
         """
         config = read_config(path / "config.yaml")
         try:
@@ -106,8 +107,9 @@ class Run:
         """Return the current placement of each stage, and the loads that each placement was planned for.
 
         Returns an empty list and None for a job without replicas.
+
         Raises:
-          DataError: the placement file is missing, damaged, or belongs to another membership.
+            DataError: the placement file is missing, damaged, or belongs to another membership.
         """
         if self.config.placement.algorithm is None:
             return [], None
@@ -176,8 +178,9 @@ def _not_own(identity: JobIdentity | None, found: Manifest | Window) -> str | No
 
 def read_config(path: Path) -> JobConfig:
     """Read the configuration that a run was started with, with derived values as at the start.
+
     Raises:
-      DataError: there is no such file, or it does not belong to a run.
+        DataError: there is no such file, or it does not belong to a run.
     """
     import yaml
 
@@ -252,8 +255,9 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
 
 def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
     """Return the device of an answer, and notes on the other device if ranks may run on it.
+
     Raises:
-      ConfigError: the configuration cannot run on the device.
+        ConfigError: the configuration cannot run on the device.
     """
     from pretrain_moe import observe_here
 

@@ -70,7 +70,7 @@ def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
 def fail_start(
     policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1
 ) -> State:
-    """Count a failed start as one or several losses; after a pause the node is started again, as often as is allowed."""
+    """Count a failed start as one or several losses; the node is started again after a pause, as often as allowed."""
     num_losses += state.nodes[node].num_losses
     # Without the pause, a disturbance of a few seconds uses up all starts, and the node never returns.
     pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)

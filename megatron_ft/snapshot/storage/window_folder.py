@@ -39,19 +39,6 @@ def open_windows(config: JobConfig, run_dir: Path) -> "WindowFolder | None":
     return WindowFolder(persist_url(config, run_dir))
 
 
-def persist_url(config: JobConfig, run_dir: Path) -> str:
-    """Return the path or URL for this run's persisted windows."""
-    url = config.snapshot.persist_url
-    return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
-
-
-def open_windows(config: JobConfig, run_dir: Path) -> "WindowFolder | None":
-    """Open the folder of this run's persisted windows; None where it has none."""
-    if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
-        return None
-    return WindowFolder(persist_url(config, run_dir))
-
-
 class WindowFolder:
     """The windows below one folder, a path or a URL."""
 
@@ -101,8 +88,7 @@ class WindowFolder:
     def newest(
         self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
     ) -> tuple[WindowKey | None, list[DamageReport]]:
-        """Return the newest window that verifies and that ``refuse`` gives no reason against, and a report on each newer
-        one."""
+        """Return the newest window that verifies for which ``refuse`` returns None, and a report on each newer one."""
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:

@@ -85,9 +85,10 @@ class RunFiles:
 
 def read_run(run_dir: Path) -> RunFiles:
     """Read the folder of a run. The run may still be going on.
+
     Raises:
-      DataError: there is no such run, or a line is damaged, other than an unfinished last one. The message names file
-      and line.
+        DataError: there is no such run, or a line is damaged, other than an unfinished last one. The message names file
+        and line.
     """
     try:
         events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(read_record)))
@@ -155,10 +156,11 @@ def follow(
     wait: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Write the page now and after each new report, until the run has ended. Return whether it has ended.
+
     Args:
-      write: Writes the page and returns whether the run has ended.
-      every_seconds: Shortest time between two pages.
-      patience_seconds: Longest time without a new record; after it the function returns False.
+        write: Writes the page and returns whether the run has ended.
+        every_seconds: Shortest time between two pages.
+        patience_seconds: Longest time without a new record; after it the function returns False.
     """
     while True:
         # Before the page is written: what is appended meanwhile has to lead to another page.

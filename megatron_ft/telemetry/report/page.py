@@ -61,8 +61,9 @@ _COLUMNS = (
 
 def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
     """Return the page as HTML that loads nothing else; the text is also well-formed XML.
+
     Args:
-      refresh_seconds: Interval at which a browser reads the page again; None if the page does not change.
+        refresh_seconds: Interval at which a browser reads the page again; None if the page does not change.
     """
     again = None if refresh_seconds is None else str(refresh_seconds)
     head = element(

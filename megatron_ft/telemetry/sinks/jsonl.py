@@ -24,8 +24,9 @@ class JsonlSink(Sink):
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
         """Open the file. ``metrics``: take metrics records only; otherwise take all others.
+
         Raises:
-          OSError: the file cannot be opened.
+            OSError: the file cannot be opened.
         """
         self.name = path.name
         self._metrics = metrics
@@ -42,8 +43,9 @@ class JsonlSink(Sink):
 
     def write(self, record: Record) -> None:
         """Append one line after the lines that wait. Any record makes them try again.
+
         Raises:
-          OSError: the disk refused; all lines wait for the next call.
+            OSError: the disk refused; all lines wait for the next call.
         """
         if isinstance(record, Metrics) is self._metrics:
             line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
@@ -61,8 +63,9 @@ class JsonlSink(Sink):
 
     def close(self, outcome: Outcome) -> None:
         """Write the lines that wait and force them to disk.
+
         Raises:
-          OSError: some lines could not be written.
+            OSError: some lines could not be written.
         """
         self._unsynced = True
         try:

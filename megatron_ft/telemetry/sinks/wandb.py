@@ -73,9 +73,10 @@ class WandbSink(Sink):
 
     def write(self, record: Record) -> None:
         """Queue the record.
+
         Raises:
-          Exception: wandb raised it since the last call.
-          queue.Full: wandb is too slow.
+            Exception: wandb raised it since the last call.
+            queue.Full: wandb is too slow.
         """
         if self._error is not None:
             raise self._error
@@ -84,9 +85,10 @@ class WandbSink(Sink):
 
     def close(self, outcome: Outcome) -> None:
         """Wait until the queue is sent, then end the wandb run.
+
         Raises:
-          Exception: wandb raised it.
-          TimeoutError: wandb did not finish in time. The offline folder keeps the data that wandb took.
+            Exception: wandb raised it.
+            TimeoutError: wandb did not finish in time. The offline folder keeps the data that wandb took.
         """
         if self._error is None:
             self._queue.put(outcome, timeout=CLOSE_SECONDS)
@@ -255,8 +257,9 @@ def last_offline_step(run_dir: Path) -> int:
 
     Steps only rise from attempt to attempt, so the newest folder that has a step has the newest one. wandb keeps its
     last records in memory for some time. If wandb was killed, these records are missing.
+
     Raises:
-      subprocess.SubprocessError: the reader of wandb failed.
+        subprocess.SubprocessError: the reader of wandb failed.
     """
     for folder in sorted(run_dir.glob("wandb/offline-run-*"), reverse=True):
         # wandb's own reader in a process of its own: an error in it cannot end this one.
@@ -284,8 +287,9 @@ class Reported:
     def records(self, *, loads_after: int) -> Iterator[Record]:
         """Yield all records, oldest first. Expert loads are long, so they are included only after iteration
         ``loads_after``.
+
         Raises:
-          ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
+            ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
         """
 
         def parse(line: dict[str, JsonValue]) -> Record | None:
@@ -303,8 +307,9 @@ class Reported:
 
 def wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
     """Choose ``online`` or ``offline`` for ``telemetry.wandb=asked``, without use of the network.
+
     Raises:
-      netrc.NetrcParseError: the login file is damaged.
+        netrc.NetrcParseError: the login file is damaged.
     """
     if asked != "auto":
         return asked

@@ -1,6 +1,5 @@
 """A controller that takes over stands where its predecessor stood, wherever that one ended."""
 
-import contextlib
 import json
 import threading
 from dataclasses import replace

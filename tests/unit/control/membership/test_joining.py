@@ -343,7 +343,7 @@ def test_a_node_whose_process_hangs_before_it_registers_is_started_again(ends_ea
     assert job.tick(0.0).decision is Decision.START_AGENTS
     assert job.state.wake_seconds == 100.0
     step = job.tick(100.0)
-    reason = "its process did not register (launch.start_timeout_seconds=100)"
+    reason = "its agent did not register (launch.start_timeout_seconds=100)"
     assert step.state.failed_starts == (FailedStart(1, reason, starts_again=True),)
     killed = NodeLost(1, 101.0, "its process was killed by SIGKILL")
     if ends_early:
