@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ft import __version__
 from megatron_ft.config.job import JobConfig
-from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronFtError
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, CheckpointError, ConfigError, MegatronFtError
 
 if TYPE_CHECKING:
     from megatron_ft.control.launchers.torchrun import RankEnvironment
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(arguments)
     except MegatronFtError as error:
-        if isinstance(error, ConfigError) and _another_rank_reports():
+        if isinstance(error, (ConfigError, CheckpointError)) and _another_rank_reports():
             _wait_for_termination()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -62,8 +62,9 @@ def _wait_for_termination() -> None:
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:
     """Compose the configuration from conf/ and ``overrides``. Return it also as YAML.
+
     Raises:
-      ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
+        ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
     """
     from megatron_ft.config.overrides import check_override, explain, open_key
 
@@ -165,7 +166,9 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
         check_restarts(environment, config.run)
     config, config_yaml = read_failure_domains(config, config_yaml)
     if config.dry_run:
-        _show(resolve_plan(config), config)
+        plan = resolve_plan(config)
+        _check_resume(config, plan.data.vocab_size)
+        _show(plan, config)
         return EXIT_OK
     facts = observe_here(asks_memory=not _another_rank_reports())
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
@@ -178,6 +181,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.config.checks.placement import derive_placement
 
     config = derive_placement(config)
+    _check_resume(config, plan.data.vocab_size)
     if environment is not None:
         from megatron_ft.mcore import standalone
 
@@ -189,10 +193,57 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     return launch(config, config_yaml, open_sinks=open_sinks, sidecars=sidecars)
 
 
+def _check_resume(config: JobConfig, vocab_size: int) -> None:
+    """Refuse other settings than those that the run was saved with, before its folder is claimed or a rank starts.
+
+    A dry run compares everything but the data, which it does not index.
+
+    Args:
+        vocab_size: entries of the model's vocabulary, padding included.
+
+    Raises:
+        CheckpointError: names each key that differs.
+    """
+    if config.run.resume == "never" or config.run.name is None:
+        return
+    from megatron_ft.config.identity import JobIdentity, settings_of
+    from megatron_ft.control.run_id import RUN_ID_NAME, read_run_id
+    from megatron_ft.corpus.sources import fingerprint, plan_split
+    from megatron_ft.corpus.tokenizers import build_tokenizer
+    from megatron_ft.snapshot.storage.run_settings import check_same_settings
+    from megatron_ft.snapshot.storage.window_folder import open_windows
+
+    run_dir = Path(config.run.dir).absolute() / config.run.name
+    if not (run_dir / RUN_ID_NAME).exists():
+        return
+    known = read_run_id(run_dir)
+    data = None
+    if not config.dry_run:
+        split = plan_split(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
+        data = fingerprint(split)
+    identity = JobIdentity(
+        run_id=known.run_id,
+        run_name=run_dir.name,
+        settings=settings_of(config, data_fingerprint=data or "", vocab_size=vocab_size),
+        takes_format_1=known.is_older,
+    )
+    # What lies in an object store is compared by the ranks, which open it anyway.
+    is_remote = "://" in (config.snapshot.persist_url or "").removeprefix("file://")
+    windows = None if is_remote else open_windows(config, run_dir)
+    check_same_settings(
+        run_dir,
+        identity,
+        windows=windows,
+        compares_data=data is not None,
+        allow_other_data=config.checkpoint.allow_other_data,
+    )
+
+
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
     """Return both with the failure domains from Slurm. A dry run does not ask Slurm, because it may have no nodes yet.
+
     Raises:
-      ConfigError: Slurm does not name the domains, or the configuration cannot run with any domains.
+        ConfigError: Slurm does not name the domains, or the configuration cannot run with any domains.
     """
     if config.launch.failure_domain_source == "listed" or config.dry_run:
         return config, config_yaml
@@ -208,8 +259,9 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
     """Return the rank of this process under torchrun or srun, unless the command line chooses ``launch=local``.
+
     Raises:
-      ConfigError: the variables of the chosen mode are not set.
+        ConfigError: the variables of the chosen mode are not set.
     """
     from megatron_ft.control.launchers.torchrun import detect, read_environment
 
@@ -241,12 +293,14 @@ def _keys(overrides: list[str]) -> set[str]:
 
 def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_be_elsewhere: bool = True) -> "JobPlan":
     """Validate a composed configuration, read the files that it names, choose the device, and plan the job.
+
     Args:
-      facts: Devices of this machine; None observes them.
-      may_be_elsewhere: Whether ranks may run on other machines. If so and this machine has no GPU, both devices are
-      checked.
+        facts: Devices of this machine; None observes them.
+        may_be_elsewhere: Whether ranks may run on other machines. If so and this machine has no GPU, both devices are
+            checked.
+
     Raises:
-      ConfigError: the job cannot run. DataError: a file is missing or damaged.
+        ConfigError: the job cannot run. DataError: a file is missing or damaged.
     """
     from megatron_ft.config.validate import validate
 

@@ -1,11 +1,12 @@
 """The base of all records of a run: typed, strict, flat JSON. The kinds are in ``events.py``.
 
 A record is a frozen dataclass. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one back and refuses
-invalid ones. Numbers that JSON lacks are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields
-that are ``None`` are left out. No clock is read here: the process that reports, or the sink that receives, sets
-``time_unix_seconds``.
+invalid ones; ``read_record()`` keeps kinds that are not defined here. Numbers that JSON lacks are written as strings:
+``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: the process
+that reports, or the sink that receives, sets ``time_unix_seconds``.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 from megatron_ft.strict_json import JsonValue, decode, encode, type_name
 
 _KINDS: dict[str, type["Record"]] = {}
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 SCHEMA_VERSION = 2
 """Version; increases when a field is removed or changes its meaning, not for new records and new optional fields."""
@@ -42,6 +44,9 @@ class Record:
     """Time of the event, in seconds since 1970, by the wall clock of the process that set it."""
 
     def __init_subclass__(cls) -> None:
+        # ``OtherRecord``, whose records name their kinds themselves.
+        if isinstance(cls.__dict__.get("kind"), property):
+            return
         # The class name is the kind on disk: a renamed class needs an entry in ``_today``.
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         _KINDS[cls.kind] = cls
@@ -86,6 +91,54 @@ class Record:
 
 RECORDS: Mapping[str, type[Record]] = MappingProxyType(_KINDS)
 """Every kind of record that is defined."""
+
+_MAX_SHOWN = 200
+"""Characters of the fields of an ``OtherRecord`` in its line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherRecord(Record):
+    """A record whose class this process does not know: another package defines it, or a newer version of this one."""
+
+    name: str
+    """Its kind."""
+    values: Mapping[str, JsonValue]
+    """Its fields but the time, as they are in the file."""
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return self.name
+
+    def describe(self) -> Note:
+        shown = ", ".join(f"{name}={_shown(value)}" for name, value in self.values.items())
+        if len(shown) > _MAX_SHOWN:
+            shown = f"{shown[:_MAX_SHOWN]}..."
+        return Note("info", self.name.replace("_", " ") + (f": {shown}" if shown else ""))
+
+    def to_record(self) -> dict[str, JsonValue]:
+        time = {} if self.time_unix_seconds is None else {"time_unix_seconds": self.time_unix_seconds}
+        return {"kind": self.name, **time, **self.values}
+
+
+def _shown(value: JsonValue) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "..."
+
+
+def read_record(line: Mapping[str, JsonValue]) -> Record:
+    """Read a record of a run's files: like ``Record.from_record``, but a kind that is not defined here is kept.
+
+    Raises:
+        ValueError: no kind, or an ill-typed field; of a kind that is defined also an unknown or missing field.
+    """
+    kind = _today(line).get("kind")
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in RECORDS:
+        return Record.from_record(line)
+    time = decode(float | None, line.get("time_unix_seconds"), f"{kind}.time_unix_seconds")
+    values = {name: value for name, value in line.items() if name not in ("kind", "time_unix_seconds")}
+    return OtherRecord(name=kind, values=values, time_unix_seconds=time)
 
 
 def schema() -> dict[str, JsonValue]:

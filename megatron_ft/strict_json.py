@@ -37,8 +37,9 @@ def encode(value: object) -> JsonValue:
 
 def to_float(value: object) -> float:
     """Convert a JSON value to a number, including the three that are strings.
+
     Raises:
-      ValueError: it is not a number, or an integer too large for a float.
+        ValueError: it is not a number, or an integer too large for a float.
     """
     if value in ("NaN", "Infinity", "-Infinity"):
         return float(str(value))
@@ -52,8 +53,9 @@ def to_float(value: object) -> float:
 
 def decode(hint: Any, value: JsonValue, where: str) -> Any:
     """Convert a JSON value to the type ``hint``.
+
     Raises:
-      ValueError: it has another type. The message begins with ``where``.
+        ValueError: it has another type. The message begins with ``where``.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

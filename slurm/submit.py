@@ -26,8 +26,9 @@ class Refused(Exception):
 
 def read_site(path: Path) -> dict[str, str]:
     """Read the values of a site's file in the same way as the batch script.
+
     Raises:
-      Refused: the file cannot be read, names no network interface, or has an invalid count.
+        Refused: the file cannot be read, names no network interface, or has an invalid count.
     """
     script = 'source "$1" && shift && for name; do printf "%s\\0" "${!name}"; done'
     done = subprocess.run(
@@ -72,8 +73,9 @@ SHAPES = {
 
 def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequence[str]) -> None:
     """Run the dry run of the job. It prints the plan to standard output.
+
     Raises:
-      Refused: the dry run fails.
+        Refused: the dry run fails.
     """
     num_spares = int(site["MFT_SPARE_NODES"])
     sizes = {"num_nodes": num_nodes - num_spares, "num_spare_nodes": num_spares}
@@ -95,8 +97,9 @@ def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, 
 
 def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
     """Refuse options that are impossible for every shape or for the chosen one.
+
     Raises:
-      Refused: an option is impossible.
+        Refused: an option is impossible.
     """
     if chosen.shape != "array" and chosen.queued != 0:
         raise Refused("--queued needs --shape array")
@@ -110,8 +113,9 @@ def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
 
 def submit(script: str) -> str:
     """Submit the script with ``sbatch``. Return the id of the job.
+
     Raises:
-      Refused: Slurm does not accept the script.
+        Refused: Slurm does not accept the script.
     """
     done = subprocess.run(
         ["sbatch", "--parsable"], input=script, capture_output=True, text=True, cwd=HERE.parent, check=False
@@ -123,8 +127,9 @@ def submit(script: str) -> str:
 
 def submit_chain(script: str, length: int) -> list[str]:
     """Submit the script with ``sbatch`` several times. Return the ids of the jobs.
+
     Raises:
-      Refused: Slurm does not accept one. Earlier jobs stay submitted; the message names them.
+        Refused: Slurm does not accept one. Earlier jobs stay submitted; the message names them.
     """
     jobs: list[str] = []
     for _ in range(length):

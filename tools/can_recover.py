@@ -36,7 +36,7 @@ from megatron_ft.planning.recovery.losses import Stored, cost_of_loss
 from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import report_snapshots
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.window_folder import open_windows
 from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
@@ -79,9 +79,10 @@ class Run:
     @classmethod
     def of(cls, path: Path, *, as_if_running: bool) -> "Run":
         """Read a folder.
+
         Raises:
-          DataError: the folder holds no run, or files are damaged.
-          ControlError: the controller of the running job refuses the request.
+            DataError: the folder holds no run, or files are damaged.
+            ControlError: the controller of the running job refuses the request.
         """
         config = read_config(path / "config.yaml")
         try:
@@ -102,8 +103,9 @@ class Run:
         """Return the current placement of each stage, and the loads that each placement was planned for.
 
         Returns an empty list and None for a job without replicas.
+
         Raises:
-          DataError: the placement file is missing, damaged, or belongs to another membership.
+            DataError: the placement file is missing, damaged, or belongs to another membership.
         """
         if self.config.placement.algorithm is None:
             return [], None
@@ -130,7 +132,7 @@ class Run:
         path, damaged = newest_valid(self.path / "checkpoints")
         notes = [f"{report.path}: skipped: {report.reason}" for report in damaged]
         persisted = None
-        if folder := self._windows():
+        if folder := open_windows(self.config, self.path):
             world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
             entry, reports = folder.newest(world_size)
             persisted = None if entry is None else entry.start_iteration
@@ -144,18 +146,12 @@ class Run:
         )
         return stored, tuple(notes)
 
-    def _windows(self) -> WindowFolder | None:
-        url = self.config.snapshot.persist_url
-        own = self.path / "windows"
-        if url is None:
-            return WindowFolder(own) if own.is_dir() else None
-        return WindowFolder(f"{url.rstrip('/')}/{self.path.name}")
-
 
 def read_config(path: Path) -> JobConfig:
     """Read the configuration that a run was started with, with derived values as at the start.
+
     Raises:
-      DataError: there is no such file, or it does not belong to a run.
+        DataError: there is no such file, or it does not belong to a run.
     """
     import yaml
 
@@ -230,8 +226,9 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
 
 def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
     """Return the device of an answer, and notes on the other device if ranks may run on it.
+
     Raises:
-      ConfigError: the configuration cannot run on the device.
+        ConfigError: the configuration cannot run on the device.
     """
     from pretrain_moe import observe_here
 

@@ -56,8 +56,9 @@ def events_table() -> str:
 
 def render(page: str) -> str:
     """Replace the generated tables in ``page``.
+
     Raises:
-      ValueError: a marker is missing.
+        ValueError: a marker is missing.
     """
     for name, text in (("metrics", metrics_table()), ("events", events_table())):
         begin, end = _BEGIN.format(name=name), _END.format(name=name)

@@ -54,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def requirements(names: Sequence[str], pins: Mapping[Pin, Sequence[str]]) -> str:
     """Return lines for pip: each package with version and all hashes.
+
     Raises:
-      ValueError: the lock lacks a package or the hashes of one.
+        ValueError: the lock lacks a package or the hashes of one.
     """
     lines = []
     for name in names:

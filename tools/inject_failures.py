@@ -159,8 +159,9 @@ def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, i
 
 def _wait_for_iteration(options: argparse.Namespace) -> None:
     """Wait until the run has reported the iteration.
+
     Raises:
-      JobNotRunning: the job has ended before.
+        JobNotRunning: the job has ended before.
     """
     if options.at_iteration is None:
         return

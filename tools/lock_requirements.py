@@ -43,8 +43,9 @@ class Pin:
 
 def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
     """Return the pins of constraints or of a lock, with hashes; constraints have no hashes.
+
     Raises:
-      ValueError: a line is neither a pin, a hash nor a comment.
+        ValueError: a line is neither a pin, a hash nor a comment.
     """
     pins: dict[Pin, tuple[str, ...]] = {}
     for logical in text.replace("\\\n", " ").splitlines():

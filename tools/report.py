@@ -86,8 +86,9 @@ def _whole_seconds(text: str) -> int:
 
 def write(path: Path, page: str) -> None:
     """Replace the page atomically: readers see the old page or the new one.
+
     Raises:
-      ConfigError: the page cannot be written there.
+        ConfigError: the page cannot be written there.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -65,8 +65,9 @@ class JobIdentity:
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
         """Return the reason why a file with these records belongs to another run; None if it belongs to this one.
+
         Args:
-          run_id: Recorded id; in format 1 the name of the run's folder.
+            run_id: Recorded id; in format 1 the name of the run's folder.
         """
         # Folders may be renamed or copied, so only the random name identifies a run.
         if format_version > 1:
@@ -80,9 +81,10 @@ class JobIdentity:
 
 def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) -> dict[str, dict[str, JsonValue]]:
     """Collect the settings that determine the results of iterations, by concern, as plain JSON values.
+
     Args:
-      data_fingerprint: Digest of the training samples and their order.
-      vocab_size: Entries of the model's vocabulary, including padding.
+        data_fingerprint: Digest of the training samples and their order.
+        vocab_size: Entries of the model's vocabulary, including padding.
     """
     data, model, optimizer = asdict(config.data), asdict(config.model), asdict(config.optimizer)
     return {

@@ -33,8 +33,9 @@ class JobInputs:
 
 def read_inputs(config: JobConfig) -> JobInputs:
     """Read every placement and routing file of ``config``.
+
     Raises:
-      ConfigError, DataError: the message names the key.
+        ConfigError, DataError: the message names the key.
     """
     trace = read_trace(config) if config.model.router == "trace" else None
     return JobInputs(loads=read_first_loads(config), schedule=read_schedule(config), trace=trace)
@@ -55,9 +56,10 @@ def read_trace(config: JobConfig) -> ExpertLoads:
 
 def read_schedule(config: JobConfig) -> dict[int, ScheduledPlacement]:
     """Read the files of ``placement.schedule``, by iteration.
+
     Raises:
-      ConfigError: an entry is not ITERATION:FILE, or an iteration occurs twice.
-      DataError: a file cannot be read or does not contain placements.
+        ConfigError: an entry is not ITERATION:FILE, or an iteration occurs twice.
+        DataError: a file cannot be read or does not contain placements.
     """
     schedule: dict[int, ScheduledPlacement] = {}
     for entry in config.placement.schedule:

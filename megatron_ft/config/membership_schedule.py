@@ -68,9 +68,10 @@ class MembershipChange:
 
 def parse_membership_change(text: str) -> MembershipChange:
     """Parse one entry.
+
     Raises:
-      ConfigError: the entry is not a call of ``lose``, ``join`` or ``change`` with all keywords as literals, the nodes
-      are not ascending, or the iteration is below 1.
+        ConfigError: the entry is not a call of ``lose``, ``join`` or ``change`` with all keywords as literals, the
+            nodes are not ascending, or the iteration is below 1.
     """
     name, values = parse_call(_KEY, text, _KEYWORDS, " or ".join(_EXAMPLES.values()))
     if sorted(values) != sorted(_KEYWORDS[name]):

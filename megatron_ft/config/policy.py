@@ -18,8 +18,9 @@ def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
 
     The value of a dataclass field is a mapping. ``_target_`` in it chooses another class than the type of the field.
     Lists become tuples where the field is a tuple.
+
     Raises:
-      ConfigError: there is no ``_target_``, the path names no frozen dataclass, or the fields do not fit it.
+        ConfigError: there is no ``_target_``, the path names no frozen dataclass, or the fields do not fit it.
     """
     found = find_target(key, spec)
     # Ranks build their policies independently: one that changed while it runs would plan differently on each of them.
@@ -30,8 +31,9 @@ def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
 
 def find_target(key: str, spec: Mapping[str, Any]) -> Any:
     """Import and return the object that ``spec`` names by ``_target_``.
+
     Raises:
-      ConfigError: there is no ``_target_``, or the path cannot be imported.
+        ConfigError: there is no ``_target_``, or the path cannot be imported.
     """
     path = spec.get("_target_")
     if not isinstance(path, str) or not all(path.split(".")) or "." not in path:

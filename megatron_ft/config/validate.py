@@ -25,8 +25,9 @@ from megatron_ft.failpoints import parse
 
 def validate(config: JobConfig) -> None:
     """Check every key and every combination of keys. The first violation is raised.
+
     Raises:
-      ConfigError: names key, value and constraint.
+        ConfigError: names key, value and constraint.
     """
     # First, because infinity passes every lower bound below.
     for field in dataclasses.fields(config):

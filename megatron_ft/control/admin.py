@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Annotated
 
 from megatron_ft.control.certificates import read_certificates
-from megatron_ft.control.rpc import RpcClient, RpcError
+from megatron_ft.control.rpc import ACCEPT_SECONDS, RpcClient, RpcError
 from megatron_ft.control.secret_file import read_secret
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
@@ -17,8 +17,10 @@ from megatron_ft.serde import Length, decode
 from megatron_ft.strict_json import parse_json
 
 CONTROLLER_FILE = "controller.json"
-CALL_SECONDS = 10.0
-"""Longest wait for an answer; on a busy machine the controller may accept a connection late."""
+STATUS_SECONDS = 10.0
+"""Longest wait for a status; on a busy machine the controller may accept a connection late."""
+REQUEST_SECONDS = ACCEPT_SECONDS + 10.0
+"""Longest wait for the answer to a request, which a busy controller answers late."""
 
 
 class JobNotRunning(ControlError):
@@ -87,17 +89,17 @@ class AdminClient:
 
     def status(self) -> Message:
         """Return ``generation, phase, members, waiting, lost, draining, nodes, num_reforms, epoch``."""
-        return self._call("status", {})
+        return self._call("status", {}, STATUS_SECONDS)
 
     def drain(self, node: int) -> None:
         """Let ``node`` leave at the next iteration boundary."""
-        self._call("drain", {"node": node})
+        self._call("drain", {"node": node}, REQUEST_SECONDS)
 
     def add(self, node: int) -> None:
         """Start ``node``, so that it joins at an iteration boundary."""
-        self._call("add", {"node": node})
+        self._call("add", {"node": node}, REQUEST_SECONDS)
 
-    def _call(self, method: str, body: Message) -> Message:
+    def _call(self, method: str, body: Message, timeout_seconds: float) -> Message:
         """Call the controller.
 
         Raises:
@@ -105,11 +107,12 @@ class AdminClient:
             ControlError: the controller refuses, with its reason.
         """
         try:
-            return self._client.call(method, body, timeout_seconds=CALL_SECONDS, wait_for_peer=True)
+            return self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=True)
         except RpcError as error:
             if error.refused:
                 raise ControlError(f"{method}: refused: {error}") from None
+            note = "" if method == "status" else "; the request may still take effect, see tools/status.py"
             raise JobNotRunning(
-                f"run_dir={self._run_dir}: the job's controller does not answer; "
+                f"run_dir={self._run_dir}: the job's controller does not answer{note}; "
                 f"if no job runs there, its {CONTROLLER_FILE} was left behind ({error})"
             ) from None

@@ -40,7 +40,7 @@ from megatron_ft.control.ports import free_port
 from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
-from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
 from megatron_ft.framing import Message
 
@@ -317,7 +317,8 @@ class _Job:
             return
         run_dir = self._run_dir.path
         has_checkpoint = has_complete_state(run_dir)
-        resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint)
+        fails_again = result.outcome is Outcome.FAILED and exit_code in FINAL_EXIT_CODES
+        resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint, fails_again=fails_again)
         if result.outcome is Outcome.FAILED:
             print(report.failure_screen(result, run_dir, resume, self._node_log(result)), file=sys.stderr, flush=True)
         else:

@@ -121,17 +121,19 @@ def _logs(run_dir: Path, details: Message) -> str:
     return (f"Its log:  {log}\n" if log else "") + f"All logs: {run_dir / 'logs'}"
 
 
-def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool) -> str:
+def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool, fails_again: bool = False) -> str:
     """Return the command that continues the run.
 
     Args:
         command: the command that started this job, ``sys.argv`` with the interpreter.
+        fails_again: whether this command, unchanged, would end with the same error.
     """
     kept = [word for word in command if not word.lstrip("+").startswith(_NOT_AGAIN)]
     mode = "must" if has_checkpoint else "auto"
     line = shlex.join([*kept, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", f"run.resume={mode}"])
     note = "" if has_checkpoint else " (it saved no checkpoint, so it starts at iteration 0)"
-    return f"To continue this run{note}:\n  {line}"
+    first = ", first change what the error names; unchanged, this command fails again" if fails_again else ""
+    return f"To continue this run{note}{first}:\n  {line}"
 
 
 def restart_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:

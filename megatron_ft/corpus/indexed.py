@@ -184,6 +184,18 @@ class IndexInfo:
         )
 
 
+def read_dtype(prefix: str | Path) -> np.dtype:
+    """Type of the tokens, by the header of ``prefix.idx`` alone.
+
+    Raises:
+        DataError: as ``IndexInfo.read``.
+    """
+    path, sizes = idx_path(prefix), _file_sizes(prefix)
+    with open(path, "rb") as stream:
+        dtype, *_ = _parse_header(path, stream.read(HEADER.size), sizes[path])
+    return dtype
+
+
 def _bad(path: Path, what: str, value: object, constraint: str) -> DataError:
     return DataError(f"{path}: {what}={value}: {constraint}")
 

@@ -4,13 +4,16 @@ The documents of a source are concatenated. A sample is ``seq_length + 1`` conse
 starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other split.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megatron_ft.config.data import DataConfig
 from megatron_ft.corpus import stdlib
-from megatron_ft.corpus.indexed import IndexInfo
+from megatron_ft.corpus.indexed import IndexInfo, bin_path, read_dtype
 from megatron_ft.corpus.order import SampleOrder, check_weights
 from megatron_ft.corpus.tokenizers import Tokenizer
 from megatron_ft.errors import ConfigError, DataError
@@ -138,6 +141,27 @@ def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Token
     infos = [read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
     found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
     return SplitPlan(seq_length=seq_length, spans=found, order=sample_order(config, split, found))
+
+
+def fingerprint(plan: SplitPlan) -> str:
+    """Hexadecimal digest that differs where the order, the sources' sizes or their first and last tokens do.
+
+    It does not see other tokens in the middle of a source of the same size.
+    """
+    digest = hashlib.blake2b(repr((plan.seq_length, plan.order)).encode(), digest_size=8)
+    for span in plan.spans:
+        # The ends only: every start of every rank computes this, whatever the size of the sources.
+        edge = min(4096, span.num_tokens)
+        digest.update(f"{span.first_token} {span.num_tokens}".encode())
+        for start in (span.first_token, span.first_token + span.num_tokens - edge):
+            digest.update(_read_tokens(span.prefix, start, edge).tobytes())
+    return digest.hexdigest()
+
+
+def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:
+    dtype = read_dtype(prefix)
+    tokens = np.fromfile(bin_path(prefix), dtype=dtype, count=count, offset=start * dtype.itemsize)
+    return tokens.astype(np.int64)
 
 
 def sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:

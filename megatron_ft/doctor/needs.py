@@ -57,6 +57,8 @@ class JobNeeds:
     """Whether the other device refuses the job."""
     starts_elsewhere: bool = False
     """Whether nodes run on other machines than the one that starts the job."""
+    is_batch_job: bool = False
+    """Whether a batch job's host resolves ``launch.interface``, which may name a network interface of that host."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that ranks get on CUDA unless they are set already."""
 
@@ -105,6 +107,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         other_device=plan.other_device,
         is_refused_there=plan.is_refused_there,
         environment=rank_environment(on_device(config, plan.device)),
+        is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
         starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",
     )
 

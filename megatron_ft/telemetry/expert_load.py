@@ -8,8 +8,9 @@ from megatron_ft.events import ExpertLoad
 
 def relative_load(tokens: Sequence[int]) -> list[float]:
     """Return the tokens of each expert divided by the mean over all experts; 1 for each if all have the same number.
+
     Args:
-      tokens: Tokens per expert of one layer.
+        tokens: Tokens per expert of one layer.
     """
     total = sum(tokens)
     return [count * len(tokens) / total if total else 0.0 for count in tokens]

@@ -156,8 +156,9 @@ placeholders."""
 
 def check_metrics(values: Mapping[str, float]) -> None:
     """Check that all figures are listed and that no required one is missing.
+
     Raises:
-      ValueError: a figure is not listed or missing; the message names it.
+        ValueError: a figure is not listed or missing; the message names it.
     """
     if unknown := [name for name in values if name not in METRICS]:
         raise ValueError(f"metrics.{unknown[0]}: is not listed in megatron_ft/telemetry/metrics.py")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ft.events import Metrics, Record
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue, parse_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -18,9 +19,10 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
 
     After a resume from iteration k the file still holds the older attempt's records of later iterations. This function
     drops those that a newer record replaces.
+
     Raises:
-      FileNotFoundError: the run has no ``metrics.jsonl``.
-      ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
+        FileNotFoundError: the run has no ``metrics.jsonl``.
+        ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
     """
     return newest_of_each(read_lines(run_dir / METRICS_FILE, to_metrics))
 
@@ -35,30 +37,34 @@ def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
 
 def first_metrics(run_dir: Path) -> Metrics | None:
     """Return the first metrics of the run; ``None`` if there are none yet.
+
     Raises:
-      ValueError: the line is damaged.
+        ValueError: the line is damaged.
     """
     return next(read_lines(run_dir / METRICS_FILE, to_metrics), None)
 
 
 def read_events(run_dir: Path) -> list[Record]:
-    """Return the events of all attempts in the order of writing.
+    """Return the events of all attempts in the order of writing. Kinds of other packages are ``OtherRecord``.
+
     Raises:
-      FileNotFoundError: the run has no ``events.jsonl``.
-      ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
+        FileNotFoundError: the run has no ``events.jsonl``.
+        ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
     """
-    return list(read_lines(run_dir / EVENTS_FILE, Record.from_record))
+    return list(read_lines(run_dir / EVENTS_FILE, read_record))
 
 
 def read_lines(
     path: Path, parse: Callable[[dict[str, JsonValue]], _Parsed], *, num_bytes: int | None = None
 ) -> Iterator[_Parsed]:
     """Parse the JSON object of each line, in order. An unfinished last line is left out.
+
     Args:
-      num_bytes: How much of the file to read if it may grow meanwhile; None for all.
+        num_bytes: How much of the file to read if it may grow meanwhile; None for all.
+
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a line is no JSON object, or ``parse`` refuses it. The message names file and line.
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no JSON object, or ``parse`` refuses it. The message names file and line.
     """
     num_read = 0
     with path.open("rb") as lines:

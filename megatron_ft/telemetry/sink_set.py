@@ -124,9 +124,10 @@ def open_sinks(
     config: JobConfig, run_dir: Path, *, world_size: int, clock: Clock = time.time, stream: TextIO | None = None
 ) -> SinkSet:
     """Open the sinks of ``telemetry.sinks`` for a run in ``run_dir``. The terminal sink writes to ``stream``.
+
     Raises:
-      ConfigError: ``_target_`` is no sink, or does not take the other entries.
-      OSError: a log file of the run cannot be opened. Nothing has been written then.
+        ConfigError: ``_target_`` is no sink, or does not take the other entries.
+        OSError: a log file of the run cannot be opened. Nothing has been written then.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     earlier = first_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else None

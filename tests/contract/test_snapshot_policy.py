@@ -70,7 +70,7 @@ def test_slices_fit_the_budget_or_the_stall_is_declared(policy: SnapshotPolicy, 
     assert plan.basis is not None
     assert (plan.basis.budget_bytes, plan.basis.peak_bytes) == (given.budget_bytes, peak)
     assert ("no stall" in plan.reason) == (peak <= given.budget_bytes)
-    assert f"largest slice {peak:,} of {given.budget_bytes:,} bytes" in plan.reason
+    assert f"largest slice {peak:,} bytes, budget {given.budget_bytes:,} bytes" in plan.reason
 
 
 @policies

@@ -160,6 +160,8 @@ def test_a_run_is_not_continued_with_another_schedule(tmp_path: Path, warm_forks
     changed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "optimizer.lr=2e-4")
     assert changed.exit_code == CheckpointError.exit_code, changed.output
     assert "optimizer.lr: was 0.001, now 0.0002" in changed.output
+    assert "Traceback" not in changed.output and "To continue" not in changed.output, "no rank was started"
+    assert not list(changed.run_dir.glob("config-*.yaml")), "its configuration is still that of the run"
     assert max(record["iteration"] for record in changed.records("metrics.jsonl")) < 14
 
 

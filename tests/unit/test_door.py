@@ -9,14 +9,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import yaml
 
 import pretrain_moe
+from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.errors import EXIT_CODES, ConfigError
+from megatron_ft.control.run_id import make_run_id
+from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.corpus.indexed import IndexedWriter
+from megatron_ft.corpus.sources import fingerprint, plan_split
+from megatron_ft.corpus.tokenizers import build_tokenizer
+from megatron_ft.errors import EXIT_CODES, CheckpointError, ConfigError
 from megatron_ft.planning.devices import DeviceFacts
+from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.manifest import Manifest, write_manifest
 from tests.helpers.programs import write_program
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +257,58 @@ def test_ranks_without_a_gpu_are_refused_before_they_start(
     assert not launch.called
     assert pretrain_moe.main(["launch.ranks_per_node=2", "training.global_batch_size=8"]) == 0
     assert pretrain_moe.main(["launch.num_nodes=4", "training.global_batch_size=8", "launch.ranks_per_gpu=2"]) == 0
+
+
+@pytest.fixture
+def saved_run(tmp_path: Path) -> list[str]:
+    """A run with a checkpoint, as far as its manifest shows; the overrides that continue it."""
+    with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+        writer.add_document(np.arange(5000) % 250)
+    overrides = [f"data.train=[{tmp_path / 'text'}]", f"run.dir={tmp_path}", "run.name=first", "run.resume=must"]
+    config, _ = pretrain_moe.compose(overrides)
+    data = plan_split(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
+    directory = tmp_path / "first" / "checkpoints" / directory_name(7)
+    directory.mkdir(parents=True)
+    manifest = Manifest(
+        run_id=make_run_id(tmp_path / "first", is_older=False).run_id,
+        run_name="first",
+        generation=0,
+        topology={"world_size": 1},
+        iteration=7,
+        consumed_samples=0,
+        settings=settings_of(config, data_fingerprint=fingerprint(data), vocab_size=resolve_vocab_size(config)),
+        software={},
+        files=(),
+    )
+    write_manifest(directory, manifest)
+    return overrides
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["optimizer.lr=0.5", "model.num_layers=6"], ["optimizer.lr: was 0.001, now 0.5", "model.num_layers: was"]),
+        (["data.seed=77"], ["data.seed: was 1234, now 77"]),
+    ],
+)
+def test_a_resume_with_other_settings_is_refused_before_anything_starts(
+    saved_run: list[str], changed: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch("megatron_ft.control.launcher.launch", return_value=0) as launch:
+        assert pretrain_moe.main([*saved_run, *changed]) == CheckpointError.exit_code
+        assert not launch.called
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "was written with other settings" in line]
+        assert line.startswith("error: ") and all(text in line for text in named)
+        assert pretrain_moe.main([*saved_run, "launch.num_nodes=2", "telemetry.log_interval_iterations=3"]) == 0
+        assert launch.called, "the layout and what is reported are free"
+
+
+def test_a_dry_run_refuses_a_resume_with_other_settings(
+    saved_run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain_moe.main([*saved_run, "optimizer.lr=0.5", "dry_run=true"]) == CheckpointError.exit_code
+    assert "optimizer.lr: was" in capsys.readouterr().err
+    assert pretrain_moe.main([*saved_run, "dry_run=true"]) == 0
 
 
 def test_the_job_of_the_slurm_page_fits_its_gpus_and_says_what_a_lost_node_costs(

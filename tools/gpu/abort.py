@@ -66,8 +66,9 @@ def run_trial(
     day: Day, transport: Transport, how: str, variables: dict[str, str], *, judged: bool = True
 ) -> dict[str, Any]:
     """Lose the last rank inside a collective. Return the figures of the slowest remaining rank.
+
     Raises:
-      RuntimeError: a remaining rank raised, ended or did not answer.
+        RuntimeError: a remaining rank raised, ended or did not answer.
     """
     world_size = WORLD_SIZE if day.has_gpu else SHORT_WORLD_SIZE
     untouched = UNTOUCHED_ELEMENTS if day.has_gpu else SHORT_UNTOUCHED_ELEMENTS
@@ -122,8 +123,9 @@ def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _wait_until_lost(lost: ranks.RankProcess, how: str, deadline: float) -> None:
     """Wait until the rank is gone or, if ``how`` stops it, until the process is stopped.
+
     Raises:
-      RuntimeError: the rank continues.
+        RuntimeError: the rank continues.
     """
     while time.monotonic() < deadline:
         if how == "killed" and not lost.process.is_alive():

@@ -57,8 +57,9 @@ class RankProcess:
 
     def receive(self, deadline: float) -> Any:
         """Receive the next report of the rank.
+
         Raises:
-          RuntimeError: the rank raised (the message is its traceback), ended, or reported nothing by the deadline.
+            RuntimeError: the rank raised (the message is its traceback), ended, or reported nothing by the deadline.
         """
         if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
             raise RuntimeError(f"rank {self.rank} did not report in time")
@@ -97,8 +98,9 @@ def run_ranks(
     environments: Sequence[Mapping[str, str]] = (),
 ) -> list[Any]:
     """Run all ranks. Return the results in rank order.
+
     Raises:
-      RuntimeError: a rank raised, ended or took longer than ``seconds``. The error of the first such rank is raised.
+        RuntimeError: a rank raised, ended or took longer than ``seconds``. The error of the first such rank is raised.
     """
     deadline = time.monotonic() + seconds
     ranks = start_ranks(entry, world_size=world_size, arguments=arguments, environments=environments)
@@ -111,9 +113,10 @@ def run_ranks(
 
 def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
     """Receive the next report of each rank, in rank order.
+
     Raises:
-      RuntimeError: a rank raised or ended, or some rank reported nothing by the deadline. The first rank that raised or
-      ended is named, because others may wait for it.
+        RuntimeError: a rank raised or ended, or some rank reported nothing by the deadline. The first rank that raised
+            or ended is named, because others may wait for it.
     """
     waiting, results = {rank.pipe: rank for rank in ranks}, {}
     while waiting:
@@ -131,11 +134,13 @@ def run_apart(
     jobs: Mapping[str, Mapping[str, Any]], *, folder: Path, seconds: float, sees_gpu: bool = False
 ) -> dict[str, list[Any]]:
     """Train jobs in another interpreter. Return the results of the ranks by job name.
+
     Args:
-      jobs: Job name to ``config``, ``world_size`` and, if ranks need variables, ``environments``.
-      sees_gpu: If False, the jobs run on the CPU even on a machine with a GPU.
+        jobs: Job name to ``config``, ``world_size`` and, if ranks need variables, ``environments``.
+        sees_gpu: If False, the jobs run on the CPU even on a machine with a GPU.
+
     Raises:
-      RuntimeError: a job failed. The message is the end of the job's output.
+        RuntimeError: a job failed. The message is the end of the job's output.
     """
     spec, out = folder / "jobs.json", folder / "jobs-done.json"
     spec.write_text(json.dumps(jobs), encoding="utf-8")

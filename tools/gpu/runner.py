@@ -73,6 +73,8 @@ def _prepare_environment() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # wherever a process starts
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # a process with OpenMP's threads cannot be forked
+    # Options for a run of pytest at a terminal would select other tests, or end stages whose tests have passed.
+    os.environ.pop("PYTEST_ADDOPTS", None)
 
 
 def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:

@@ -61,8 +61,9 @@ TRANSPORTS = (
 
 def find_transport(day: Day) -> Transport:
     """Return the first transport that works. Uses the result of an earlier stage of this call if there is one.
+
     Raises:
-      RuntimeError: none works.
+        RuntimeError: none works.
     """
     path = day.shared / _FILE
     if path.exists():

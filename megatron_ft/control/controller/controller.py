@@ -145,17 +145,20 @@ class Controller:
         At a restart, and when a next membership begins, ``details`` still describe the generation before. A new
         controller first repeats the decisions of its predecessors, and passes them to ``on_step``.
         """
-        # No call is served before the state is rebuilt: sessions and numbers of reports would be wrong.
-        step = self._take_over(on_step)
-        self._server.open()
         try:
+            # No call is served before the state is rebuilt: sessions and numbers of reports would be wrong.
+            step = self._take_over(on_step)
+            self._server.open()
             while step is None or step.decision is not Decision.END:
                 step = self._serve(on_record, on_step)
+            result = result_of(step.state, step.reason, self._details)
         except CannotDecide as error:
+            # Not through the journal, which cannot be written. Nodes have to fetch it: nothing else would end them.
             self._server.give(to_message(messages.End(reason=str(error))))
-            return JobResult(error.outcome, str(error), None, self._details)
+            self._server.open()
+            result = JobResult(error.outcome, str(error), None, self._details)
         self._server.finish()
-        return result_of(step.state, step.reason, self._details)
+        return result
 
     def close(self) -> None:
         """Stop serving."""

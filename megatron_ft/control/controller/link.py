@@ -124,6 +124,7 @@ class ControllerLink:
             selector.register(self._wake_receive, selectors.EVENT_READ)
             silent_since = time.monotonic()
             while True:
+                began = time.monotonic()
                 self._send_events()
                 self._write_access()
                 ready = {key.fileobj for key, _ in selector.select(_PING_SECONDS)}
@@ -135,6 +136,9 @@ class ControllerLink:
                         return end
                     silent_since = time.monotonic()
                 elif not ready:
+                    # This process was stopped, and could not read what the controller has sent: it gets the whole time.
+                    if time.monotonic() - began > 2 * _PING_SECONDS:
+                        silent_since = time.monotonic()
                     self._ask_for_a_sign(silent_since)
 
     def _send_events(self) -> None:

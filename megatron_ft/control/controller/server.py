@@ -12,14 +12,12 @@ from megatron_ft.control.controller.sessions import AgentSession, AgentSessions
 from megatron_ft.control.membership.events import MachineEvent, NodeLost
 from megatron_ft.control.membership.state import MembershipPolicy
 from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Report, decode_call, decode_report
-from megatron_ft.control.rpc import Method, RpcServer
+from megatron_ft.control.rpc import ACCEPT_SECONDS, Method, RpcServer
 from megatron_ft.errors import ControlError, RecoveryError
 from megatron_ft.framing import Message
 from megatron_ft.serde import encode
 
 _MAX_POLL_SECONDS = 30.0
-# Below the 60 s that agents wait for an answer: a call ends with a reason to try again, not with a timeout.
-_ACCEPT_SECONDS = 20.0
 _LAST_ORDER_SECONDS = 5.0
 
 Members = Mapping[int, tuple[int, ...]]
@@ -65,6 +63,7 @@ class ControllerServer:
         self._new_order = threading.Condition()
         """Notifies all calls that wait for orders."""
         self._last_fetch = threading.Condition()
+        self._is_open = False
         self._has_ended = False
         calls = {"join": self._join, "deliver": self._deliver, **others}
         methods: dict[str, Method] = {name: self._with_epoch(method) for name, method in calls.items()}
@@ -82,7 +81,10 @@ class ControllerServer:
         self.address = self._server.address
 
     def open(self) -> None:
-        """Begin to serve, also agents that an earlier controller has admitted."""
+        """Begin to serve, also agents that an earlier controller has admitted. A second call does nothing."""
+        if self._is_open:
+            return
+        self._is_open = True
         # Agents have the whole timeout to call the new controller.
         for node in self._sessions.inherit():
             self._sign_of_life(node)
@@ -106,7 +108,7 @@ class ControllerServer:
         """
         asked = Item(None, {"op": "asked", "event": messages.event_to_json(event)})
         self._inbox.put([asked])
-        if not asked.has_effect.wait(_ACCEPT_SECONDS):
+        if not asked.has_effect.wait(ACCEPT_SECONDS):
             raise TimeoutError("the controller is busy")
 
     def take(self, until_seconds: float) -> Item | Posted:
@@ -180,7 +182,7 @@ class ControllerServer:
             self.post(NodeLost(node, time.time(), "another process has registered for this node", replaced))
         item = Item(None, {"op": "joined", "join": encode(join)})
         self._inbox.put([item])
-        if not item.wait(_ACCEPT_SECONDS, self._sign_seconds, lambda: self._sign_of_life(node)):
+        if not item.wait(ACCEPT_SECONDS, self._sign_seconds, lambda: self._sign_of_life(node)):
             raise TimeoutError(f"node {node}: the controller is busy")
         session = self._sessions.of_process(node, process_id)
         return {"session": session.number, "after": session.first_order}
@@ -224,7 +226,7 @@ class ControllerServer:
             if session.newest_item is not None and call.items:
                 # A lost node must not count as alive because its last call still waits.
                 sign = lambda: None if session.is_over else self._sign_of_life(node)  # noqa: E731
-                session.newest_item.wait(_ACCEPT_SECONDS, self._sign_seconds, sign)
+                session.newest_item.wait(ACCEPT_SECONDS, self._sign_seconds, sign)
             return {"next": session.next_item}
 
     def _session(self, call: Poll | Deliver) -> AgentSession:

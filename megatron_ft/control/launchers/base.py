@@ -154,10 +154,12 @@ class ProcessLauncher:
 
     def stop(self, patience_seconds: float) -> None:
         deadline = time.monotonic() + patience_seconds
-        for node in self._nodes.values():
+        processes = [node.process for node in self._nodes.values()]
+        for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                node.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            kill(node.process, term_seconds=self.term_seconds)
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        # Together: one after the other a stop of many nodes takes longer than a scheduler waits.
+        kill(*processes, term_seconds=self.term_seconds)
 
     def finish(self, exit_code: int, reason: str) -> None:
         """See ``NodeLauncher``."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,25 +63,31 @@ def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
         process.stdin.flush()
 
 
-def kill(process: "subprocess.Popen[bytes]", *, term_seconds: float = 0.0) -> None:
-    """End a process and all processes of its session, unless it has ended.
+def kill(*processes: "subprocess.Popen[bytes]", term_seconds: float = 0.0) -> None:
+    """End processes together, with all processes of their sessions, unless they have ended.
 
     Args:
         term_seconds: time between SIGTERM and SIGKILL; 0 kills at once.
     """
-    if term_seconds > 0 and process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=term_seconds)
+    if term_seconds > 0:
+        for process in processes:
+            process.terminate()  # nothing where it has ended
+        deadline = time.monotonic() + term_seconds
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
     # Not reaped yet, so the number still names this group.
-    if process.poll() is None:
+    left = [process for process in processes if process.poll() is None]
+    for process in left:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    for process in left:
         process.wait()
-    if process.stdin is not None:
-        # Closing writes what is left in the buffer.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+    for process in processes:
+        if process.stdin is not None:
+            # Closing writes what is left in the buffer.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ft.config.run import RunConfig
+from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
 
 _KEY = "launch.mode"
-_FIRST_PORT = 20000
-_NUM_PORTS = 20000
 _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 
@@ -155,7 +154,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
         local_world_size=per_node[0],
         master_addr=nodes[0],
         # Every task computes the same port without a message, and the next step of the job another one.
-        master_port=master_port or _FIRST_PORT + (int(job) * 16 + int(step)) % _NUM_PORTS,
+        master_port=master_port or PORTS[(int(job) * 16 + int(step)) % len(PORTS)],
         job_id=f"{job}.{step}",
         attempt=int(variables.get("SLURM_RESTART_COUNT", "0")),
         program="srun",

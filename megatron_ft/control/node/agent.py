@@ -50,7 +50,7 @@ class AgentSpec:
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
     """A controller that does not answer for this long is lost, and the node ends its ranks: a new controller would have
-    taken over by then."""
+    taken over by then. Only time in which the node itself runs counts."""
     sidecars: dict[str, str] = field(default_factory=dict)
     """Name to module of the processes that the node runs beside its ranks, see ``sidecars``."""
     interface: str = ""
@@ -79,12 +79,10 @@ class ControllerSilent(ControlError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
-    """This node has lost the controller."""
+class _Refused:
+    """The controller answers, and refuses this node."""
 
     reason: str
-    is_refused: bool
-    """Whether the controller refuses this node; otherwise it does not answer."""
 
 
 class Agent:
@@ -104,7 +102,7 @@ class Agent:
         self._client = ControllerClient(spec.controller_address, token=spec.token, certificates=certificates)
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
-        self._orders: deque[Order | _Lost] = deque()
+        self._orders: deque[Order | _Refused] = deque()
         self._outbox = Outbox(self._wake)
         self._exit_code: int | None = None
         self._socket_path = socket_path(Path(spec.runtime_dir), spec.node)
@@ -115,7 +113,9 @@ class Agent:
         self._ranks = Ranks(
             spec.node, self._listener, self._selector, self._outbox, heartbeat_timeout_seconds=timeout_seconds
         )
-        self._check_life_at = time.monotonic()
+        self._check_life_at = self._heard_at = time.monotonic()
+        self._silence: str | None = None
+        """Why the controller did not answer the last call for orders; None if it did."""
 
     def run(self) -> int:
         """Serve until the controller orders the end or is lost; return the process's exit code.
@@ -143,10 +143,17 @@ class Agent:
         return ranks if sidecars is None else min(sidecars, ranks)
 
     def _check_life(self) -> None:
-        now = time.monotonic()
-        if now >= self._check_life_at:
-            self._check_life_at = now + self._spec.heartbeat_interval_seconds
-            self._signal(self._ranks.check_life(now), signal.SIGKILL)
+        now, interval_seconds = time.monotonic(), self._spec.heartbeat_interval_seconds
+        late_seconds = now - self._check_life_at
+        if late_seconds < 0:
+            return
+        self._check_life_at = now + interval_seconds
+        self._signal(self._ranks.check_life(now), signal.SIGKILL)
+        # A node that was stopped (SIGSTOP, a paused machine) could not receive answers: that time does not count.
+        if late_seconds > interval_seconds:
+            self._heard_at = min(now, self._heard_at + late_seconds)
+        if self._silence is not None and now - self._heard_at > self._spec.lost_controller_seconds:
+            raise ControllerSilent(f"the controller does not answer: {self._silence}")
 
     def _join(self) -> None:
         join = Join(
@@ -156,7 +163,7 @@ class Agent:
             store=self._spec.store,
         )
         joined = self._client.insist("join", encode(join), timeout_seconds=_JOIN_SECONDS)
-        who = {"node": self._spec.node, "session": joined["session"]}
+        who, self._heard_at = {"node": self._spec.node, "session": joined["session"]}, time.monotonic()
         orders = threading.Thread(target=self._ask_for_orders, name="orders", args=(who, joined["after"]), daemon=True)
         sender = threading.Thread(target=self._send_reports, name="sender", args=(who,), daemon=True)
         orders.start()
@@ -176,23 +183,24 @@ class Agent:
         # Fetch orders by long polls, which are also heartbeats for the controller (a thread).
         from megatron_ft.control.rpc import RpcError
 
-        last_answer = time.monotonic()
         while True:
             request = {**who, "after": after, "wait_seconds": self._spec.heartbeat_interval_seconds}
             try:
                 # The controller answers after ``wait_seconds`` at most; the rest is for a busy controller.
                 orders = self._client.call("poll", request, timeout_seconds=request["wait_seconds"] + 20)["orders"]
             except RpcError as error:
-                if error.refused or time.monotonic() - last_answer > self._spec.lost_controller_seconds:
-                    self._order(_Lost(str(error), error.refused))
+                if error.refused:
+                    self._order(_Refused(str(error)))
                     return
+                # Whether it is lost is up to the main thread, which knows how long this process has run since.
+                self._silence = str(error)
                 self._retry_pause.wait(0.2)
                 continue
-            last_answer, after = time.monotonic(), after + len(orders)
+            self._heard_at, self._silence, after = time.monotonic(), None, after + len(orders)
             try:
                 decoded = [decode_order(order) for order in orders]
             except ControlError as error:
-                self._order(_Lost(str(error), is_refused=True))
+                self._order(_Refused(str(error)))
                 return
             for order in decoded:
                 self._order(order)
@@ -212,13 +220,13 @@ class Agent:
                 self._outbox.acknowledge(self._client.call("deliver", body, timeout_seconds=60)["next"])
             except RpcError as error:
                 if error.refused:
-                    self._order(_Lost(str(error), is_refused=True))
+                    self._order(_Refused(str(error)))
                     return
-                # Repeated without a limit: ``_ask_for_orders`` decides when the controller is lost, and no report is
+                # Repeated without a limit: ``_check_life`` decides when the controller is lost, and no report is
                 # dropped before.
                 self._retry_pause.wait(0.2)
 
-    def _order(self, order: Order | _Lost) -> None:
+    def _order(self, order: Order | _Refused) -> None:
         self._orders.append(order)
         self._wake()
 
@@ -235,7 +243,7 @@ class Agent:
             self._obey(self._orders.popleft())
         self._ranks.resume()
 
-    def _obey(self, order: Order | _Lost) -> None:
+    def _obey(self, order: Order | _Refused) -> None:
         node = self._spec.node
         match order:
             case messages.Start():
@@ -256,10 +264,8 @@ class Agent:
                     self._signal(self._ranks.numbers, signal.SIGKILL)
             case messages.End():
                 self._exit_code = 0
-            case _Lost(reason, is_refused=True):
+            case _Refused(reason):
                 self._lose_controller(reason)
-            case _Lost(reason):
-                raise ControllerSilent(f"the controller does not answer: {reason}")
 
     def _lose_controller(self, reason: str) -> None:
         print(

@@ -17,6 +17,8 @@ class ControllerClient:
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
+        # Held from comparison to assignment: threads can finish in another order than their answers came.
+        self._fence = threading.Lock()
         self._epoch = 0
 
     def call(
@@ -29,14 +31,15 @@ class ControllerClient:
         """
         answer = self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=wait_for_peer)
         epoch = int(answer["epoch"])
+        with self._fence:
+            newest = self._epoch = max(self._epoch, epoch)
         # Not a refusal by the peer: the controller in charge serves at the same address, and the next call reaches it.
-        if epoch < self._epoch:
+        if epoch < newest:
             message = (
                 f"Controller.{method} at {self._client.address}: answered by the controller of epoch {epoch}, "
-                f"which epoch {self._epoch} has replaced"
+                f"which epoch {newest} has replaced"
             )
             raise RpcError(message, refused=False)
-        self._epoch = epoch
         return answer
 
     def insist(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:

@@ -37,6 +37,9 @@ MAX_CLIENTS = 512
 HELD_SIGNALS = (signal.SIGTERM,)
 """Blocked in a new rank until it has its handlers, so that a stop request is neither lost nor kills it."""
 
+UNSTARTED_EXIT_CODE = 1
+"""Exit code that is reported of a rank that could not be forked."""
+
 SINGLE_THREAD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -157,17 +160,38 @@ class ForkServer:
             raise ControlError("the spawn message has no file descriptor for the log")
         rank = int(message["rank"])
         log = client.reader.descriptors.popleft()
-        parent = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-        process_id = os.fork()
-        if process_id == 0:
-            self._become_rank(message, log, parent)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-        os.close(log)
-        child = _Child(rank, process_id, os.pidfd_open(process_id), client)
+        try:
+            process_id, pidfd = self._fork(message, log)
+        except OSError as error:  # too many processes or descriptors, or no memory
+            with contextlib.suppress(OSError):  # the disk is full
+                os.write(log, f"rank {rank} could not be started: {error}\n".encode())
+            # Only this rank failed: an error here would drop the client, and so kill all ranks of its node.
+            self._report_exit(client, rank, UNSTARTED_EXIT_CODE, time.time())
+            return
+        finally:
+            os.close(log)
+        child = _Child(rank, process_id, pidfd, client)
         client.children[process_id] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(child, notify=True))
         send(client.reader.sock, {"op": "spawned", "rank": child.rank, "process_id": process_id})
+
+    def _fork(self, message: Message, log: int) -> tuple[int, int]:
+        """Fork a rank; its process id, and a descriptor that is readable when it has ended."""
+        parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+        try:
+            process_id = os.fork()
+            if process_id == 0:
+                self._become_rank(message, log, parent)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        try:
+            return process_id, os.pidfd_open(process_id)
+        except OSError:
+            # Its end would not be seen.
+            os.kill(process_id, signal.SIGKILL)
+            os.waitpid(process_id, 0)
+            raise
 
     def _become_rank(self, message: Message, log: int, parent: int) -> None:
         code = 1
@@ -217,12 +241,12 @@ class ForkServer:
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         if notify:
-            self._tell_exit(child, os.waitstatus_to_exitcode(status), at_seconds)
+            self._report_exit(child.client, child.rank, os.waitstatus_to_exitcode(status), at_seconds)
 
-    def _tell_exit(self, child: _Child, returncode: int, at_seconds: float) -> None:
-        message = {"op": "exited", "rank": child.rank, "returncode": returncode, "at_seconds": at_seconds}
+    def _report_exit(self, client: _Client, rank: int, returncode: int, at_seconds: float) -> None:
+        message = {"op": "exited", "rank": rank, "returncode": returncode, "at_seconds": at_seconds}
         with contextlib.suppress(ConnectionError):  # the client is gone: the next read drops it
-            send(child.client.reader.sock, message)
+            send(client.reader.sock, message)
 
 
 def die_with_parent(parent: int) -> None:

@@ -5,13 +5,12 @@ whose end was not seen. ``slurm/JOB.json`` is the marker of a job that is over.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.durable import fsync_folder, replace_file
+from megatron_ft.durable import append_line, fsync_folder, replace_file
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 from megatron_ft.strict_json import parse_json
@@ -80,20 +79,13 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
 
 
 def add_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Append one, on disk when this returns, replacing a partial line that the death of a machine left. The run's
-    folder must exist."""
+    """Append one, on disk when this returns. The run's folder must exist."""
     path = run_dir / FOLDER / _FILE
     path.parent.mkdir(exist_ok=True)
     # The subfolder may be new: if its entry is lost in a power failure, so are its files.
     fsync_folder(run_dir)
     content = {**asdict(attempt), "asked": None if attempt.asked is None else attempt.asked.value}
-    # Appended to half a line, this attempt would make the file unreadable.
-    num_whole_bytes = _num_whole_bytes(path)
-    with path.open("ab") as file:
-        file.truncate(num_whole_bytes)
-        file.write(json.dumps(content).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(path, json.dumps(content).encode() + b"\n")
     fsync_folder(path.parent)
 
 

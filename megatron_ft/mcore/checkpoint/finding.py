@@ -10,6 +10,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
 
 class CheckpointFinder:
@@ -59,7 +60,9 @@ class CheckpointFinder:
                 self._set_aside(path, str(error), "damaged")
                 continue
             # Rank 0 compares for all: ranks that differ here would wait for each other forever.
-            reason, error = self._collectives.from_first([self._not_own(path, manifest), self._other(path, manifest)])
+            settings, ignores_data = self._identity.settings, self._allow_other_data
+            other = other_checkpoint(path, manifest, settings, ignores_data=ignores_data)
+            reason, error = self._collectives.from_first([self._not_own(path, manifest), other])
             if reason is not None:
                 self.foreign[path] = reason
                 continue
@@ -94,21 +97,6 @@ class CheckpointFinder:
             run_id=manifest.run_id, run_name=manifest.run_name, format_version=manifest.format_version
         )
         return None if reason is None else f"{path}: {reason}"
-
-    def _other(self, path: Path, manifest: Manifest) -> str | None:
-        # Describe the settings in which a checkpoint of this run differs; None if there are none.
-        if manifest.format_version == 1:
-            return None
-        found = differences(manifest.settings, self._identity.settings)
-        if self._allow_other_data:
-            found = [difference for difference in found if difference.concern != "data"]
-        if not found:
-            return None
-        return (
-            f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Use the "
-            "settings of the run, or start a new run from this checkpoint: run.name=<another> "
-            f"checkpoint.load={path}"
-        )
 
     def unusable(self, folder: Path) -> tuple[str, ...]:
         """List complete checkpoints of ``folder`` that were damaged and renamed, by this start or an earlier one."""

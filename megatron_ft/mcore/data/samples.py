@@ -1,14 +1,12 @@
 """The samples of a split, read through Megatron's ``IndexedDataset``."""
 
-import hashlib
-
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import vocabulary_entries
 from megatron_ft.corpus.order import Place
-from megatron_ft.corpus.sources import Span, SplitPlan, plan_split
+from megatron_ft.corpus.sources import Span, SplitPlan, fingerprint, plan_split
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import DataError
 
@@ -58,19 +56,8 @@ class Samples:
         return sum(span.num_tokens for span in self.plan.spans)
 
     def fingerprint(self) -> str:
-        """Return a hexadecimal digest of the order, the sources' sizes and their first and last tokens.
-
-        Ranks compare it at the start, and a resumed run compares it with its checkpoint. It does not detect other
-        tokens in the middle of a source of the same size.
-        """
-        digest = hashlib.blake2b(repr((self.plan.seq_length, self.plan.order)).encode(), digest_size=8)
-        for source, span in enumerate(self.plan.spans):
-            # The ends only: every start of every rank computes this, whatever the size of the sources.
-            edge = min(4096, span.num_tokens)
-            digest.update(f"{span.first_token} {span.num_tokens}".encode())
-            digest.update(self._read(source, span.first_token, edge).tobytes())
-            digest.update(self._read(source, span.first_token + span.num_tokens - edge, edge).tobytes())
-        return digest.hexdigest()
+        """Return the fingerprint of the plan (``corpus.sources.fingerprint``), which ranks and resumed runs compare."""
+        return fingerprint(self.plan)
 
     def _read(self, source: int, start: int, count: int) -> np.ndarray:
         # Read ``count`` tokens from ``start`` on; documents are adjacent in the file, so a sample may cross from one to

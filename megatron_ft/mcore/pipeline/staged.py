@@ -66,8 +66,10 @@ class StagedCommunicator(P2PCommunicator):
     ) -> Received:
         # Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is the shape of all received tensors.
         if not self.is_staged:
+            # Interleaved schedules free an output before its send is done, by setting its ``.data``: the request holds
+            # another tensor of the same memory, which stays until then.
             received: Received = super()._communicate(
-                tensor_send_next=tensor_send_next,
+                tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
                 tensor_send_prev=tensor_send_prev,
                 recv_prev=recv_prev,
                 recv_next=recv_next,

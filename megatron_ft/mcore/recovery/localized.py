@@ -102,13 +102,11 @@ def _share(
 ) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
     """Broadcast state besides tensors, the logged votes and the plan of windows (None before the first); collective.
 
-    The sender is the first rank with state and with all votes that a replay needs, or with the most votes. Others use
-    only the part of the state that is the same on every rank: a replay computes buffers and generators.
+    The sender is ``LocalizedPlan.voter``. Others use only the part of the state that is the same on every rank: a
+    replay computes buffers and generators.
     """
-    needed = set(plan.iterations)
-    able = [rank for rank, standing in enumerate(standings) if standing.has_state]
     # The same choice on every rank, from the same reports.
-    first = max(able, key=lambda rank: (len(needed & set(standings[rank].voted)), -rank))
+    first = plan.voter(standings)
     log, mine = trainer.engine.boundaries.log, None
     if carried is not None:
         mine = {

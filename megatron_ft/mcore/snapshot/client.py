@@ -2,27 +2,26 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.events import Record, SnapshotProblem
 from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.server.client import KeeperClient
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.run_settings import SETTINGS
+from megatron_ft.snapshot.storage.window_folder import open_windows, persist_url
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.training.trainer import Trainer
 
 SERVICE = "keeper"
-_FOLDER = "windows"
 
 
 def peer_assignment(config: JobConfig) -> PeerAssignment:
@@ -73,12 +72,6 @@ def share_addresses(context: RankContext, collectives: Collectives) -> RankConte
     return replace(context, sidecars={**context.sidecars, SERVICE: {**service, "addresses": addresses}})
 
 
-def persist_url(config: JobConfig, run_dir: Path) -> str:
-    """Return the path or URL for this run's persisted windows."""
-    url = config.snapshot.persist_url
-    return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
-
-
 def open_restorer(
     trainer: "Trainer", client: KeeperClient | None, *, region: Collectives | None = None
 ) -> SnapshotRestorer:
@@ -88,7 +81,6 @@ def open_restorer(
         region: ranks of a few pipeline stages that restore from memory while the others wait; None for the whole job.
     """
     config, run_dir = trainer.config, trainer.context.run_dir
-    has_folder = config.snapshot.persist_url is not None or (run_dir / _FOLDER).is_dir()
     return SnapshotRestorer(
         rank=trainer.context.rank,
         node=trainer.context.node,
@@ -98,7 +90,7 @@ def open_restorer(
         settings=trainer.replay_config(),
         collectives=trainer.collectives if region is None else region,
         client=client,
-        folder=WindowFolder(persist_url(config, run_dir)) if has_folder and region is None else None,
+        folder=open_windows(config, run_dir) if region is None else None,
         report=trainer.report_own if region is None else lambda record: _report_problem(trainer, record),
     )
 

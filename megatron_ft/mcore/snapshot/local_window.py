@@ -17,8 +17,7 @@ from megatron_ft.snapshot.storage.rejected_windows import window_digest
 from megatron_ft.snapshot.window import Window
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
-SETTINGS = "settings"
-"""Entries of a slice's header, as JSON text, because a manifest is strict JSON without NaN."""
+"""Entries of a slice's header beside ``SETTINGS``, as JSON text, because a manifest is strict JSON without NaN."""
 
 _REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
 _OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")

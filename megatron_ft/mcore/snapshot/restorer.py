@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_ft.config.identity import JobIdentity, differences
+from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.recovery.replay import open_replay
-from megatron_ft.mcore.snapshot.local_window import CONFIG, SETTINGS, LocalWindow
+from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
 from megatron_ft.planning.snapshot.plan import WindowKey
@@ -19,6 +19,7 @@ from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import is_named, iteration_of
 from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, add_rejected, read_rejected, window_digest
+from megatron_ft.snapshot.storage.run_settings import other_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
@@ -268,7 +269,8 @@ class SnapshotRestorer:
             try:
                 with self._folder.open(stored, self._rank) as opened:  # type: ignore[union-attr]
                     window = opened.window
-                other, settings = self._other_run(window), self._other_job(window, opened.path)
+                other = self._other_run(window)
+                settings = other_window(window, opened.path, self._identity.settings)
             except CheckpointError as error:
                 self._report_problem("load persisted", str(error))
                 if not isinstance(error.__cause__, FileNotFoundError):  # a missing file was perhaps never written
@@ -346,21 +348,6 @@ class SnapshotRestorer:
     def _other_run(self, window: Window) -> str | None:
         run_id, version = window.run_id, window.format_version
         return self._identity.not_of_run(run_id=run_id, run_name="of another name", format_version=version)
-
-    def _other_job(self, window: Window, where: str) -> str | None:
-        # None without a difference, and in format 1, which has no settings.
-        if window.format_version == 1:
-            return None
-        try:
-            found = differences(parse_json(window.slices[0].header[SETTINGS]), self._identity.settings)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{where}: must contain readable settings of its job: {error!r}") from None
-        if not found:
-            return None
-        return (
-            f"{where}: was captured with other settings than this job has: {'; '.join(map(str, found))}. Use the "
-            "settings of the run, or start another run"
-        )
 
     def _other_key(self, window: Window) -> str | None:
         # With another value of any of these keys a replay would compute another state.

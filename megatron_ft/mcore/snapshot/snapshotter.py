@@ -206,9 +206,16 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Request that the newest committed window is written to storage; ``finish`` waits for that."""
-        if self._buffers.committed in self._lengths:
-            self._client.persist(self._buffers.committed)
+        """Request the newest committed window on storage; ``finish`` waits until it is there. Collective."""
+        start = self._buffers.committed
+        # One that the job went back to may lie with peers for some ranks: the parts of the others are no window.
+        is_here = self._collectives.gather(start in self._lengths)
+        if all(is_here):
+            self._client.persist(start)
+        elif any(is_here) and self._collectives.rank == 0:
+            lacking = [rank for rank, found in enumerate(is_here) if not found]
+            error = f"window {start} is not written: memory of their own nodes lacks the parts of ranks {lacking}"
+            self._report_problem(self._engine.iteration, "persist", error)
 
     def finish(self) -> None:
         """Wait at the end of a run until all requested windows are on storage."""

@@ -84,6 +84,13 @@ class LocalizedPlan:
             return ()
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
+    def voter(self, standings: Sequence[Standing]) -> int:
+        """Rank that sends votes and state besides tensors to all: of those with state the one that has kept most of the
+        votes that a replay needs, the first of several."""
+        # One rank alone: votes are the same on every rank, and one that has kept them all can share them.
+        able = [rank for rank, standing in enumerate(standings) if standing.has_state]
+        return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))
+
     def validate(self) -> None:
         """Assert that regions are separate and that the window starts at or before the target."""
         stages = [stage for region in self.regions for stage in region]
@@ -130,10 +137,11 @@ def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: b
         target=target,
         regions=_regions(behind, num_stages, is_ring),
     )
-    # Votes are the same on every rank, so one that has kept them can share them with all.
-    unknown = sorted(set(plan.iterations).difference(*(standing.voted for standing in standings))) if behind else []
+    voter = plan.voter(standings)
+    unknown = sorted(set(plan.iterations) - set(standings[voter].voted)) if behind else []
     if unknown:
-        return Declined(rung=RUNG, reason=f"no surviving rank has the votes of iterations {_span(unknown)}")
+        reason = f"no rank has kept all votes since the window: rank {voter} lacks those of iterations {_span(unknown)}"
+        return Declined(rung=RUNG, reason=reason)
     for rank, standing in enumerate(standings):
         # Only logs at the edges of a region are read; stages inside it send each other what they compute.
         lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []

@@ -32,7 +32,8 @@ class PeerSessions:
     """The connections through which other nodes replicate: at most one for each."""
 
     def __init__(self) -> None:
-        self._of_node: dict[int, PeerSession] = {}
+        self._of_node: dict[int, list[PeerSession]] = {}
+        """The sessions of each node that may still write, oldest first."""
         self._lock = threading.Lock()
         self._unauthenticated: dict[PeerSession, float] = {}
         """Time of connection of each unauthenticated connection, the oldest first."""
@@ -68,16 +69,19 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
-        """End the earlier connection of a node, because two must not write to one buffer. Raises ControlError if it
-        does not end."""
+        """End earlier connections of a node: two must not write to one buffer. Raises ControlError if one remains."""
         with self._lock:
-            earlier, self._of_node[node] = self._of_node.get(node), session
-        if earlier is not None:
-            earlier.abort()
+            # Also those that an earlier call could not end: one that came after them must not hide them.
+            earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
+            self._of_node[node] = [*earlier, session]
+        for other in earlier:
+            other.abort()
+        deadline = time.monotonic() + REPLACE_SECONDS
+        for other in earlier:
             # Outside the lock, which the other thread may need in order to end.
-            earlier.join(REPLACE_SECONDS)
-            if earlier.is_alive():
-                raise ControlError(f"node={node}: an earlier connection is still in use")
+            other.join(max(0.0, deadline - time.monotonic()))
+        if any(other.is_alive() for other in earlier):
+            raise ControlError(f"node={node}: an earlier connection is still in use")
 
 
 class PeerSession(threading.Thread):
@@ -185,9 +189,9 @@ class PeerSession(threading.Thread):
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: was damaged on the way", "hash")
             part.hashes = hashes
-            # Receiving took time: a newer generation may have fenced this connection meanwhile.
+            # Receiving took time: a newer generation may have fenced this connection meanwhile, and freed the memory.
             with self._store.lock:
-                self._store.check_generation(self._generation)
+                self._check_copy(rank, copy)
                 window.slices.append(part)
         finally:
             with self._store.lock:
@@ -203,7 +207,7 @@ class PeerSession(threading.Thread):
         if not may_take:
             raise ControlError(f"rank={rank}: no memory was requested for windows of {window_bytes} bytes")
         with ThreadPoolExecutor(1) as pool:
-            taken = pool.submit(self._store.take_copy, rank, window_bytes)
+            taken = pool.submit(self._store.take_copy, rank, window_bytes, self._generation)
             while not taken.done():
                 if not futures.wait([taken], KEEPALIVE_SECONDS).done:
                     self._wire.send({"op": "wait"})
@@ -211,8 +215,7 @@ class PeerSession(threading.Thread):
 
     def _reserve(self, rank: int, copy: Copy, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
         with self._store.lock:
-            if self._store.copies.get(rank) is not copy:
-                raise ControlError(f"rank={rank}: the memory was freed in the meantime")
+            self._check_copy(rank, copy)
             # An earlier connection that could not be ended may still write to the buffer.
             if incoming.buffer in copy.receiving:
                 raise ControlError(f"buffer={incoming.buffer}: is being written through another connection")
@@ -220,10 +223,18 @@ class PeerSession(threading.Thread):
             copy.receiving.add(window.buffer)
         return window
 
+    def _check_copy(self, rank: int, copy: Copy) -> None:
+        # The lock is held until the change that follows: what is acknowledged must be where it is looked for.
+        self._store.check_generation(self._generation)
+        if self._store.copies.get(rank) is not copy:
+            raise ControlError(f"rank={rank}: its memory was freed meanwhile")
+
     def _committed(self, message: Message) -> None:
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         key = fields.window_key(message)
         with self._store.lock:
+            # With the commit, which forgets other windows: those of a newer generation must stay.
+            self._store.check_generation(self._generation)
             if rank not in self._store.copies:
                 raise ControlError(f"rank={rank}: this server has no copy of the rank's windows")
             self._store.copies[rank].windows.commit(key)

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_ft.snapshot.server import fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
 from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.store import PAGE_BYTES, OwnRank, Settings, Store
-from megatron_ft.snapshot.server.windows import HeldWindow
+from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
 from megatron_ft.snapshot.server.workers import Persister
 from megatron_ft.snapshot.window import Origin, Slice
@@ -95,10 +96,8 @@ class RankSession(threading.Thread):
         if self._own is None or self._settings is None:
             return self._hello(message)
         with self._store.lock:
-            self._store.check_generation(self._settings.origin.generation)
-            # Another process has greeted for this rank since: requests that were on their way must not count.
-            if self._own.settings is not self._settings:
-                raise Refused("another process has replaced this rank", "stale")
+            # Another process may have greeted since: requests that were on their way must not count.
+            self._store.check_acting(self._own, self._settings)
         answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
             "allocate": self._allocate,
             "begin": self._begin,
@@ -130,7 +129,9 @@ class RankSession(threading.Thread):
 
     def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
-        segment, taken_bytes = self._store.take_arena(own, window_bytes, new=message.get("new") is True)
+        assert self._settings is not None, "greeted"
+        is_new = message.get("new") is True
+        segment, taken_bytes = self._store.take_arena(own, self._settings, window_bytes, new=is_new)
         # A copy: ``_serve`` closes what it has sent, and the segment keeps its own.
         descriptors.append(os.dup(segment.descriptor))
         sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
@@ -144,7 +145,7 @@ class RankSession(threading.Thread):
             plan=fields.mapping(message, "plan"),
             buffer=fields.integer(message, "buffer", most=NUM_BUFFERS - 1),
         )
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             windows.begin(window)
         return _OK
 
@@ -152,14 +153,14 @@ class RankSession(threading.Thread):
         buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         part = Slice.from_json(message.get("record"), hashed=False)
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             windows.capture(buffer, index, part)
         return _OK
 
     def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         generation, start = own.settings.origin.generation, fields.integer(message, "start_iteration")
         captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             window = windows.commit(start, generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
@@ -168,12 +169,12 @@ class RankSession(threading.Thread):
         return _OK
 
     def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             windows.abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
         return _OK
 
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             if own.settings.persist_url is None:
                 raise ControlError("persist_url=null: must be a path or URL for windows")
             self._persister.request(own, windows.find(fields.integer(message, "start_iteration")))
@@ -186,7 +187,9 @@ class RankSession(threading.Thread):
         return {"op": "flushed", "done": done}
 
     def _problems(self, own: OwnRank, _: Message, __: list[int]) -> Message:
+        assert self._settings is not None, "greeted"
         with self._store.lock:
+            self._store.check_acting(own, self._settings)
             found = list(own.problems)
             own.problems.clear()
         return {"op": "problems", "problems": found}
@@ -237,6 +240,11 @@ class RankSession(threading.Thread):
             offset, num_bytes = 0, segment.num_bytes
         descriptors.append(segment.read_only_descriptor())
         return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}
+
+    def _changing(self, own: OwnRank) -> AbstractContextManager[OwnWindows]:
+        # Checked again with the change: another process may have greeted since the request arrived.
+        assert self._settings is not None, "greeted"
+        return self._store.changing(own, self._settings)
 
     def _greeting(self, own: OwnRank) -> Message:
         origin = own.settings.origin

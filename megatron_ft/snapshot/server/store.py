@@ -58,6 +58,8 @@ class OwnRank:
     hashed_bytes: int = 0
     persisted_start: int = -1
     persisted_bytes: int = 0
+    allocating: threading.Lock = field(default_factory=threading.Lock)
+    """Held while memory of the rank is replaced."""
 
     def view(self, window: HeldWindow, part: Slice) -> memoryview:
         """Return the bytes of a slice."""
@@ -129,6 +131,8 @@ class Store:
         self.lock = threading.Condition()
         self.ranks: dict[int, OwnRank] = {}
         self.copies: dict[int, Copy] = {}
+        self._allocating_copies: dict[int, threading.Lock] = {}
+        """The lock of each rank; held while memory for its copies is replaced."""
         self.run_id: str | None = None
         self.generation = -1
         """The newest generation that any client has presented."""
@@ -188,58 +192,100 @@ class Store:
         self.changed()
         return own
 
+    def check_acting(self, own: OwnRank, settings: Settings) -> None:
+        """Fence: a process that greeted with ``settings`` and was replaced since must not change the rank's windows.
+
+        The lock must be held until the change is made.
+
+        Raises:
+            Refused: another process acts for the rank, or its generation is stale.
+        """
+        self.check_generation(settings.origin.generation)
+        if own.settings is not settings:
+            raise Refused("another process acts for this rank now", "stale")
+
     def is_current(self, own: OwnRank) -> bool:
         return own.settings.origin.generation == self.own_generation
 
     @contextmanager
-    def changing(self, own: OwnRank) -> Iterator[OwnWindows]:
-        """Hold the lock while the windows of a rank change; then publish the change.
+    def changing(self, own: OwnRank, settings: Settings) -> Iterator[OwnWindows]:
+        """Hold the lock while the process that greeted with ``settings`` changes its rank's windows; then publish.
 
         Raises:
+            Refused: as ``check_acting``.
             ControlError: the rank has no memory.
         """
         with self.lock:
+            self.check_acting(own, settings)
             if own.windows is None:
                 raise ControlError("no memory was allocated for this rank")
             yield own.windows
             own.publish()
             self.changed()
 
-    def take_arena(self, own: OwnRank, window_bytes: int, *, new: bool = False) -> tuple[Segment, int]:
-        """Return the memory of a rank and the size of its windows: the present memory if it is large enough and not
-        ``new``.
+    def take_arena(
+        self, own: OwnRank, settings: Settings, window_bytes: int, *, new: bool = False
+    ) -> tuple[Segment, int]:
+        """Return memory for windows of a rank, and the size of a window. Reuses large enough memory unless ``new``.
 
-        The present memory is freed before new memory is allocated. The lock must not be held.
+        Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
+
+        Args:
+            settings: Greeting of the process that asks.
 
         Raises:
+            Refused: the same cases as ``check_acting``.
+            ControlError: there is not enough memory.
+        """
+        # One after the other: a process that replaces another one finds the memory that this one still took returned.
+        with own.allocating:
+            with self.lock:
+                self.check_acting(own, settings)
+                is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
+                if own.segment is not None and own.windows is not None and is_enough and not new:
+                    return own.segment, own.windows.window_bytes
+                # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
+                own.windows = own.segment = None
+            name = f"arena-rank-{own.settings.origin.rank}"
+            # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
+            segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
+            with self.lock:
+                try:
+                    self.check_acting(own, settings)
+                except Refused:
+                    # Before the next process allocates: an exception keeps local variables for a while.
+                    del segment
+                    raise
+                own.windows, own.segment = OwnWindows(window_bytes), segment
+                own.publish()
+            return segment, window_bytes
+
+    def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
+        """Return memory for windows of a rank of another node. Reuses the present memory if it has this size.
+
+        Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
+
+        Args:
+            generation: Generation of the connection that asks.
+
+        Raises:
+            Refused: ``generation`` is stale.
             ControlError: there is not enough memory.
         """
         with self.lock:
-            is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
-            if own.segment is not None and own.windows is not None and is_enough and not new:
-                return own.segment, own.windows.window_bytes
-            # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
-            own.windows = own.segment = None
-        name = f"arena-rank-{own.settings.origin.rank}"
-        # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
-        segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
-        with self.lock:
-            own.windows, own.segment = OwnWindows(window_bytes), segment
-            own.publish()
-        return segment, window_bytes
-
-    def take_copy(self, rank: int, window_bytes: int) -> Copy:
-        """Allocate new memory for a rank of another node; its present memory is freed first. The lock must not be held.
-
-        Raises:
-            ControlError: there is not enough memory.
-        """
-        with self.lock:
-            self.copies.pop(rank, None)
-        segment = self.memory.allocate(f"copy-rank-{rank}", NUM_COPY_BUFFERS * window_bytes)
-        with self.lock:
-            self.copies[rank] = Copy(windows=CopyWindows(window_bytes), segment=segment)
-            return self.copies[rank]
+            allocating = self._allocating_copies.setdefault(rank, threading.Lock())
+        # One after the other: a connection that was given up may still allocate for the same rank.
+        with allocating:
+            with self.lock:
+                self.check_generation(generation)
+                if rank in self.copies and self.copies[rank].windows.window_bytes == window_bytes:
+                    return self.copies[rank]
+                self.copies.pop(rank, None)
+            segment = self.memory.allocate(f"copy-rank-{rank}", NUM_COPY_BUFFERS * window_bytes)
+            with self.lock:
+                self.check_generation(generation)
+                self.copies[rank] = Copy(windows=CopyWindows(window_bytes), segment=segment)
+                return self.copies[rank]
 
     def free_older(self, generation: int) -> None:
         """Free memory that holds only windows of earlier generations, after the whole job has one of ``generation``.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage.backends import open_backend
@@ -19,9 +20,23 @@ from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, wind
 from megatron_ft.snapshot.window import Window
 
 _DIRECTORY = re.compile(r"window_(\d{7,19})(?:\.(\d{1,9}))?")
+_FOLDER = "windows"
 _SUPERSEDED_PREFIX = "superseded_"
 _SHARED = ("run_id", "generation", "topology", "world_size", "start_iteration", "num_slices", "plan")
 """Fields that are equal in all files of a window."""
+
+
+def persist_url(config: JobConfig, run_dir: Path) -> str:
+    """Return the path or URL for this run's persisted windows."""
+    url = config.snapshot.persist_url
+    return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
+
+
+def open_windows(config: JobConfig, run_dir: Path) -> "WindowFolder | None":
+    """Open the folder of this run's persisted windows; None where it has none."""
+    if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
+        return None
+    return WindowFolder(persist_url(config, run_dir))
 
 
 class WindowFolder:

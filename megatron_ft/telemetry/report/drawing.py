@@ -72,9 +72,10 @@ def table(
     words: int | None = None,
 ) -> Element:
     """Make a table.
+
     Args:
-      numbers: Columns, counted from 0, that are aligned to the right.
-      words: Column with long text.
+        numbers: Columns, counted from 0, that are aligned to the right.
+        words: Column with long text.
     """
 
     def cell(name: str, column: int, content: Element | str) -> Element:
@@ -139,10 +140,11 @@ def drawing(
     name: str, *shapes: Element | None, width: int, height: int, title: str, description: str, role: str = "img"
 ) -> Element:
     """Make an SVG of fixed size.
+
     Args:
-      name: Unique on the page.
-      description: Describes the drawing for readers who do not see it.
-      role: ``group`` if the drawing contains links, ``img`` otherwise.
+        name: Unique on the page.
+        description: Describes the drawing for readers who do not see it.
+        role: ``group`` if the drawing contains links, ``img`` otherwise.
     """
     return element(
         "div",

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.events import Metrics, PlacementInForce, Record
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue, decode, parse_json
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to_metrics
 
@@ -84,12 +85,13 @@ class RunFiles:
 
 def read_run(run_dir: Path) -> RunFiles:
     """Read the folder of a run. The run may still be going on.
+
     Raises:
-      DataError: there is no such run, or a line is damaged, other than an unfinished last one. The message names file
-      and line.
+        DataError: there is no such run, or a line is damaged, other than an unfinished last one. The message names file
+            and line.
     """
     try:
-        events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(Record.from_record)))
+        events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(read_record)))
         metrics = tuple(read_lines(run_dir / METRICS_FILE, _bounded(to_metrics)))
         path = run_dir / DECISIONS_FILE
         return RunFiles(
@@ -154,10 +156,11 @@ def follow(
     wait: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Write the page now and after each new report, until the run has ended. Return whether it has ended.
+
     Args:
-      write: Writes the page and returns whether the run has ended.
-      every_seconds: Shortest time between two pages.
-      patience_seconds: Longest time without a new record; after it the function returns False.
+        write: Writes the page and returns whether the run has ended.
+        every_seconds: Shortest time between two pages.
+        patience_seconds: Longest time without a new record; after it the function returns False.
     """
     while True:
         # Before the page is written: what is appended meanwhile has to lead to another page.

@@ -49,8 +49,9 @@ def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, in
 
 def panels(name: str, maps: Sequence[Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
     """Draw all maps. Those after the first few are folded under the title ``more``.
+
     Args:
-      name: Unique on the page.
+        name: Unique on the page.
     """
     yield _sheet(name, maps[:NUM_OPEN], title, description)
     rest = [maps[begin : begin + NUM_OPEN] for begin in range(NUM_OPEN, len(maps), NUM_OPEN)]

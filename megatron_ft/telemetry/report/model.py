@@ -8,6 +8,7 @@ from megatron_ft import events
 from megatron_ft.errors import EXIT_CODES
 from megatron_ft.events import Metrics, Record, RunStarted
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.records import OtherRecord
 from megatron_ft.telemetry.goodput import Goodput, instant, measure
 from megatron_ft.telemetry.read import newest_of_each
 from megatron_ft.telemetry.report.files import RunFiles
@@ -67,6 +68,8 @@ class RunReport:
     """Each placement of expert replicas that came into force."""
     plans: tuple[PlacementPlan, ...]
     """Newest placement of each pipeline stage; empty if the folder holds none."""
+    others: tuple[OtherRecord, ...]
+    """Events of kinds that this package does not define, in the order of writing."""
     num_jobs: int
     """Number of jobs that this run has had."""
     num_events: int
@@ -98,6 +101,7 @@ def build(files: RunFiles) -> RunReport:
         loads=expert_loads(files.events),
         placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
         plans=files.plans,
+        others=tuple(record for record in files.events if isinstance(record, OtherRecord)),
         num_jobs=num_jobs,
         num_events=len(files.events),
         num_metrics=len(files.metrics),

@@ -6,7 +6,8 @@ from datetime import datetime, timezone
 
 from megatron_ft.events import AlertCleared, AlertRaised
 from megatron_ft.formatting import seconds
-from megatron_ft.telemetry.goodput import Goodput
+from megatron_ft.records import OtherRecord
+from megatron_ft.telemetry.goodput import Goodput, instant
 from megatron_ft.telemetry.report.drawing import Element, drawing, element, figure, swatch, table
 from megatron_ft.telemetry.report.loss import legend_mark, loss_plot, sampled
 from megatron_ft.telemetry.report.maps import load_maps, placement_maps
@@ -60,8 +61,9 @@ _COLUMNS = (
 
 def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
     """Return the page as HTML that loads nothing else; the text is also well-formed XML.
+
     Args:
-      refresh_seconds: Interval at which a browser reads the page again; None if the page does not change.
+        refresh_seconds: Interval at which a browser reads the page again; None if the page does not change.
     """
     again = None if refresh_seconds is None else str(refresh_seconds)
     head = element(
@@ -83,6 +85,7 @@ def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
         *load_maps(report.loads),
         *placement_maps(report.placements, report.plans),
         *timelines(report.recoveries),
+        *_others(report.others),
     )
     body = element("body", main, _footer(report, again))
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en').render()}\n"
@@ -241,11 +244,24 @@ def _recovery_row(recovery: Recovery) -> tuple[Element | str, ...]:
     )
 
 
+def _others(records: Sequence[OtherRecord]) -> Iterator[Element]:
+    if not records:
+        return
+    yield element("h2", "Other events", id="others")
+    shown = records[-MAX_ALERTS:]
+    more = len(records) - len(shown)
+    caption = "Kinds that other packages define" + (f"; {more:,} earlier ones are left out" if more else "")
+    rows = [(_utc(record.time_unix_seconds), record.describe().text) for record in shown]
+    yield table(caption, ("UTC", "what"), rows, words=1)
+
+
+def _utc(at: float | None) -> str:
+    known = instant(at)
+    return "not known" if known is None else f"{datetime.fromtimestamp(known, timezone.utc):%Y-%m-%d %H:%M:%S}"
+
+
 def _footer(report: RunReport, again: str | None) -> Element:
-    newest = ""
-    if report.newest_unix_seconds is not None:
-        at = datetime.fromtimestamp(report.newest_unix_seconds, timezone.utc)
-        newest = f"; the newest is of {at:%Y-%m-%d %H:%M:%S} UTC"
+    newest = "" if report.newest_unix_seconds is None else f"; the newest is of {_utc(report.newest_unix_seconds)} UTC"
     jobs = f", {report.num_jobs} jobs" if report.num_jobs > 1 else ""
     live = "" if again is None else f" The run continues: this page is read again every {again} s."
     return element(

@@ -192,10 +192,11 @@ def find_recoveries(
     records: Iterable[Record], decisions: Iterable[Decision], metrics: Sequence[Metrics]
 ) -> tuple[tuple[Recovery, ...], int]:
     """Find all recoveries and changes of membership, in the order of their beginning, and the number of jobs.
+
     Args:
-      records: All events of the run, in the order of writing.
-      decisions: Decisions of the controller, in the order of writing.
-      metrics: Metrics of all attempts, in the order of writing.
+        records: All events of the run, in the order of writing.
+        decisions: Decisions of the controller, in the order of writing.
+        metrics: Metrics of all attempts, in the order of writing.
     """
     folding = _Folding()
     for record in records:

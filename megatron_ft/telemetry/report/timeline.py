@@ -251,8 +251,9 @@ def _before(recovery: Recovery, course: Course) -> list[Span]:
 
 def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[Span]:
     """Return the trained iterations. None begins before ``from_seconds`` or before the end of the previous one.
+
     Args:
-      zero: Time that the spans count from.
+        zero: Time that the spans count from.
     """
     spans: list[Span] = []
     free_from = from_seconds

@@ -23,8 +23,9 @@ DISK_SECONDS = 30.0
 
 def free_share(folder: Path) -> float:
     """Return the free share of the file system of ``folder``, as its users may use it.
+
     Raises:
-      OSError: there is no such folder.
+        OSError: there is no such folder.
     """
     usage = shutil.disk_usage(folder)
     return usage.free / max(1, usage.used + usage.free)
@@ -59,8 +60,9 @@ class AlertSink(Sink):
 
     def write(self, record: Record) -> None:
         """Update the figures from ``record`` and compare all with their limits.
+
         Raises:
-          OSError: the disk cannot be read.
+            OSError: the disk cannot be read.
         """
         match record:
             case Metrics():

@@ -61,8 +61,9 @@ class Sink:
     @classmethod
     def open(cls, context: SinkContext) -> "Sink | None":
         """Open the sink for a job; None if the configuration of the job turns the sink off.
+
         Raises:
-          OSError: a file cannot be opened.
+            OSError: a file cannot be opened.
         """
         raise NotImplementedError
 

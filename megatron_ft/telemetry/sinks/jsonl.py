@@ -5,14 +5,13 @@ import os
 from collections import deque
 from pathlib import Path
 
+from megatron_ft.durable import cut_half_line
 from megatron_ft.events import LogTruncated, Metrics, Record
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
 """Limit of lines kept in memory while the disk refuses them. Above it, the oldest are dropped and counted."""
-
-_CHUNK_BYTES = 1 << 16
 
 
 class JsonlSink(Sink):
@@ -25,13 +24,16 @@ class JsonlSink(Sink):
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
         """Open the file. ``metrics``: take metrics records only; otherwise take all others.
+
         Raises:
-          OSError: the file cannot be opened.
+            OSError: the file cannot be opened.
         """
         self.name = path.name
         self._metrics = metrics
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._reports: list[Record] = self._cut_half_line()
+        self._reports: list[Record] = []
+        if num_dropped_bytes := cut_half_line(self._file):
+            self._reports.append(LogTruncated(file=self.name, num_dropped_bytes=num_dropped_bytes))
         self._pending: deque[bytes] = deque()
         self._unsynced = False
 
@@ -41,8 +43,9 @@ class JsonlSink(Sink):
 
     def write(self, record: Record) -> None:
         """Append one line after the lines that wait. Any record makes them try again.
+
         Raises:
-          OSError: the disk refused; all lines wait for the next call.
+            OSError: the disk refused; all lines wait for the next call.
         """
         if isinstance(record, Metrics) is self._metrics:
             line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
@@ -60,8 +63,9 @@ class JsonlSink(Sink):
 
     def close(self, outcome: Outcome) -> None:
         """Write the lines that wait and force them to disk.
+
         Raises:
-          OSError: some lines could not be written.
+            OSError: some lines could not be written.
         """
         self._unsynced = True
         try:
@@ -88,17 +92,3 @@ class JsonlSink(Sink):
         except OSError:
             os.ftruncate(self._file, start)
             raise
-
-    def _cut_half_line(self) -> list[Record]:
-        size = end = os.fstat(self._file).st_size
-        while end > 0:
-            # From the end: the log of a long run is large, and the half line is its last one.
-            start = max(0, end - _CHUNK_BYTES)
-            newline = os.pread(self._file, end - start, start).rfind(b"\n")
-            end = start if newline < 0 else start + newline + 1
-            if newline >= 0:
-                break
-        if end == size:
-            return []
-        os.ftruncate(self._file, end)
-        return [LogTruncated(file=self.name, num_dropped_bytes=size - end)]

@@ -131,9 +131,10 @@ class PanelStyle:
 
 def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now_seconds: float) -> RenderableType:
     """Draw the whole panel.
+
     Args:
-      notes: Events, oldest first; the last few are shown.
-      now_seconds: Wall clock.
+        notes: Events, oldest first; the last few are shown.
+        now_seconds: Wall clock.
     """
     style = replace(style, width=min(style.width, 120))
     parts: list[RenderableType] = [

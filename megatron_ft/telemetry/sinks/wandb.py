@@ -23,6 +23,7 @@ from megatron_ft import events
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue
 from megatron_ft.telemetry.expert_load import load_figures
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
@@ -72,9 +73,10 @@ class WandbSink(Sink):
 
     def write(self, record: Record) -> None:
         """Queue the record.
+
         Raises:
-          Exception: wandb raised it since the last call.
-          queue.Full: wandb is too slow.
+            Exception: wandb raised it since the last call.
+            queue.Full: wandb is too slow.
         """
         if self._error is not None:
             raise self._error
@@ -83,9 +85,10 @@ class WandbSink(Sink):
 
     def close(self, outcome: Outcome) -> None:
         """Wait until the queue is sent, then end the wandb run.
+
         Raises:
-          Exception: wandb raised it.
-          TimeoutError: wandb did not finish in time. The offline folder keeps the data that wandb took.
+            Exception: wandb raised it.
+            TimeoutError: wandb did not finish in time. The offline folder keeps the data that wandb took.
         """
         if self._error is None:
             self._queue.put(outcome, timeout=CLOSE_SECONDS)
@@ -254,8 +257,9 @@ def last_offline_step(run_dir: Path) -> int:
 
     Steps only rise from attempt to attempt, so the newest folder that has a step has the newest one. wandb keeps its
     last records in memory for some time. If wandb was killed, these records are missing.
+
     Raises:
-      subprocess.SubprocessError: the reader of wandb failed.
+        subprocess.SubprocessError: the reader of wandb failed.
     """
     for folder in sorted(run_dir.glob("wandb/offline-run-*"), reverse=True):
         # wandb's own reader in a process of its own: an error in it cannot end this one.
@@ -283,14 +287,15 @@ class Reported:
     def records(self, *, loads_after: int) -> Iterator[Record]:
         """Yield all records, oldest first. Expert loads are long, so they are included only after iteration
         ``loads_after``.
+
         Raises:
-          ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
+            ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
         """
 
         def parse(line: dict[str, JsonValue]) -> Record | None:
             iteration = line.get("iteration")
             is_old = isinstance(iteration, int) and iteration <= loads_after
-            return None if is_old and line.get("kind") == ExpertLoad.kind else Record.from_record(line)
+            return None if is_old and line.get("kind") == ExpertLoad.kind else read_record(line)
 
         files = (
             read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()
@@ -302,8 +307,9 @@ class Reported:
 
 def wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
     """Choose ``online`` or ``offline`` for ``telemetry.wandb=asked``, without use of the network.
+
     Raises:
-      netrc.NetrcParseError: the login file is damaged.
+        netrc.NetrcParseError: the login file is damaged.
     """
     if asked != "auto":
         return asked

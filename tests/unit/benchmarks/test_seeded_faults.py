@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mutants import choose, mutants
-from benchmarks.seeded_faults import SUBSYSTEMS, fault_of, selections, try_fault
+from benchmarks.seeded_faults import SUBSYSTEMS, fault_of, files_of, selections, try_fault
 from benchmarks.source import ROOT
 
 SOURCE = '''"""Module."""
@@ -61,6 +61,13 @@ def test_each_subsystem_has_files_and_a_fault_that_its_seed_repeats(name: str) -
     compile(mutant.source, str(path), "exec")
     for pattern in SUBSYSTEMS[name]:
         assert list((ROOT / "megatron_ft").glob(pattern)), f"{pattern} names no file"
+
+
+def test_a_pattern_names_files_and_not_those_of_folders_below() -> None:
+    """A subsystem whose files have moved into a folder must name that folder: the sinks have."""
+    found = {path.relative_to(ROOT / "megatron_ft" / "telemetry") for path in files_of("sinks and figures")}
+    assert {Path("sink_set.py"), Path("goodput.py"), Path("sinks/jsonl.py"), Path("sinks/wandb.py")} <= found
+    assert not any(path.parts[0] == "report" for path in found), "the page is a subsystem of its own"
 
 
 def test_the_tests_of_a_file_come_before_those_of_its_folder_and_all_others() -> None:

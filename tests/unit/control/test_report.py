@@ -132,6 +132,8 @@ def test_the_advice_repeats_the_command_without_its_faults() -> None:
     advice = resume_advice(command, RUN, has_checkpoint=True)
     assert advice.endswith("python pretrain_moe.py 'a.b=1 2' run.dir=/runs run.name=x run.resume=must")
     assert "run.resume=auto" in resume_advice(command, RUN, has_checkpoint=False)
+    assert "fails again" not in advice
+    assert "fails again" in resume_advice(command, RUN, has_checkpoint=True, fails_again=True)
 
 
 def test_ranks_go_by_their_number_in_the_membership_that_failed() -> None:

@@ -22,6 +22,12 @@ def test_a_local_job_has_all_its_nodes_here() -> None:
             needs("launch.num_nodes=3", nodes_here=number)
 
 
+@pytest.mark.parametrize(("launcher", "is_batch_job"), [("local", False), ("srun", True), ("none", True)])
+def test_the_interface_is_of_the_host_of_a_batch_job(launcher: str, is_batch_job: bool) -> None:
+    job = needs("run.name=first", f"launch.node_launcher={launcher}", "launch.interface=ib0")
+    assert job.is_batch_job is is_batch_job
+
+
 def test_spares_count_as_nodes_and_not_as_peers() -> None:
     job = needs(
         "launch.num_nodes=2",

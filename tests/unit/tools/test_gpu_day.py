@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import time
 import zipfile
 from pathlib import Path
@@ -42,6 +43,12 @@ def test_a_stage_is_not_started_without_time() -> None:
     found = list(runner.run_stages(CALLS["first"], budget_seconds=runner.RESERVE_SECONDS + 1.0))
     assert {each.status for each in found} == {"no time"} and len(found) == len(CALLS["first"])
     assert all(each.failed for each in found)
+
+
+def test_stages_run_pytest_without_options_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k no_such_test")
+    assert list(runner.run_stages([], budget_seconds=runner.RESERVE_SECONDS)) == []
+    assert "PYTEST_ADDOPTS" not in os.environ
 
 
 def test_a_stage_reports_at_once(tmp_path: Path) -> None:

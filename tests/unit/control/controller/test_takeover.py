@@ -1,5 +1,6 @@
 """A controller that takes over stands where its predecessor stood, wherever that one ended."""
 
+import contextlib
 import json
 import threading
 from dataclasses import replace
@@ -156,6 +157,43 @@ def test_time_goes_on_where_it_was() -> None:
     assert now > 1e9, "as long as nobody was in charge"
     soon = clock_after([{"now": 5000.0, "unix": 4e9}])()
     assert 5000.0 <= soon < 5001.0, "a clock that was set back"
+
+
+def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fence() -> None:
+    newer_is_in = threading.Event()
+
+    class Late(ControllerClient):
+        """The thread ``late`` is held up when it has read the epoch, until the other one has its answer, or waits."""
+
+        @property
+        def _epoch(self) -> int:
+            known = self._known
+            if threading.current_thread().name == "late":
+                newer_is_in.wait(0.5)
+            return known
+
+        @_epoch.setter
+        def _epoch(self, epoch: int) -> None:
+            self._known = epoch
+
+    answers = {"join": {"epoch": 1}, "poll": {"epoch": 2}}
+    methods = {name: lambda _, name=name: answers[name] for name in answers}
+    server = RpcServer("Controller", methods, interface="127.0.0.1", token=TOKEN)
+    server.start()
+    client = Late(server.address, token=TOKEN)
+
+    def call_late() -> None:
+        with contextlib.suppress(RpcError):  # the other thread was faster all the way
+            client.call("join", {}, timeout_seconds=20)
+
+    late = threading.Thread(target=call_late, name="late")
+    late.start()
+    client.call("poll", {}, timeout_seconds=20)
+    newer_is_in.set()
+    late.join()
+    with pytest.raises(RpcError, match="of epoch 1, which 2 has ended"):
+        client.call("join", {}, timeout_seconds=20)
+    server.stop()
 
 
 def test_an_agent_obeys_the_highest_epoch_alone(tmp_path: Path) -> None:

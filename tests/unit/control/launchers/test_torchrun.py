@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from benchmarks.source import ROOT
 from megatron_ft.config.run import RunConfig
 from megatron_ft.control.launchers.torchrun import (
     check_restarts,
@@ -12,6 +13,7 @@ from megatron_ft.control.launchers.torchrun import (
     expand_nodelist,
     read_environment,
 )
+from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
 
 TORCHRUN = {
@@ -46,12 +48,24 @@ def test_srun() -> None:
     found = read_environment("srun", SRUN)
     assert (found.rank, found.world_size, found.local_rank, found.node, found.num_nodes) == (5, 6, 1, 2, 3)
     assert found.master_addr == "gpu07"
-    assert 20000 <= found.master_port < 40000
+    assert found.master_port in PORTS
     assert (
         found.master_port == read_environment("srun", {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port
     )
     assert found.master_port != read_environment("srun", {**SRUN, "SLURM_STEP_ID": "1"}).master_port
     assert read_environment("srun", SRUN, master_port=1234).master_port == 1234
+
+
+def test_every_job_has_a_port_that_the_documentation_names() -> None:
+    """Firewalls are set by it, and above it the system gives ports to outgoing connections."""
+    found = {
+        read_environment("srun", {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        for job in range(10_000, 13_000)
+        for step in (0, 1, 15)
+    }
+    assert found <= set(PORTS) and len(found) > len(PORTS) // 10
+    about = f"Free ports between {PORTS[0]} and {PORTS[-1]} are used unless `launch.master_port` names one"
+    assert about in " ".join((ROOT / "SECURITY.md").read_text(encoding="utf-8").split())
 
 
 def test_a_job_without_step_variables_is_read_from_the_job() -> None:

@@ -13,12 +13,12 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow, replay_config
-from megatron_ft.mcore.snapshot.local_window import SETTINGS as WRITTEN_WITH
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.snapshot.storage.rejected_windows import read_rejected
+from megatron_ft.snapshot.storage.run_settings import SETTINGS as WRITTEN_WITH
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 

@@ -37,7 +37,7 @@ def test_a_line_that_is_being_written_is_left_out(run: MadeUpRun, file: str) -> 
 
 @pytest.mark.parametrize("file", ["events.jsonl", "metrics.jsonl", "decisions.jsonl"])
 @pytest.mark.parametrize(
-    "damage", ["{", "[]", '{"kind":"lunch"}', '{"generation":"one"}', '{"iteration":1' + "0" * 400]
+    "damage", ["{", "[]", '{"kind":"no kind"}', '{"generation":"one"}', '{"iteration":1' + "0" * 400]
 )
 def test_a_damaged_line_in_the_middle_is_one_error_with_its_place(run: MadeUpRun, file: str, damage: str) -> None:
     localized(run)
