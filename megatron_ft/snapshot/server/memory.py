@@ -15,7 +15,7 @@ from megatron_ft.errors import ControlError
 # ``MemAvailable`` is an estimate, and beyond it the kernel kills processes, ranks among them.
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
-"""Allocated by one call; what is left of a segment counts as missing in between."""
+"""Number of bytes that one call allocates. Between calls, the rest of a segment counts as missing."""
 
 
 class Segment:

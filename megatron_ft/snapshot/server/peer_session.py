@@ -259,7 +259,8 @@ class PeerSession(threading.Thread):
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """Return the message before the bytes of a slice. Only that of the first slice has topology and plan."""
+    """Return the message that precedes the bytes of a slice. Only the message of the first slice has topology and
+    plan."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}

@@ -34,7 +34,7 @@ class Settings:
 
     origin: Origin
     peers: Mapping[int, str]
-    """Address of every node's snapshot server, possibly including this one's."""
+    """Address of every node's snapshot server; it may include the server of this node."""
     peer_nodes: tuple[int, ...]
     """Nodes that hold copies of this rank's windows."""
     persist_every: int
@@ -139,7 +139,7 @@ class Store:
         self.own_generation = -1
         """The newest generation that a rank of this node has presented."""
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda peers: None
-        """Called with the addresses of all nodes that are to hold copies, with the lock held."""
+        """Called with the addresses of all nodes that shall hold copies, with the lock held."""
 
     def changed(self) -> None:
         """Wake the threads that wait for work. The lock must be held."""
