@@ -149,9 +149,9 @@ class ExpertLoad(Record):
     iteration: int
     """Iteration in which the tokens were counted."""
     layers: tuple[tuple[int, ...], ...]
-    """Tokens per expert, one row per mixture layer from the bottom up."""
+    """Tokens per expert, one row per MoE layer from the bottom up."""
     layer_numbers: tuple[int, ...] | None = None
-    """Megatron's number (from 1) of the layer of each row; absent if every layer is a mixture layer."""
+    """Megatron's number (from 1) of the layer of each row; absent if every layer is an MoE layer."""
 
     def describe(self) -> None:
         return None
