@@ -31,7 +31,7 @@ from benchmarks.report import finish, parse_arguments
 from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.replicas import lost_experts
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "elastic-bitwise"
 NUM_REJOINING, NUM_CYCLES = 14, 8

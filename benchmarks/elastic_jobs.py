@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.failures.injecting import INJECTED_FILE
-from tests.helpers.jobs import REPOSITORY, JobResult, start, wait
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, start, wait
 
 NUM_NODES = 8
 MOST_ITERATIONS = 600

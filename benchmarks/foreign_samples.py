@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.stored_samples import sample_window
 from megatron_ft.config.identity import JobIdentity, Settings, settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state
@@ -23,6 +22,7 @@ from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_file import write_window
+from megatron_ft.testing.stored_samples import sample_window
 
 OWN = "own"
 ITERATIONS = (5, 14)

@@ -24,7 +24,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.attacks import (
+from benchmarks.report import finish, parse_arguments
+from megatron_ft.control.admin import read_address
+from megatron_ft.control.rpc import RpcClient, RpcError
+from megatron_ft.testing.attacks import (
     ANSWERED,
     REFUSED,
     Attack,
@@ -39,10 +42,7 @@ from benchmarks.attacks import (
     requests,
     stream_attacks,
 )
-from benchmarks.report import finish, parse_arguments
-from megatron_ft.control.admin import read_address
-from megatron_ft.control.rpc import RpcClient, RpcError
-from tests.helpers.jobs import JobResult, forkserver, start, wait
+from megatron_ft.testing.jobs import JobResult, forkserver, start, wait
 
 ID = "hostile-peers"
 NUM_NODES = 3

@@ -42,7 +42,7 @@ from benchmarks.kill_peers import (
 )
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.failures.processes import processes_of
-from tests.helpers.jobs import forkserver, start, wait
+from megatron_ft.testing.jobs import forkserver, start, wait
 
 ID = "kill-to-commit"
 NUM_FAULTS, QUICK_FAULTS = 50, 2

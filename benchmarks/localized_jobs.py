@@ -10,7 +10,7 @@ from benchmarks.covering import Row
 from benchmarks.elastic_jobs import MOST_ITERATIONS, before, failpoints
 from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.failures.injecting import INJECTED_FILE
-from tests.helpers.jobs import JobResult
+from megatron_ft.testing.jobs import JobResult
 
 Event = Mapping[str, Any]
 _MICROBATCHES = 8

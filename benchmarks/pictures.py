@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.errors import EXIT_OK, ConfigError
-from tests.helpers.browser import Tab, browse, chromium
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.browser import Tab, browse, chromium
+from megatron_ft.testing.jobs import REPOSITORY
 from tools import report
 
 IMAGES = REPOSITORY / "docs" / "images"

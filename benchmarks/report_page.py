@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.page_checks import Drawn, Files, look
 from benchmarks.report import finish, parse_arguments
-from tests.helpers.browser import browse
-from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job
+from megatron_ft.testing.browser import browse
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, forkserver, run_job
 
 ID = "report-page"
 TIMEOUT_SECONDS = 240.0

@@ -164,7 +164,7 @@ def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
     # What needs processes is tested by jobs first, the rest by functions.
     functions, jobs = ("tests/contract", "tests/unit"), ("tests/distributed", "tests/slurm")
     yield from (jobs, functions) if below.parts[0] in ("control", "mcore") else (functions, jobs)
-    yield ("tests/functional",)
+    yield ("tests/functional", "benchmarks/tests")
 
 
 def failures(tree: Path, tests: Sequence[str]) -> list[str]:

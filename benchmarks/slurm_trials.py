@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.elastic_jobs import Bench, Recorded, failpoints
 from benchmarks.histories import scripted
 from benchmarks.localized_jobs import Followed
-from tests.helpers.jobs import JobResult
-from tests.helpers.slurm_arrays import submit_array
-from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
-from tests.helpers.slurm_jobs import Site, SlurmJob, submit
+from megatron_ft.testing.jobs import JobResult
+from megatron_ft.testing.slurm_arrays import submit_array
+from megatron_ft.testing.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site, SlurmJob, submit
 
 NUM_NODES, NUM_SPARES = 5, 1
 NUM_ITERATIONS = 40

@@ -41,7 +41,7 @@ from benchmarks.sparse_faults import (
     rows,
     sparse_snapshots,
 )
-from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job, start, wait
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, forkserver, run_job, start, wait
 
 ID = "sparse-bitwise"
 NUM_FAULTS, QUICK_FAULTS = 5, 2

@@ -76,7 +76,7 @@ def _part(module: str) -> str:
     names = module.split(".")
     if names[-1] == "test_claims_quick":
         return "quick claims"
-    return names[1] if len(names) > 1 else module
+    return names[1] if names[0] == "tests" else names[0]
 
 
 if __name__ == "__main__":

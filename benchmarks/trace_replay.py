@@ -32,7 +32,7 @@ from megatron_ft.control.launcher import PRELOAD
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
 from megatron_ft.failures.schedule import FailureSchedule
 from megatron_ft.failures.traces import read_trace
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "trace-replay"
 TRACE = ROOT.parent / "shared" / "data" / "traces" / "aws_p3_bamboo.csv"

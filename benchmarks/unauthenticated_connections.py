@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.attacks import headers_without_body
 from benchmarks.control_plane_scale import ask_status, healthy_nodes_lost, status_when
 from benchmarks.light_agents import Fleet
 from benchmarks.real_controller import RealController, real_controller
@@ -26,6 +25,7 @@ from benchmarks.report import finish, parse_arguments
 from megatron_ft.control.admin import JobNotRunning
 from megatron_ft.control.membership.events import KillRequested, NodeLost
 from megatron_ft.framing import Message
+from megatron_ft.testing.attacks import headers_without_body
 
 ID = "unauthenticated-connections"
 NUM_AGENTS, QUICK_AGENTS = 100, 10

@@ -27,7 +27,7 @@ from benchmarks.report import finish, parse_arguments
 from benchmarks.trace_jobs import Job
 from benchmarks.wandb_readback import WandbHistory, history_of
 from megatron_ft.failures.processes import processes_of
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "wandb-continuity"
 NUM_JOBS, QUICK_JOBS = 4, 1

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.source import ROOT
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle
-from tests.helpers.routing import Routing, make_routing, plan_all, swap
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
+from megatron_ft.testing.routing import Routing, make_routing, plan_all, swap
 
 BACKENDS = {"reference": "cpu", "cpp": "cpu", "cuda": "cuda"}
 """Backends, and the device each is tested on."""

@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.orders import BackToFront, CapacityAware, Lay
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
-from tests.helpers.demands import context, dense_model, equal_experts, one_huge_embedding, uneven
+from megatron_ft.testing.demands import context, dense_model, equal_experts, one_huge_embedding, uneven
 
 POLICIES: dict[str, SnapshotPolicy] = {
     "sparse_window": SparseWindow(),

@@ -622,7 +622,7 @@ def main() -> None:
     cpu.install()
     import megatron_ft.mcore.checkpoint
     import megatron_ft.mcore.training.engine  # noqa: F401
-    from tests.helpers.engines import be_ready_to_fork
+    from megatron_ft.testing.engines import be_ready_to_fork
 
     be_ready_to_fork()
     root, outcomes = Path(sys.argv[1]), {}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engines import of_ranks, run_scenarios
+from megatron_ft.testing.engines import of_ranks, run_scenarios
 
 SCENARIOS = "tests.helpers.engine_scenarios"
 FOUR_LAYERS = {"model.num_layers": 4}

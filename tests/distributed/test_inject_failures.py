@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.failures.injecting import INJECTED_FILE
-from tests.helpers.jobs import start, wait
+from megatron_ft.testing.jobs import start, wait
 from tools import inject_failures
 
 PATIENCE_SECONDS = 90.0

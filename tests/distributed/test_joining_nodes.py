@@ -12,9 +12,9 @@ import pytest
 
 from megatron_ft.control.rpc import RpcClient, RpcError
 from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_launch import eventually, processes_of, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
-from tests.helpers.jobs import start_dummy_job
 
 LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.min_nodes": 1, "launch.join_window_seconds": 0.2}
 

@@ -15,8 +15,8 @@ import pytest
 
 import megatron_ft
 from megatron_ft.control.launcher import PRELOAD
+from megatron_ft.testing.jobs import JobResult, forkserver, run_job
 from tests.helpers.file_trace.sitecustomize import SLOT_SECONDS
-from tests.helpers.jobs import JobResult, forkserver, run_job
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(400)]  # trains
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
 from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_joining_nodes import told, waiting
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
-from tests.helpers.jobs import start_dummy_job
 
 LAYOUT = {
     "launch.num_nodes": 3,

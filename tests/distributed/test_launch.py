@@ -19,8 +19,8 @@ import pytest
 
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed, TrainingStopped
+from megatron_ft.testing.jobs import forkserver, start_dummy_job, wait
 from tests.helpers.authority import make_authority
-from tests.helpers.jobs import forkserver, start_dummy_job, wait
 
 TWO_NODES = {"launch.num_nodes": 2, "launch.ranks_per_node": 2}
 LIMIT_SECONDS = 30
@@ -227,7 +227,7 @@ def test_an_error_of_the_project_is_not_tried_again(runs: Path) -> None:
 def start_with_service(runs: Path, manner: str = "", **overrides: Any) -> "subprocess.Popen[str]":
     """A job on two nodes whose ranks ask the service of their node."""
     settings = {**TWO_NODES, "training.train_iterations": 8, **overrides}
-    sidecars = {"dummy": "tests.helpers.dummy_service"}
+    sidecars = {"dummy": "megatron_ft.testing.dummy_sidecar"}
     environment = {"DUMMY_SERVICE": manner}
     return start_dummy_job(runs, "run_with_sidecar", overrides=settings, sidecars=sidecars, environment=environment)
 
@@ -311,7 +311,7 @@ def test_one_interrupt_lets_ranks_finish_their_iteration(runs: Path) -> None:
 
 
 def test_an_interrupt_before_ranks_exist_ends_the_job(runs: Path) -> None:
-    slow = ["tests.helpers.dummy_rank:take_time"]
+    slow = ["megatron_ft.testing.dummy_rank:take_time"]
     job = start_dummy_job(runs, "run_stubborn", overrides=TWO_NODES, preload=slow)
     eventually(lambda: (runs / "dummy" / "logs" / "rank-00003.log").exists(), "ranks are asked for")
     os.kill(job.pid, signal.SIGINT)
@@ -354,7 +354,9 @@ def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(
     """A node's agent left its sockets behind; who survives the console removes them, and what grants access."""
     before = set(os.listdir("/dev/shm"))
     overrides = {**TWO_NODES, "launch.min_nodes": 1, "training.train_iterations": 100000}
-    job = start_dummy_job(runs, "run_surviving", overrides=overrides, sidecars={"dummy": "tests.helpers.dummy_service"})
+    job = start_dummy_job(
+        runs, "run_surviving", overrides=overrides, sidecars={"dummy": "megatron_ft.testing.dummy_sidecar"}
+    )
     eventually(lambda: len(started(runs).get(0, [])) == 4, "all ranks run")
     node = next(found for found in processes_of(runs) if any("node-001.log" in name for name in _logs(found)))
     node.kill()
@@ -369,7 +371,7 @@ def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(
 
 
 def test_a_warm_fork_server_starts_ranks_within_a_second_and_survives_the_job(runs: Path) -> None:
-    with forkserver("tests.helpers.dummy_rank") as socket_path:
+    with forkserver("megatron_ft.testing.dummy_rank") as socket_path:
         overrides = {**TWO_NODES, "training.train_iterations": 2, "launch.forkserver_socket": socket_path}
         for name in ("first", "second"):
             begin = time.time()
@@ -418,7 +420,7 @@ def test_a_run_in_use_is_refused(runs: Path) -> None:
 def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
     from megatron_ft.control.controller.controller import Controller
     from megatron_ft.control.membership.state import MembershipPolicy, Phase
-    from tests.helpers.jobs import REPOSITORY
+    from megatron_ft.testing.jobs import REPOSITORY
 
     policy = MembershipPolicy(num_nodes=1, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=1)
     controller = Controller(

@@ -10,6 +10,8 @@ import psutil
 
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ControlError, RankFailed
 from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.testing.dummy_rank import LAST_COMPLETED
+from megatron_ft.testing.jobs import start_dummy_job, wait
 from tests.distributed.test_launch import (
     LIMIT_SECONDS,
     assert_nothing_left,
@@ -18,8 +20,6 @@ from tests.distributed.test_launch import (
     records,
     started,
 )
-from tests.helpers.dummy_rank import LAST_COMPLETED
-from tests.helpers.jobs import start_dummy_job, wait
 
 LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.min_nodes": 1}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import DataError
-from tests.helpers.jobs import start, wait
+from megatron_ft.testing.jobs import start, wait
 from tools import add_node, can_recover, drain, status
 
 PATIENCE_SECONDS = 90.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.jobs import run_job, start, wait
-from tests.helpers.slurm_cluster import wait_until
+from megatron_ft.testing.jobs import run_job, start, wait
+from megatron_ft.testing.slurm_cluster import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engines import of_ranks, run_scenarios
+from megatron_ft.testing.engines import of_ranks, run_scenarios
 from tests.helpers.sharing import chosen, runs_extended
 
 REPLAY = "tests.helpers.replay_scenarios:replay"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import JobResult, run_job
+from megatron_ft.testing.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
 

@@ -9,12 +9,12 @@ import pytest
 
 from megatron_ft.errors import EXIT_INTERRUPTED
 from megatron_ft.failures.processes import processes_of as processes_of_nodes
+from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_joining_nodes import told
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import finish
-from tests.helpers.jobs import start_dummy_job
 
-SIDECARS = {"dummy": "tests.helpers.dummy_service"}
+SIDECARS = {"dummy": "megatron_ft.testing.dummy_sidecar"}
 REPLICAS = {"launch.min_nodes": 1, "launch.join_window_seconds": 0.2}
 IN_PLACE = {
     "launch.keep_layout": True,

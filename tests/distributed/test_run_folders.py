@@ -15,9 +15,9 @@ import pytest
 
 from megatron_ft.control.controller.main import FOLDER, JOURNAL
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
+from megatron_ft.testing.jobs import start_dummy_job, wait
 from tests.distributed.test_launch import LIMIT_SECONDS, assert_nothing_left, eventually, rank_process, records, started
 from tests.distributed.test_lost_nodes import LAYOUT, decisions, finish, reformed
-from tests.helpers.jobs import start_dummy_job, wait
 
 SMALL_BYTES = 32768
 

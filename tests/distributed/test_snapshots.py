@@ -15,7 +15,7 @@ from megatron_ft.mcore.snapshot.local_window import VOTE
 from megatron_ft.snapshot.storage.rejected_windows import read_rejected
 from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
-from tests.helpers.jobs import JobResult, run_job
+from megatron_ft.testing.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_ft.control.ports import PORTS, free_port
 from megatron_ft.errors import EXIT_INTERRUPTED
-from tests.helpers.jobs import start, wait
-from tests.helpers.slurm_cluster import wait_until
+from megatron_ft.testing.jobs import start, wait
+from megatron_ft.testing.slurm_cluster import wait_until
 
 LIMIT_SECONDS = 90
 RANK = ["-m", "tests.helpers.standalone_rank"]

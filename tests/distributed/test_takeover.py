@@ -17,9 +17,9 @@ import pytest
 from megatron_ft.control.controller.main import FOLDER, JOURNAL, ControllerSpec
 from megatron_ft.control.rpc import RpcClient
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
+from megatron_ft.testing.jobs import REPOSITORY
 from tests.distributed.test_launch import LIMIT_SECONDS, eventually, records
 from tests.distributed.test_lost_nodes import decisions, finish, reformed, start
-from tests.helpers.jobs import REPOSITORY
 
 KILL = 'kill(rank=3, at_iteration=5, phase="forward", generation=0)'
 

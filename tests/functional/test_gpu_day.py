@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.source import ROOT
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from tests.helpers.line_trace.sitecustomize import blocks, does_something
 from tools.gpu.stages import CALLS
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
-from tests.helpers.routing import make_routing, plan_all
+from megatron_ft.testing.routing import make_routing, plan_all
 
 HIDDEN = 1024
 

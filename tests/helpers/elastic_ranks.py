@@ -28,8 +28,8 @@ from megatron_ft.control.run_id import RUN_ID_NAME
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, choose_target
-from tests.helpers.engines import REPOSITORY, be_ready_to_fork, micro_config
-from tests.unit.snapshot.server.nodes import TOKEN, Cluster, cluster
+from megatron_ft.testing.engines import REPOSITORY, be_ready_to_fork, micro_config
+from megatron_ft.testing.snapshot_servers import TOKEN, Cluster, cluster
 
 NUM_TOKENS = 20_000
 LIMIT_SECONDS = 60.0

@@ -20,8 +20,9 @@ from megatron_ft.mcore.optimizer.commit import grad_scalers
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.training.reporting import metrics_record
 from megatron_ft.planning.snapshot.peers import assign_peers
-from tests.helpers import engines
-from tests.unit.snapshot.server.nodes import wait_until
+from megatron_ft.testing import engines
+from megatron_ft.testing.snapshot_servers import wait_until
+from tests.helpers.volatile import volatile_state
 from tests.unit.snapshot.server.served import Served
 
 SLOW_SECONDS = 0.02
@@ -117,7 +118,7 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
             )
         )
         losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
-        state = {**engines.digests(engine), **engines.volatile_state(engine)}
+        state = {**engines.digests(engine), **volatile_state(engine)}
         sockets_between = _open_sockets()
         began = time.monotonic()
         engine.teardown()

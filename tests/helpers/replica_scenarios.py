@@ -20,8 +20,9 @@ from megatron_ft.mcore.moe.placement_manager import PlacementManager
 from megatron_ft.mcore.optimizer.commit import grad_scalers
 from megatron_ft.mcore.state.digest import tensor_digest, tensor_digests
 from megatron_ft.mcore.state.tensors import take_state
+from megatron_ft.testing import engines
 from megatron_ft.topology import Topology
-from tests.helpers import engines
+from tests.helpers.volatile import volatile_state
 
 SPREAD = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
 OTHER_LOADS = (20.0, 9.0, 3.0, 1.0)
@@ -191,7 +192,7 @@ def moves(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str,
         for loads in ((1.0, 1.0, 1.0, 1.0), OTHER_LOADS, (1.0, 3.0, 9.0, 20.0)):
             moved.append(job.move(loads))
             digests.append({name: tensor_digest(tensor) for name, tensor in job.state().items()})
-            volatile.append(engines.volatile_state(job.engine))
+            volatile.append(volatile_state(job.engine))
         scales = [float(scaler.scale) for scaler in grad_scalers(job.engine.optimizer)]
         return {
             "digests": digests,

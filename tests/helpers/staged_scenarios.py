@@ -11,7 +11,8 @@ from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
 from megatron_ft.mcore.pipeline import staged
-from tests.helpers import engines
+from megatron_ft.testing import engines
+from tests.helpers.volatile import volatile_state
 
 
 class Witness:
@@ -47,7 +48,7 @@ def train(
         assert engine.p2p.is_staged == is_staged
         losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
         return {
-            "state": {**engines.digests(engine), **engines.volatile_state(engine)},
+            "state": {**engines.digests(engine), **volatile_state(engine)},
             "losses": losses,
             "num_messages": witness.num_messages,
             "num_direct": witness.num_direct,

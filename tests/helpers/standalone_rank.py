@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.torchrun import check_restarts, detect, read_environment
 from megatron_ft.mcore import standalone
-from tests.helpers import dummy_rank
+from megatron_ft.testing import dummy_rank
 
 
 def main() -> int:

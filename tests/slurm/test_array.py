@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import REPOSITORY
-from tests.helpers.slurm_arrays import SLOW_SECONDS, SlurmArray, submit_array
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
-from tests.helpers.slurm_jobs import Site
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_arrays import SLOW_SECONDS, SlurmArray, submit_array
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site
 from tests.slurm.test_jobs import KEEPS_LAYOUT, LOSES_NODES
 
 pytestmark = pytest.mark.timeout(400)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import REPOSITORY
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
-from tests.helpers.slurm_jobs import Site, SlurmJob, submit
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site, SlurmJob, submit
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
 from tests.helpers.programs import write_program
 
 SBATCH = """\

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
-from tests.helpers.slurm_jobs import Site, submit
+from megatron_ft.testing.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site, submit
 from tests.slurm.test_jobs import KEEPS_LAYOUT
 
 ASKS_SLURM = "launch.failure_domain_source=slurm_topology"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ft.runtime.dispatch.backend import open_backend
-from tests.helpers.routing import make_routing, plan_all
+from megatron_ft.testing.routing import make_routing, plan_all
 
 HIDDEN = 40
 

@@ -171,7 +171,7 @@ def _be_rank(
 
 def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: int = 1) -> dict[str, Any]:
     """Configure a small job on a device, for ``train``."""
-    from tests.helpers.engines import micro_config
+    from megatron_ft.testing.engines import micro_config
 
     device = {"training.device": device_type, "launch.ranks_per_gpu": world_size}
     return to_dict(micro_config({**overrides, **device}, world_size=world_size))
@@ -184,7 +184,7 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
     from megatron_ft.mcore.device.install import install, take_device
     from megatron_ft.mcore.rank_main import _prepare_process
     from megatron_ft.planning.rank_environment import rank_environment
-    from tests.helpers.engines import VOCAB_SIZE, MadeUpSamples
+    from megatron_ft.testing.engines import VOCAB_SIZE, MadeUpSamples
 
     for name, value in rank_environment(job, place.rank).items():
         os.environ.setdefault(name, value)

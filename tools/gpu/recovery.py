@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.generations import Generation, generations_of, missing
 from megatron_ft.control.launcher import PRELOAD, PRELOAD_ON_CUDA
 from megatron_ft.control.node import fork_server
-from tests.helpers.jobs import JobResult, run_job
+from megatron_ft.testing.jobs import JobResult, run_job
 from tools.gpu.day import Day
 
 NUM_ITERATIONS, SHORT_ITERATIONS = 12, 8

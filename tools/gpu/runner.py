@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import leftovers
+from megatron_ft.testing import leftovers
 from tools.gpu.day import GPU_DAY, Day, read_report
 from tools.gpu.stages import Stage
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from benchmarks.attacks import crowd, headers_without_body
 from megatron_ft.control.rpc import RpcClient, RpcError, RpcServer, check_interface, new_token
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message
+from megatron_ft.testing.attacks import crowd, headers_without_body
 
 TOKEN = new_token()
 

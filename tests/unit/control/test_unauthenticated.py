@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks import crowd, headers_without_body
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
 from megatron_ft.control.unauthenticated import UnauthenticatedConnections, max_connections, peer_of
+from megatron_ft.testing.attacks import crowd, headers_without_body
 from tests.unit.control.controller.test_controller import eventually
 
 TOKEN = new_token()

@@ -12,7 +12,7 @@ import torch
 from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.mcore import rank_main
-from tests.helpers.engines import micro_config
+from megatron_ft.testing.engines import micro_config
 
 
 class Stop(Exception):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stored_samples import sample_window
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.pieces import Piece
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, check_piece
+from megatron_ft.testing.stored_samples import sample_window
 
 
 def body() -> dict[str, Any]:

@@ -14,8 +14,9 @@ from megatron_ft.events import Record
 from megatron_ft.telemetry import SinkSet, open_sinks
 from megatron_ft.telemetry.read import read_events, read_metrics
 from megatron_ft.telemetry.sinks.base import Outcome, Sink
+from megatron_ft.testing.made_up_runs import RUN_STARTED, metrics_record, run_records
 
-from .conftest import RUN_STARTED, FakeClock, metrics_record, run_records
+from .conftest import FakeClock
 
 
 class Remembering(Sink):

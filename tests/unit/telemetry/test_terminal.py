@@ -13,8 +13,7 @@ from megatron_ft.telemetry.sinks.base import Outcome
 from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, PanelStyle, Symbols, TimedNote, panel
 from megatron_ft.telemetry.sinks.terminal import TerminalSink
 from megatron_ft.telemetry.state import RunState
-
-from .conftest import RUN_STARTED, metrics_record, run_records
+from megatron_ft.testing.made_up_runs import RUN_STARTED, metrics_record, run_records
 
 
 def fold(records: list[Record], train_iterations: int = 12) -> RunState:

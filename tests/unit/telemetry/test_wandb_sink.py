@@ -15,9 +15,10 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
 from megatron_ft.telemetry.sinks.wandb import ID_FILE, Reported, run_id, wandb_mode
+from megatron_ft.testing.made_up_runs import RUN_STARTED, run_records
 from tests.helpers.disk import note_steps
 
-from .conftest import RUN_STARTED, FakeClock, is_listed, run_records
+from .conftest import FakeClock, is_listed
 
 WANDB_OWN = {"iteration", "_step", "_runtime", "_timestamp"}
 KILLED_ATTEMPT = """
@@ -25,7 +26,7 @@ import io, os, signal, sys
 from pathlib import Path
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
-from tests.unit.telemetry.conftest import RUN_STARTED, run_records
+from megatron_ft.testing.made_up_runs import RUN_STARTED, run_records
 
 config = JobConfig()
 config.telemetry.wandb = "offline"

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_engine
-from benchmarks.source import ROOT
-from pretrain_moe import compose
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from tools import gpu_day, gpu_site
-from tools.gpu import abort, day, layouts, ranks, recovery, results, runner, suites, training
+from tools.gpu import abort, day, layouts, ranks, results, runner, suites, training
 from tools.gpu.day import Day
 from tools.gpu.runner import Outcome
 from tools.gpu.stages import CALLS
@@ -105,12 +103,6 @@ def test_configurations_of_all_variants_are_valid_on_either_device() -> None:
             ranks.config_for(device_type, {**training.MODEL, **overrides})
     for world_size, parallel in layouts.LAYOUTS.values():
         ranks.config_for("cuda", {**training.MODEL, **parallel}, world_size=world_size)
-
-
-def test_the_jobs_of_a_claim_have_the_size_that_it_names() -> None:
-    config, _ = compose([*recovery.job_words("cuda", 60), *recovery.windows(1), *gpu_engine.slice_words()])
-    assert config.model.hidden_size == 2048 and config.model.num_moe_experts == 16
-    assert config.training.device == "cuda" and config.training.train_iterations == 60
 
 
 def test_the_worst_number_decides() -> None:

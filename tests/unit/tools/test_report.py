@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.source import ROOT
-from tests.unit.telemetry.report.conftest import MadeUpRun, localized
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
+from megatron_ft.testing.made_up_runs import MadeUpRun, localized
 from tools import report
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attacks import malformed_items
 from megatron_ft.control.controller.controller import Controller
 from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.detector import DetectorPolicy
@@ -20,8 +19,9 @@ from megatron_ft.control.node.store_endpoint import StoreEndpoint
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.errors import FINAL_ERRORS, MegatronFtError
 from megatron_ft.serde import encode
+from megatron_ft.testing.attacks import malformed_items
+from megatron_ft.testing.votes import vote_of
 from tests.helpers.node_states import of_agents
-from tests.helpers.votes import vote_of
 
 TOKEN = new_token()
 VOTE = vote_of(4)

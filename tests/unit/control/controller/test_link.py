@@ -17,7 +17,7 @@ from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.membership.events import StopRequested
 from megatron_ft.control.membership.state import Outcome
 from megatron_ft.errors import ControlError
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
 
 _PROGRAM = """
 import subprocess, sys

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from benchmarks.source import ROOT
 from megatron_ft.config.run import RunConfig
 from megatron_ft.control.launchers.torchrun import (
     check_restarts,
@@ -15,6 +14,7 @@ from megatron_ft.control.launchers.torchrun import (
 )
 from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
 
 TORCHRUN = {
     "RANK": "5",

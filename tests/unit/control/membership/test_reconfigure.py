@@ -25,7 +25,7 @@ from megatron_ft.control.report import lost_records
 from megatron_ft.events import RankFailed
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.target import Position, Target
-from tests.helpers.votes import vote_of
+from megatron_ft.testing.votes import vote_of
 
 POLICY = MembershipPolicy(
     num_nodes=3, ranks_per_node=2, start_timeout_seconds=100.0, stop_timeout_seconds=20.0, min_nodes=1

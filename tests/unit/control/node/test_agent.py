@@ -16,7 +16,7 @@ import pytest
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.rpc import RpcServer
 from megatron_ft.errors import ControlError
-from tests.helpers.jobs import REPOSITORY, forkserver
+from megatron_ft.testing.jobs import REPOSITORY, forkserver
 
 TOKEN = "a" * 64
 LIMIT_SECONDS = 60.0

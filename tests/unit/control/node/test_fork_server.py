@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks import SILENT, connect, requests, throw
 from megatron_ft.control.node import fork_server as forkserver
 from megatron_ft.framing import FrameReader, send
-from tests.helpers.jobs import forkserver as started
+from megatron_ft.testing.attacks import SILENT, connect, requests, throw
+from megatron_ft.testing.jobs import forkserver as started
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from megatron_ft.control.node.join_file import JoinFile
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
 from megatron_ft.control.slurm.attempts import leave_marker
 from megatron_ft.errors import ControlError
-from tests.helpers.slurm_cluster import wait_until
+from megatron_ft.testing.slurm_cluster import wait_until
 from tests.unit.control.controller.test_controller import ONE_NODE_IS_ENOUGH, launch_spec
 
 JOB = "17"

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_ft.control.node.sidecars import Sidecars
 from megatron_ft.errors import ControlError
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
 
-MODULE = "tests.helpers.dummy_service"
+MODULE = "megatron_ft.testing.dummy_sidecar"
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from megatron_ft.control.rundir import RunDir, claim
 from megatron_ft.control.slurm.batch_job import Site
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.recovery.job_attempts import Next
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_cluster import wait_until
 from tests.helpers.programs import write_program
-from tests.helpers.slurm_cluster import wait_until
 
 ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_JOB_NAME": "lm", "SLURM_NTASKS": "4"}
 CONSOLE = """\

@@ -10,7 +10,7 @@ import pytest
 from megatron_ft.errors import ConfigError, SoftwareError
 from megatron_ft.mcore.device import install, software
 from megatron_ft.mcore.device.software import Software, check_provider, choose_transformer_impl
-from tests.helpers.engines import REPOSITORY
+from megatron_ft.testing.engines import REPOSITORY
 
 PROBE = """
 import importlib, json, sys

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
-from tests.helpers.engines import micro_config
+from megatron_ft.testing.engines import micro_config
 
 PP2: dict[str, Any] = {"model.num_layers": 4, "parallel.pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2}

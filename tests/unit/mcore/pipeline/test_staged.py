@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.engines import of_ranks, run_scenarios
+from megatron_ft.testing.engines import of_ranks, run_scenarios
 
 PP2 = {"model.num_layers": 4, "parallel.pipeline_model_parallel_size": 2}
 PIPELINES = {"pp2": PP2, "vpp2": {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2}}

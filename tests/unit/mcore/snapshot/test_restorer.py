@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stored_samples import sample_window
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError, RecoveryError
@@ -21,6 +20,7 @@ from megatron_ft.snapshot.storage.rejected_windows import read_rejected
 from megatron_ft.snapshot.storage.run_settings import SETTINGS as WRITTEN_WITH
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.testing.stored_samples import sample_window
 
 SETTINGS = {"data": "fingerprint"}
 TOPOLOGY = {"data_parallel": 1}

@@ -7,7 +7,7 @@ import pytest
 from megatron_ft.errors import RecoveryError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 pytestmark = pytest.mark.slow  # trains
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_ft.errors import RecoveryError
-from tests.helpers import engines
+from megatron_ft.testing import engines
+from tests.helpers.volatile import volatile_state
 
 
 def test_it_survives_json_and_names_what_is_missing() -> None:
@@ -23,14 +24,14 @@ def test_it_survives_json_and_names_what_is_missing() -> None:
     with engines.engine_of(engines.micro_config(overrides)) as engine:
         engine.run_iteration(1)
         record = json.loads(json.dumps(engine.train_state().to_json()))
-        expected, history = engines.volatile_state(engine), engine.history
+        expected, history = volatile_state(engine), engine.history
         engine.run_iteration(2)
         torch.manual_seed(0)
         scale = float(engine.optimizer.get_loss_scale())
-        changed = {key for key, value in engines.volatile_state(engine).items() if expected[key] != value}
+        changed = {key for key, value in volatile_state(engine).items() if expected[key] != value}
         assert {"cpu_rng", "scalers"} <= changed and any("expert_bias" in key for key in changed)
         engine.restore(TrainState.from_json(record))
-        now = engines.volatile_state(engine)
+        now = volatile_state(engine)
         same = {key for key in now if now[key] == expected[key]}
         assert {key for key in now if "load." not in key and key != "learning_rates"} <= same
         assert (engine.iteration, engine.history) == (1, history)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_ft import failpoints
-from tests.helpers import engines
+from megatron_ft.testing import engines
+from tests.helpers.volatile import volatile_state
 
 pytestmark = pytest.mark.slow  # trains
 
@@ -72,7 +73,7 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
         # Where the state is between two iterations: the learning rate of the next is set as it begins.
         engine.abort(engine.prepare(3))
         engine.expert_load()
-        before = {**engines.digests(engine), **engines.volatile_state(engine)}
+        before = {**engines.digests(engine), **volatile_state(engine)}
         history = engine.history
         if precision:
             engine.history = type(history)(losses=(0.01, 0.01))
@@ -81,7 +82,7 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
         assert engine.run_iteration(3).decision.action == "stop"
         engine.expert_load()
         assert engine.iteration == 2
-        assert {**engines.digests(engine), **engines.volatile_state(engine)} == before
+        assert {**engines.digests(engine), **volatile_state(engine)} == before
         poisoned.clear()
         engine.history = history
         again = engine.run_iteration(3)
@@ -95,9 +96,9 @@ def test_evaluation_changes_nothing() -> None:
     with engines.engine_of(engines.micro_config(EVERYTHING)) as engine:
         engine.run_iteration(1)
         engine.run_iteration(2)
-        before = {**engines.digests(engine), **engines.volatile_state(engine)}
+        before = {**engines.digests(engine), **volatile_state(engine)}
         first, second = engine.evaluate(), engine.evaluate()
-        assert {**engines.digests(engine), **engines.volatile_state(engine)} == before
+        assert {**engines.digests(engine), **volatile_state(engine)} == before
         assert first == second
         assert all(chunk.training for chunk in engine.model_chunks)
         mixed = engine.run_iteration(3).vote

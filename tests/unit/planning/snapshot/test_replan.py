@@ -8,7 +8,7 @@ from megatron_ft.planning.snapshot.dense import OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront
 from megatron_ft.planning.snapshot.policy import SnapshotContext, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
-from tests.helpers.demands import equal_experts
+from megatron_ft.testing.demands import equal_experts
 
 DEMAND = equal_experts(8)
 COUNTED = Activations(layers=(1,), tokens=(((80, 70, 60, 50, 40, 30, 20, 10),),))

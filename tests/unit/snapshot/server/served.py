@@ -11,7 +11,7 @@ from megatron_ft.snapshot.server.memory import Memory
 from megatron_ft.snapshot.server.rank_session import RankSession
 from megatron_ft.snapshot.server.store import Store
 from megatron_ft.snapshot.server.workers import Hasher, Persister
-from tests.unit.snapshot.server.nodes import TOKEN, Cluster
+from megatron_ft.testing.snapshot_servers import TOKEN, Cluster
 
 
 class Interrupted(dict[str, Any]):

@@ -13,7 +13,7 @@ import pytest
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.snapshot.server import client as words
 from megatron_ft.snapshot.server.client import KeeperRefused
-from tests.unit.snapshot.server.nodes import (
+from megatron_ft.testing.snapshot_servers import (
     PAGE,
     Cluster,
     begin,
@@ -35,7 +35,7 @@ HELLO_BYTES = 2048
 RANK = """
 import json, os, signal, sys
 from megatron_ft.snapshot.server.client import KeeperClient
-from tests.unit.snapshot.server.nodes import begin, capture, window
+from megatron_ft.testing.snapshot_servers import begin, capture, window
 path, hello = sys.argv[1], json.loads(sys.argv[2])
 client = KeeperClient(path, hello=hello)
 arena = client.allocate(8192)

@@ -13,7 +13,7 @@ from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.peer_session import PeerSession, PeerSessions
 from megatron_ft.snapshot.server.store import Store
 from megatron_ft.snapshot.server.wire import Refused, Wire
-from tests.unit.snapshot.server.nodes import PAGE, TOKEN, slice_of
+from megatron_ft.testing.snapshot_servers import PAGE, TOKEN, slice_of
 from tests.unit.snapshot.server.served import Interrupted
 from tests.unit.snapshot.server.test_refusals import GREETING, announcement
 

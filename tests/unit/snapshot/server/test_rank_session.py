@@ -20,8 +20,7 @@ from megatron_ft.snapshot.server.client import (
 )
 from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.wire import Refused
-from tests.helpers.failing_store import FailingStore
-from tests.unit.snapshot.server.nodes import (
+from megatron_ft.testing.snapshot_servers import (
     PAGE,
     begin,
     capture,
@@ -31,6 +30,7 @@ from tests.unit.snapshot.server.nodes import (
     wait_until,
     window,
 )
+from tests.helpers.failing_store import FailingStore
 from tests.unit.snapshot.server.served import Interrupted, Served
 
 

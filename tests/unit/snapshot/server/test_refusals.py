@@ -19,7 +19,7 @@ from megatron_ft.snapshot.server.fields import host_and_port
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, connect
 from megatron_ft.snapshot.storage.window_file import open_window
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION
-from tests.unit.snapshot.server.nodes import (
+from megatron_ft.testing.snapshot_servers import (
     PAGE,
     TOKEN,
     WAIT_SECONDS,

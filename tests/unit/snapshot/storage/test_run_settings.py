@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.stored_samples import sample_window
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage.checkpoints import directory_name
@@ -14,6 +13,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, write
 from megatron_ft.snapshot.storage.run_settings import SETTINGS, check_same_settings
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.testing.stored_samples import sample_window
 from tests.unit.snapshot.storage.conftest import make_checkpoint
 
 OWN = {"optimizer": {"optimizer.lr": 0.001}, "data": {"data.fingerprint": "f", "data.seed": 1}}

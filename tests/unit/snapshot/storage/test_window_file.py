@@ -12,13 +12,12 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 
-from benchmarks.hostile_files import forge
-from benchmarks.stored_samples import sample_window
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage import files, window_file
 from megatron_ft.snapshot.storage.backends import open_backend
 from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
+from megatron_ft.testing.stored_samples import forge, sample_window
 from tests.helpers import window_fixture
 
 

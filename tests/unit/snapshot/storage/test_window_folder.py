@@ -8,12 +8,12 @@ from uuid import uuid4
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
-from benchmarks.stored_samples import WORLD_SIZE, sample_window
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage import backends
 from megatron_ft.snapshot.storage.window_file import rank_name, window_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.testing.stored_samples import WORLD_SIZE, sample_window
 
 
 @pytest.fixture(params=["folder", "object store", "other file system"])

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_ft.errors import DataError
 from megatron_ft.telemetry.report.files import Decision
-
-from .conftest import ZERO, MadeUpRun, localized, next_membership
+from megatron_ft.testing.made_up_runs import ZERO, MadeUpRun, localized, next_membership
 
 
 def test_decisions_are_read_without_what_a_page_does_not_tell(run: MadeUpRun) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from .conftest import MadeUpRun, drawing_of, localized, restarted, started
+from megatron_ft.testing.made_up_runs import MadeUpRun, localized, restarted, started
+
+from .conftest import drawing_of
 
 
 def test_the_bar_is_as_long_as_the_wall_time(told: MadeUpRun) -> None:

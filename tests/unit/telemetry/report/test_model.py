@@ -6,8 +6,16 @@ from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.telemetry.report.model import Mark
 from megatron_ft.telemetry.report.timeline import steps_of, timeline_of
-
-from .conftest import ZERO, MadeUpRun, elastic, localized, next_membership, restarted, stage_recovery, started
+from megatron_ft.testing.made_up_runs import (
+    ZERO,
+    MadeUpRun,
+    elastic,
+    localized,
+    next_membership,
+    restarted,
+    stage_recovery,
+    started,
+)
 
 
 def test_the_heading(run: MadeUpRun) -> None:

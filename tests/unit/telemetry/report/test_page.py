@@ -6,8 +6,9 @@ import pytest
 
 from megatron_ft import events
 from megatron_ft.telemetry.report.page import render
+from megatron_ft.testing.made_up_runs import MadeUpRun, elastic, localized, stage_recovery, started
 
-from .conftest import MadeUpRun, Parts, drawing_of, drawings, elastic, localized, stage_recovery, started, titles
+from .conftest import Parts, drawing_of, drawings, titles
 
 HOSTILE = "</title><script src='https://evil.example/x.js'>alert(1)</script>\" onload=\"x\u202e\x00&amp;\ud800"
 

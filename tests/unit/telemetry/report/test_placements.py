@@ -6,8 +6,9 @@ import re
 import pytest
 
 from megatron_ft.errors import DataError
+from megatron_ft.testing.made_up_runs import PLAN, MadeUpRun, placed, started
 
-from .conftest import PLAN, MadeUpRun, Parts, drawing_of, placed, started
+from .conftest import Parts, drawing_of
 
 
 def test_the_newest_placement_is_drawn_and_all_are_listed(run: MadeUpRun) -> None:
