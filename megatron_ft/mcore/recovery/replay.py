@@ -17,7 +17,6 @@ from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.restoring import Payload
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.mcore.training.iteration import RollbackRecord
 from megatron_ft.operator_state import operator_of
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import WINDOW_FIELDS, Ballot, Vote
@@ -157,7 +156,7 @@ class Replayer:
         if vote.iteration != engine.iteration + 1:
             raise RecoveryError(f"cannot replay iteration {vote.iteration} from the state after {engine.iteration}")
         failpoints.hit("replay", vote.iteration)
-        undo = RollbackRecord.take(engine.model_chunks, engine.optimizer)
+        before = engine.train_state()
         unchanged = parameters_of(engine.model_chunks, operators, engine.config.model.num_layers)
         ballot = self._accumulate(vote, unchanged)
         if self._is_whole:
@@ -167,7 +166,7 @@ class Replayer:
             engine.commit(vote)
             commit.gather(engine.optimizer, engine.model_chunks)
         elif decision.action == "skip":
-            undo.restore_expert_bias(engine.model_chunks)
+            before.restore_router_bias(engine.model_chunks)
         else:
             raise RecoveryError(f"iteration {vote.iteration} stopped the run and was not captured: {decision.reason}")
         engine.finish(vote, decision)
