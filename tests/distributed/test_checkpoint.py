@@ -70,6 +70,9 @@ def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: 
         assert rank["rng_restored"]
         assert rank["consumed_samples"] == 8
         assert rank["extra"] == {"num_skipped": 3}
+        assert len(rank["losses"]) == 2 and rank["history"] == [rank["losses"], 0]
+        # The names of the first format, so that older checkpoints are read.
+        assert rank["stored"] == {"num_skipped": 3, "losses": rank["losses"], "num_consecutive_skips": 0}
         assert "iter_0000004" in rank["saved_again"]
 
 
@@ -194,7 +197,7 @@ class Rank:
     def rebuild(self) -> None:
         """New model, optimizer and manager on the same groups, as a restarted process has them."""
         from megatron_ft.config.identity import JobIdentity
-        from megatron_ft.mcore.checkpoint import CheckpointManager
+        from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 
         self.engine.build(self.groups)
         self.engine.iteration = 0
@@ -209,14 +212,14 @@ class Rank:
         )
 
     def state(self) -> Any:
-        from megatron_ft.mcore.checkpoint import TrainingState
+        from megatron_ft.mcore.checkpoint.state import DenseState
 
         engine = self.engine
-        return TrainingState(
+        return DenseState(
             model_chunks=engine.model_chunks,
             optimizer=engine.optimizer,
             scheduler=engine.scheduler,
-            iteration=engine.iteration,
+            host=engine.train_state(),
             consumed_samples=engine.iteration * 4,
             extra={"num_skipped": 3},
         )
@@ -232,7 +235,7 @@ class Rank:
         state = self.state()
         state.extra = {}
         result = self.manager.load(state, directory)
-        self.engine.iteration = state.iteration
+        self.engine.restore(state.host)
         return state, result
 
     def digests(self) -> dict[str, str]:
@@ -273,14 +276,16 @@ def rng_words() -> str:
 
 def scenario_same(layout: str, directory: Path) -> dict[str, Any]:
     rank = Rank(layout, directory)
-    rank.train(2)
+    losses = rank.train(2)
     saved, rng_at_save = rank.digests(), rng_words()
     rank.manager.save(rank.state(), 2)
     scribble(rank)
     moved = rank.digests() != saved
     rank.manager.finish()
     rank.rebuild()
+    rank.engine.history = type(rank.engine.history)()
     state, result = rank.load(directory / "checkpoints" / "iter_0000002")
+    history = rank.engine.history
     loaded, rng_after_load = rank.digests(), rng_words()
     first = rank.train(4)
     after_first = rank.digests()
@@ -301,6 +306,9 @@ def scenario_same(layout: str, directory: Path) -> dict[str, Any]:
         "rng_restored": result.rng_restored,
         "consumed_samples": state.consumed_samples,
         "extra": state.extra,
+        "stored": rank.manager.read_extra(directory / "checkpoints" / "iter_0000002"),
+        "losses": losses,
+        "history": [list(history.losses), history.num_consecutive_skips],
         "saved_again": sorted(path.name for path in (directory / "checkpoints").iterdir()),
     }
 
@@ -499,7 +507,7 @@ def fault_foreign(rank: Rank, folder: Path) -> dict[str, Any]:
         refused = str(error)
     rank.checkpoint_config.trust = True
     state, _ = rank.load(directory)
-    return {"refused": refused, "trusted_iteration": state.iteration, "other_model": other}
+    return {"refused": refused, "trusted_iteration": state.host.iteration, "other_model": other}
 
 
 def fault_retention(rank: Rank, folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA
 from megatron_ft.mcore.checkpoint.state import (
     OURS_KEY,
     RANK_STATE_KEY,
-    TrainingState,
+    DenseState,
     build_shards,
     common_state,
     install,
@@ -108,12 +108,12 @@ class CheckpointManager:
 
     # -- saving
 
-    def save(self, state: TrainingState, iteration: int) -> None:
+    def save(self, state: DenseState, iteration: int) -> None:
         """Start saving ``state`` as it is now; waits for it unless ``checkpoint.async_save``.
 
         A save in progress is finished first, and all writing for an abandoned save has ended before.
         """
-        assert iteration == state.iteration, f"saving iteration {iteration} of a state at {state.iteration}"
+        assert iteration == state.host.iteration, f"saving iteration {iteration} of a state at {state.host.iteration}"
         self.finish()
         started = time.monotonic()
         self._await_given_up()
@@ -176,14 +176,14 @@ class CheckpointManager:
             return None
         return self.folder / name
 
-    def _start(self, state: TrainingState, directory: Path) -> WriteJob:
+    def _start(self, state: DenseState, directory: Path) -> WriteJob:
         metadata = self._metadata()
         # A process group cannot be stored.
         content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
         tree = {
             **build_shards(state, metadata, is_loading=False),
             **common_state(state),
-            RANK_STATE_KEY: rank_state(),
+            RANK_STATE_KEY: rank_state(state.host),
             "content_metadata": content_metadata,
         }
         # Megatron's check would gather the metadata of all tensors as pickled objects at every save.
@@ -306,7 +306,7 @@ class CheckpointManager:
         """List complete but damaged checkpoints of ``folder``, each with the reason; they were set aside."""
         return self._finder.unusable(folder)
 
-    def load(self, state: TrainingState, directory: Path) -> LoadResult:
+    def load(self, state: DenseState, directory: Path) -> LoadResult:
         """Verify ``directory``, then fill ``state`` from it; no file is opened by Megatron before.
 
         Raises CheckpointError when it is damaged, is not this project's and ``checkpoint.trust`` is off, or does
@@ -318,28 +318,27 @@ class CheckpointManager:
         same_layout = manifest is not None and manifest.topology == self._topology
         frame = build_shards(state, self._metadata(), is_loading=True)
         # Generators belong to ranks: in another layout no rank is the one that saved them.
-        wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state(empty=True)} if same_layout else {}
+        wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
         loaded = load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
         install(state, frame, loaded)
-        if manifest is not None and manifest.iteration != state.iteration:
-            raise CheckpointError(
-                f"{directory}: holds iteration {state.iteration}, its manifest says {manifest.iteration}"
-            )
-        self.last_saved_iteration = state.iteration
+        iteration = state.host.iteration
+        if manifest is not None and manifest.iteration != iteration:
+            raise CheckpointError(f"{directory}: holds iteration {iteration}, its manifest says {manifest.iteration}")
+        self.last_saved_iteration = iteration
         self._resumed_from = directory.name if directory.parent == self.folder else None
         self._tell(
             CheckpointLoaded(
-                iteration=state.iteration,
+                iteration=iteration,
                 path=str(directory),
                 seconds=time.monotonic() - began,
                 generators_restored=same_layout,
                 differences=() if manifest is None else self._finder.differences(directory, manifest),
             ).to_record()
         )
-        return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)
+        return LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
-        """Read ``TrainingState.extra`` as saved in ``directory``, without building anything.
+        """Read ``DenseState.extra`` and the history as saved in ``directory``, without building anything.
 
         Raises CheckpointError as ``load`` does; a foreign checkpoint has nothing.
         """

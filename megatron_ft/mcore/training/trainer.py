@@ -23,7 +23,8 @@ from megatron_ft.events import (
     SnapshotProblem,
     StateDigest,
 )
-from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
+from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.data_checks import check_same_data, job_identity, open_splits
 from megatron_ft.mcore.groups import Groups
@@ -371,14 +372,14 @@ class Trainer:
         failpoints.hit("checkpoint", iteration)
         self.checkpoints.save(self.state(extra_state(self)), iteration)
 
-    def state(self, extra: dict[str, Any]) -> TrainingState:
+    def state(self, extra: dict[str, Any]) -> DenseState:
         """State that a checkpoint saves or a load fills; ``extra`` goes with it."""
         engine = self.engine
-        return TrainingState(
+        return DenseState(
             model_chunks=engine.model_chunks,
             optimizer=engine.optimizer,
             scheduler=engine.scheduler,
-            iteration=engine.iteration,
+            host=engine.train_state(),
             consumed_samples=engine.iteration * self.config.training.global_batch_size,
             extra=extra,
         )
