@@ -186,9 +186,14 @@ class PlacementInForce(Record):
     """Copies of an expert on average."""
     most_replicas: int | None = None
     """Copies of the expert that has most."""
+    file_error: str | None = None
+    """Why its file could not be written; training continues without it."""
 
     def describe(self) -> Note:
-        return Note("info", f"placement from iteration {self.iteration} on: {self.reason}")
+        found = f"placement from iteration {self.iteration} on: {self.reason}"
+        if self.file_error is not None:
+            return Note("bad", f"{found}; its file in placements/ could not be written: {self.file_error}")
+        return Note("info", found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import torch
 
 from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
+from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
@@ -211,9 +212,14 @@ class PlacementManager:
         return PlacementState(plans=self.plans, loads=self.loads).to_json()
 
     def write(self, path: Path) -> None:
-        """Keep the plans in force as a file that ``placement.schedule`` can name."""
+        """Write the plans in force to a file that ``placement.schedule`` can name; durable and in one atomic step.
+
+        Raises:
+            OSError: the write failed; a file of that name is as before.
+        """
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(self.to_json()))
+        fsync_folder(path.parent.parent)
+        replace_file(path, json.dumps(self.to_json()).encode())
 
     def restore(self, content: dict[str, Any] | None) -> None:
         """Go on from ``to_json``.

@@ -2,7 +2,7 @@
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -330,12 +330,17 @@ class Trainer:
             self.engine.keep_copies(plan, self.placement.replicas().plan)
 
     def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
-        """Say which placement is in force from the next iteration on, and keep it as a file."""
+        """Report which placement is in force from the next iteration on, and write it to a file."""
         assert self.placement is not None, "there is a placement to report"
-        iteration = self.engine.iteration + 1
+        iteration, error = self.engine.iteration + 1, None
         if self.context.rank == 0:
-            self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
-        self.report(placement_record(iteration, self.placement, reason, change, seconds))
+            try:
+                self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
+            except OSError as failure:
+                # Training goes on: checkpoints and windows have the placement too, the file is for people and tools.
+                error = f"{type(failure).__name__}: {failure}"
+        record = placement_record(iteration, self.placement, reason, change, seconds)
+        self.report(replace(record, file_error=error))
 
     def _placement_manager(self) -> PlacementManager | None:
         if self.config.placement.algorithm is None:
