@@ -123,7 +123,9 @@ def test_a_foreign_checkpoint_needs_trust(outcomes: dict[str, Any]) -> None:
 
 
 def test_retention(outcomes: dict[str, Any]) -> None:
-    assert ranks_of(outcomes, "fault:retention")[0]["kept"] == ["iter_0000002", "iter_0000003", "latest"]
+    (rank,) = ranks_of(outcomes, "fault:retention")
+    assert rank["kept"] == ["iter_0000002", "iter_0000003", "latest"]
+    assert rank["resumed"] == [["iter_0000003", "iter_0000004", "latest"], ["iter_0000005", "latest"]]
 
 
 def test_a_save_is_given_up_without_waiting_for_storage(outcomes: dict[str, Any]) -> None:
@@ -515,7 +517,16 @@ def fault_retention(rank: Rank, folder: Path) -> dict[str, Any]:
         rank.train(iteration)
         rank.manager.save(rank.state(), iteration)
     rank.manager.finish()
-    return {"kept": sorted(os.listdir(folder))}
+    kept, resumed = sorted(os.listdir(folder)), []
+    rank.checkpoint_config.keep_last = 1
+    rank.rebuild()
+    rank.load(folder / "iter_0000003")
+    for iteration in (4, 5):
+        rank.train(iteration)
+        rank.manager.save(rank.state(), iteration)
+        rank.manager.finish()
+        resumed.append(sorted(os.listdir(folder)))
+    return {"kept": kept, "resumed": resumed}
 
 
 def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:

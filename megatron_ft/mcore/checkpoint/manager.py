@@ -270,15 +270,20 @@ class CheckpointManager:
             checkpoints.sweep(self.folder, before_iteration=pending.iteration)
             stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]
             names = [(entry.iteration, entry.path.name) for entry in stored]
-            for name in self._retention.removable(names, in_use=self._in_use(len(names))):
+            for name in self._retention.removable(names, in_use=self._in_use([name for _, name in names])):
                 checkpoints.delete(self.folder / name)
         except OSError as failure:
             self._say_failed(
                 pending.iteration, pending.directory, f"saved, but older ones could not be removed: {failure}"
             )
 
-    def _in_use(self, num_complete: int) -> tuple[str, ...]:
-        return (self._resumed_from,) if self._resumed_from is not None and num_complete < 2 else ()
+    def _in_use(self, complete: list[str]) -> tuple[str, ...]:
+        """The checkpoint that this run resumed from, until two newer ones are complete; ``complete``: oldest first."""
+        if self._resumed_from not in complete:
+            return ()
+        # It is the only one that has been read. If the first newer one is damaged on disk, a restart needs it.
+        num_newer = len(complete) - 1 - complete.index(self._resumed_from)
+        return (self._resumed_from,) if num_newer < 2 else ()
 
     # -- loading
 
