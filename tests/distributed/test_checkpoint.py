@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SAME = ("dp1_fp16", "dp2_bf16", "dp2_bf16_plain", "dp1_fp32_plain", "vpp2", "ep2", "tp2")
 RESHARDED = (("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"), ("dp2", "vpp2"))
-FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up")
+FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up", "lost_at_the_end")
 
 
 def run_scenarios(names: list[str], directory: Path) -> dict[str, Any]:
@@ -137,6 +137,12 @@ def test_a_save_is_given_up_without_waiting_for_storage(outcomes: dict[str, Any]
         assert rank["complete_after"] == ["iter_0000001"]
         assert rank["opened_at"] >= ranks[1]["released_at"]
         assert rank["verified"] == 2 and rank["folder"] == ["iter_0000001", "iter_0000002", "latest"]
+
+
+def test_a_save_is_pending_until_all_ranks_know_its_outcome(outcomes: dict[str, Any]) -> None:
+    """Rank 1 dies when rank 0 writes the manifest: the save is abandoned like any other, not forgotten."""
+    survivor = outcomes["fault:lost_at_the_end"][0]
+    assert survivor == {"pending": 2, "abandoned": "iter_0000002", "is_complete": True, "pending_after": None}
 
 
 # -- the runner: everything below is executed in forked ranks ------------------------------------------------
@@ -587,6 +593,24 @@ def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:
         "opened_at": times["opened_at"] if int(os.environ["RANK"]) == 0 else float("inf"),
         "verified": verify(folder / "iter_0000002").iteration,
         "folder": sorted(os.listdir(folder)),
+    }
+
+
+def fault_lost_at_the_end(rank: Rank, folder: Path) -> dict[str, Any]:
+    rank.train(2)
+    rank.manager.save(rank.state(), 2)
+    if int(os.environ["RANK"]) == 1:
+        rank.manager._commit = lambda *_: os._exit(1)
+    try:
+        rank.manager.finish()
+    except RuntimeError:
+        pending = rank.manager.pending_iteration
+    abandoned = rank.manager.abandon()
+    return {
+        "pending": pending,
+        "abandoned": None if abandoned is None else abandoned.name,
+        "is_complete": (folder / "iter_0000002" / "manifest.json").exists(),
+        "pending_after": rank.manager.pending_iteration,
     }
 
 

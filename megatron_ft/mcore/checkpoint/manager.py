@@ -146,15 +146,20 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
             self._complete(self._pending)
 
-    def abandon(self) -> None:
+    def abandon(self) -> Path | None:
         """Abandon the save in progress, if any, without communication and without waiting for storage.
 
-        It gets no manifest. The next save of this process waits until all writing for this one has ended, and removes
-        its files.
+        It gets no manifest from here on. The next save of this process waits until all writing for this one has ended,
+        and removes its files.
+
+        Returns:
+            Directory of the save. It is complete where rank 0 had written the manifest before ranks were lost.
         """
-        if self._pending is not None:
-            self._pending.job.give_up()
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.job.give_up()
+        return pending.directory
 
     def _await_given_up(self) -> None:
         """Wait until no rank writes for an abandoned save: it may use the folder that is about to be created again."""
@@ -204,13 +209,14 @@ class CheckpointManager:
 
     def _complete(self, pending: _Pending) -> None:
         began = time.monotonic()
-        self._pending = None
         error = self._collectives.errors(pending.job.error)
         if error is None:
             written = self._collectives.gather(
                 {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
             )
             error, num_bytes = self._commit(pending, written)
+        # Only now: where ranks are lost in a collective above, the save is still pending, and is reported as abandoned.
+        self._pending = None
         if error is not None:
             self._discard(pending, error)
             return

@@ -36,19 +36,17 @@ from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
 from megatron_ft.runtime.transport.hang_up import Opening
-from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.checkpoints import iteration_of
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 
-def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:
+def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> None:
     """Continue ``trainer`` as a rank of ``following``, from the state after its target; collective over its ranks.
 
     The groups there are may be broken: nothing is sent through them. A joining rank's trainer has none.
 
     Args:
         store: that of ``following``, where it is open here already.
-
-    Returns:
-        Whether a checkpoint that was on its way has been given up.
 
     Raises:
         RecoveryError: no rank holds some state any more; it names what is missing. Or ranks would use different
@@ -96,13 +94,13 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
     )
     if trainer.placement is not None:
         trainer.report_placement("membership")
-    if carried is None:
-        return False
-    # Rank 0 may have just joined, and know nothing of the finished iteration.
+    # Rank 0 may have just joined, and know nothing of the finished iteration and of abandoned saves.
     trainer.reporting_rank = _first(previous)
-    owes_save = _account(trainer, carried, time.monotonic() - began)
+    _report_abandoned_saves(trainer)
+    if carried is not None and carried.finished is not None:
+        finished, carried.finished = carried.finished, None
+        trainer.account(finished, time.monotonic() - began, carried.batch)
     trainer.reporting_rank = 0
-    return owes_save
 
 
 def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
@@ -238,16 +236,14 @@ def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[Pla
     return found
 
 
-def _account(trainer: Trainer, carried: Carried, seconds: float) -> bool:
-    """Report the iteration that was finished and the save that was given up on the way."""
-    finished, carried.finished = carried.finished, None
-    if finished is not None:
-        trainer.account(finished, seconds, carried.batch)
-    if carried.unsaved is not None:
-        path = str(trainer.context.run_dir / "checkpoints" / directory_name(carried.unsaved))
+def _report_abandoned_saves(trainer: Trainer) -> None:
+    # Every rank forgets them here, also one that reports nothing: a later membership may have another reporting rank.
+    abandoned, trainer.abandoned_saves = trainer.abandoned_saves, []
+    for path in abandoned:
         error = "ranks were lost while it was written; the state they continue with is saved instead"
-        trainer.report(CheckpointFailed(iteration=carried.unsaved, error=error, path=path))
-    return carried.unsaved is not None
+        if (path / MANIFEST_NAME).exists():
+            error = "ranks were lost before all knew that it is complete; the state they continue with is saved as well"
+        trainer.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))
 
 
 def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:

@@ -48,8 +48,6 @@ class Carried:
     """The iteration that was settled on the way out, until it is accounted for."""
     batch: BatchPlan
     """Batch plan of the finished iteration."""
-    unsaved: int | None
-    """Iteration of an abandoned save, until it is reported."""
     kept: WindowKey | None = None
     """The newest committed window that this rank knows of; None before the first."""
     plan: WindowPlan | None = None
@@ -69,14 +67,13 @@ class Carried:
             host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=trainer.rounded_off),
             finished=None,
             batch=engine.batch,
-            unsaved=None,
             **_windows(trainer),
         )
 
     def after(self, before: "Carried | None") -> "Carried":
         """Add what the rank carried into the membership that this was captured in: both are of the same iteration.
 
-        Reports and saves that were due then may still be due.
+        Reports that were due then may still be due.
         """
         if before is None:
             return self
@@ -87,7 +84,6 @@ class Carried:
             host=replace(self.host, stopped=before.host.stopped),
             finished=before.finished,
             batch=before.batch,
-            unsaved=before.unsaved if self.unsaved is None else self.unsaved,
         )
 
 
@@ -168,7 +164,6 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
         ),
         finished=finished,
         batch=engine.batch,
-        unsaved=trainer.checkpoints.pending_iteration,
         has_whole_weights=finished is None or not trainer.config.parallel.use_distributed_optimizer,
         **_windows(trainer),
     )

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +96,10 @@ class Trainer:
         """Whether the run has reached its end."""
         self.rounded_off = 0
         """Newest iteration after which all is done that was due."""
+        self.abandoned_saves: list[Path] = []
+        """Directories of saves that were abandoned with their membership, until they are reported."""
+        self.owes_save = False
+        """Whether a save was abandoned and no later one has begun."""
         self.engine.wants_load = self._wants_load
         self.engine.change_requested = context.worker.change_requested
 
@@ -213,8 +218,10 @@ class Trainer:
         self.engine.teardown()
         failpoints.watch(None)
         checkpoints: CheckpointManager | None = self.__dict__.pop("checkpoints", None)
-        if checkpoints is not None:
-            checkpoints.abandon()
+        abandoned = None if checkpoints is None else checkpoints.abandon()
+        if abandoned is not None:
+            self.abandoned_saves.append(abandoned)
+            self.owes_save = True
         self.__dict__.pop("collectives", None)
 
     def _tell_phase(self, iteration: int, phase: str) -> None:
