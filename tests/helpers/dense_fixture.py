@@ -1,7 +1,7 @@
 """Writes ``tests/fixtures/checkpoints/dense.tar.xz``, a dense checkpoint that later versions must read bit for bit.
 
-``python -m tests.helpers.dense_fixture`` has written it with the last code that had no ``TrainState`` in checkpoints. It
-is never written again: a new format adds another file.
+``python -m tests.helpers.dense_fixture`` has written it with the last code that had no ``TrainState`` in checkpoints.
+It is never written again: a new format adds another file.
 """
 
 import hashlib

@@ -285,11 +285,8 @@ class CheckpointManager:
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
         """The checkpoint that this run resumed from, until two newer ones are complete; ``complete``: oldest first."""
-        if self._resumed_from not in complete:
-            return ()
         # It is the only one that has been read. If the first newer one is damaged on disk, a restart needs it.
-        num_newer = len(complete) - 1 - complete.index(self._resumed_from)
-        return (self._resumed_from,) if num_newer < 2 else ()
+        return tuple(name for name in complete[-2:] if name == self._resumed_from)
 
     # -- loading
 

@@ -40,7 +40,6 @@ class Carried:
 
     holdings: tuple[Holding, ...]
     """Oldest first; ``state`` has what each of them gives this rank."""
-    iteration: int
     state: NamedState
     host: TrainState
     """State besides tensors."""
@@ -62,7 +61,6 @@ class Carried:
         engine = trainer.engine
         return cls(
             holdings=(_holding(trainer, None),),
-            iteration=engine.iteration,
             state=take_state(engine.model_chunks, engine.optimizer),
             host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=trainer.rounded_off),
             finished=None,
@@ -154,7 +152,6 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
     stops = finished is not None and finished.decision.action == "stop"
     return Carried(
         holdings=holdings,
-        iteration=target.iteration,
         state=state,
         host=replace(
             host,
