@@ -88,11 +88,11 @@ def _attempt(trainer: Trainer, before: int | None) -> str | None:
     """
     try:
         # One rank that has abandoned a save is enough: saving is collective.
-        if trainer.context.generation > 0 and trainer.collectives.any(trainer.owes_save):
+        if trainer.context.generation > 0 and trainer.collectives.any(trainer.is_save_due):
             trainer.save()
-            # Only now: where ranks are lost before the save has begun, the next membership owes it. One that has begun
-            # is abandoned like any other.
-            trainer.owes_save = False
+            # Only now: where ranks are lost before the save has begun, it is due in the next membership. One that has
+            # begun is abandoned like any other.
+            trainer.is_save_due = False
         trainer.run(before=before)
     except RuntimeError:  # of a collective, of a kernel: errors of this project's own are meant for everybody
         if not trainer.context.worker.can_survive:

@@ -98,7 +98,7 @@ class Trainer:
         """Newest iteration after which all is done that was due."""
         self.abandoned_saves: list[Path] = []
         """Directories of saves that were abandoned with their membership, until they are reported."""
-        self.owes_save = False
+        self.is_save_due = False
         """Whether a save was abandoned and no later one has begun."""
         self.engine.wants_load = self._wants_load
         self.engine.change_requested = context.worker.change_requested
@@ -221,7 +221,7 @@ class Trainer:
         abandoned = None if checkpoints is None else checkpoints.abandon()
         if abandoned is not None:
             self.abandoned_saves.append(abandoned)
-            self.owes_save = True
+            self.is_save_due = True
         self.__dict__.pop("collectives", None)
 
     def _tell_phase(self, iteration: int, phase: str) -> None:
@@ -344,7 +344,7 @@ class Trainer:
             try:
                 self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
             except OSError as failure:
-                # Training goes on: checkpoints and windows have the placement too, the file is for people and tools.
+                # Training continues: checkpoints and windows have the placement too, the file is for people and tools.
                 error = f"{type(failure).__name__}: {failure}"
         record = placement_record(iteration, self.placement, reason, change, seconds)
         self.report(replace(record, file_error=error))

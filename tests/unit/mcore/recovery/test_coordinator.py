@@ -80,7 +80,7 @@ def test_a_rank_whose_own_process_fails_is_lost_alone(error: Exception, monkeypa
         _failing(error, monkeypatch)
 
 
-def _trainer_that_owes(*, saves: list[bool]) -> Any:
+def _trainer_with_a_save_due(*, saves: list[bool]) -> Any:
     """A rank of generation 1 whose saves break, one after the other, where ``saves`` has False."""
 
     def save() -> None:
@@ -88,7 +88,7 @@ def _trainer_that_owes(*, saves: list[bool]) -> Any:
             raise RuntimeError("Connection closed by peer")
 
     return SimpleNamespace(
-        owes_save=True,
+        is_save_due=True,
         save=save,
         run=lambda before: None,
         collectives=SimpleNamespace(any=lambda flag: flag),
@@ -96,10 +96,10 @@ def _trainer_that_owes(*, saves: list[bool]) -> Any:
     )
 
 
-def test_an_abandoned_save_is_owed_until_another_has_begun() -> None:
+def test_an_abandoned_save_is_due_until_another_has_begun() -> None:
     saves = [False, True]
-    trainer = _trainer_that_owes(saves=saves)
+    trainer = _trainer_with_a_save_due(saves=saves)
     assert "Connection closed by peer" in (coordinator._attempt(trainer, None) or "")
-    assert trainer.owes_save
-    assert coordinator._attempt(trainer, None) is None and not trainer.owes_save
+    assert trainer.is_save_due
+    assert coordinator._attempt(trainer, None) is None and not trainer.is_save_due
     assert coordinator._attempt(trainer, None) is None and saves == []
