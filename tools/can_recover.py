@@ -236,7 +236,7 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
     """
     from pretrain_moe import observe_here
 
-    refused, gpu_memory_bytes = refused_devices(config), config.launch.gpu_memory_bytes
+    refused, gpu_memory_bytes = refused_devices(config), config.limits.gpu_memory_bytes
     choice = choose_device(
         config.training.device,
         observe_here(),

@@ -9,7 +9,7 @@ python -m tools.inject_failures runs/moe_tiny-001 --disk-error 0 1 --for 5
 python -m tools.inject_failures runs/moe_tiny-001 --trace trace.csv --minutes 80 --scale 0.05 --most-nodes 10
 
 A failure affects whole nodes from outside, at any moment of an iteration. A failure in one phase of one rank needs
-launch.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
+testing.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=float, help="with --trace: length of it that is used; default all")
     parser.add_argument("--scale", type=float, help="with --trace: seconds here for each of its seconds; default 1")
-    parser.add_argument("--most-nodes", type=int, help="with --trace: node numbers used; default launch.max_nodes")
+    parser.add_argument("--most-nodes", type=int, help="with --trace: node numbers used; default nodes.max_nodes")
     return parser
 
 
@@ -128,14 +128,16 @@ def _launch(run_dir: Path) -> dict[str, int]:
     """Read the nodes from the run's configuration. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
-        launch = yaml.safe_load(path.read_text(encoding="utf-8"))["launch"]
-        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes", "num_spare_nodes", "max_nodes")}
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        launch, nodes = config["launch"], config["nodes"]
+        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes")}
+        numbers |= {name: nodes[name] for name in ("num_spare_nodes", "max_nodes")}
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read: {error!r}") from None
     if numbers["max_nodes"] is None:
         numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
     if any(type(value) is not int for value in numbers.values()):
-        raise DataError(f"{path}: launch must hold numbers, has {numbers}")
+        raise DataError(f"{path}: launch and nodes must hold numbers, have {numbers}")
     return numbers
 
 

@@ -1,7 +1,7 @@
 """Identity of a job: its run, data, model, optimizer and learning-rate schedule.
 
 Checkpoints and windows record it, and a job compares it before it loads one. The layout (nodes, ranks, parallel
-sizes, replicas), telemetry, snapshot and launch keys are not part of it: they may change between starts.
+sizes, replicas), telemetry, snapshot, launch and recovery keys are not part of it: they may change between starts.
 """
 
 from collections.abc import Mapping

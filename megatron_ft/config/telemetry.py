@@ -37,7 +37,7 @@ class TelemetryConfig:
     """Team in wandb; null for the default."""
     alert_single_loss_survival: float | None = 1.0
     """Alert when the probability of surviving the loss of one failure domain without a restart is below this; null
-    never. Known only for jobs that continue by expert replicas (``launch.min_nodes``)."""
+    never. Known only for jobs that continue by expert replicas (``recovery.min_nodes``)."""
     alert_stall_share: float | None = 0.05
     """Alert when capture stalls take more than this share of iteration time, over five windows; null never."""
     alert_windows_behind: float | None = 3.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class UpstreamLogConfig:
-    """Log of activations and gradients sent between pipeline stages, with ``launch.keep_layout``."""
+    """Log of activations and gradients sent between pipeline stages, with ``recovery.keep_layout``."""
 
     commit_lag_iterations: int = 4
     """Largest number of iterations from a window's last slice to the vote that commits it; the log holds two windows

@@ -62,7 +62,7 @@ def check_descriptors(num_nodes: int) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = soft - most + num_nodes + MIN_UNAUTHENTICATED
         raise ControlError(
-            f"{num_nodes} nodes can belong to the job (launch.num_nodes, launch.max_nodes), and the controller may "
+            f"{num_nodes} nodes can belong to the job (launch.num_nodes, nodes.max_nodes), and the controller may "
             f"open {soft} files: it needs {needed}, raise the hard limit of open files (ulimit -Hn)"
         )
 

@@ -38,9 +38,9 @@ class NetworkFacts:
 
     interfaces: Mapping[str, Interface]
     resolved: tuple[str, ...]
-    """Addresses of ``launch.interface``; empty where mode ``local`` does not use it."""
+    """Addresses of ``control.interface``; empty where mode ``local`` does not use it."""
     bind_error: str | None
-    """Reason that ``launch.master_port`` (or any port) cannot be bound at ``launch.interface``."""
+    """Reason that ``launch.master_port`` (or any port) cannot be bound at ``control.interface``."""
     port_is_taken: bool = False
     """Whether another process holds the port."""
     ephemeral: tuple[int, int] | None = None
@@ -130,10 +130,10 @@ def check_network(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
-    named = f"launch.interface={needs.interface}"
+    named = f"control.interface={needs.interface}"
     if needs.interface in facts.interfaces:
         addresses = facts.interfaces[needs.interface].addresses
-        instead = f"launch.interface={addresses[0]}" if addresses else "the address of one that has one"
+        instead = f"control.interface={addresses[0]}" if addresses else "the address of one that has one"
         return [error("interface", f"{named}: names an interface; it must be an address", instead)]
     if not facts.resolved:
         return [error("interface", f"{named}: has no address", f"give an address of this machine: {_own(facts)}")]

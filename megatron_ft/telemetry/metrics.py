@@ -95,7 +95,7 @@ _FROM_EVENTS = (
         "replicas/single_loss_survival",
         "1",
         "Probability that the job survives the loss of one failure domain, each being as likely: "
-        "every expert has a copy left, and launch.min_nodes nodes are left. Only where launch.min_nodes is given.",
+        "every expert has a copy left, and recovery.min_nodes nodes are left. Only where recovery.min_nodes is given.",
     ),
     Metric("snapshot/window_iterations", "iterations", "Iterations that together capture every operator once (W)."),
     Metric(

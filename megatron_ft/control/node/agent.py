@@ -63,7 +63,7 @@ class AgentSpec:
     """A rank that gives none for so long is killed."""
 
     tls_dir: str | None = None
-    """Value of ``launch.tls_dir``."""
+    """Value of ``control.tls_dir``."""
     process_id: int | None = None
     """Process id on the launcher's machine by which this node is known there; null: the agent's own."""
     store: StoreEndpoint | None = None

@@ -149,7 +149,7 @@ class AgentClient:
 
     def _check_can_survive(self) -> None:
         if not self._can_survive:
-            raise ControlError("launch.min_nodes: this job needs all of its nodes")
+            raise ControlError("recovery.min_nodes: this job needs all of its nodes")
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()

@@ -84,7 +84,7 @@ def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocat
 
 
 def address_of(interface: str) -> str:
-    """The address that ``launch.interface`` means on this machine: of the network interface of that name, or itself.
+    """The address that ``control.interface`` means on this machine: of the network interface of that name, or itself.
 
     Raises:
         ConfigError: the interface has no address, or one that other machines do not reach.
@@ -97,11 +97,11 @@ def address_of(interface: str) -> str:
         # IPv4 first; gloo and NCCL get the interface by name and choose for themselves.
         ours = [entry for family in (socket.AF_INET, socket.AF_INET6) for entry in found if entry.family == family]
         if not ours:
-            raise ConfigError.of("launch.interface", interface, "must have an address of IPv4 or IPv6; it has none")
+            raise ConfigError.of("control.interface", interface, "must have an address of IPv4 or IPv6; it has none")
         address = ours[0].address.partition("%")[0]
     if address == "localhost" or address.startswith("127.") or address.strip("[]") == "::1":
         constraint = "must be an address that other nodes reach, or a network interface with one, with "
-        raise ConfigError.of("launch.interface", interface, f"{constraint}{_KEY}=srun or none")
+        raise ConfigError.of("control.interface", interface, f"{constraint}{_KEY}=srun or none")
     return address
 
 

@@ -132,7 +132,7 @@ def check_interface(interface: str) -> str:
     """Remove brackets. Raises ConfigError for an address that means every interface."""
     # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
+        raise ConfigError.of("control.interface", interface, "must be one address, never all interfaces")
     return interface.strip("[]")
 
 
@@ -159,7 +159,7 @@ def _listen_for_peers(interface: str) -> socket.socket:
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ControlError(f"launch.interface={interface}: cannot listen there: {error}") from error
+        raise ControlError(f"control.interface={interface}: cannot listen there: {error}") from error
     return listener
 
 

@@ -26,8 +26,8 @@ def test_spares_count_as_nodes_and_not_as_peers() -> None:
     job = needs(
         "launch.num_nodes=2",
         "launch.ranks_per_node=2",
-        "launch.num_spare_nodes=1",
-        "launch.keep_layout=true",
+        "nodes.num_spare_nodes=1",
+        "recovery.keep_layout=true",
         "snapshot=sparse_window",
         "snapshot.num_peer_copies=1",
     )
@@ -59,6 +59,6 @@ def test_checkpoints_that_lie_there_at_once(tmp_path: Path) -> None:
 def test_who_asked_for_the_device() -> None:
     named = needs("training.device=cpu")
     assert (named.device, named.device_reason, named.other_device) == ("cpu", "training.device=cpu", "")
-    assert needs("launch.gpu_memory_bytes=80000000000").device == "cuda"
+    assert needs("limits.gpu_memory_bytes=80000000000").device == "cuda"
     assert needs("training.device=cuda", "training.transformer_impl=transformer_engine").uses_transformer_engine
     assert not needs().uses_transformer_engine
