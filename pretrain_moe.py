@@ -66,10 +66,12 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
     Raises:
         ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
     """
-    from megatron_ft.config.overrides import check_override, explain, open_key
+    from megatron_ft.config.overrides import check_moved, check_override, explain, open_key
 
     values = {}
     parsed = _parse(overrides)
+    pairs = list(zip(overrides, parsed, strict=True))
+    check_moved((override.key_or_group, text) for text, override in pairs if not override.is_delete())
     for override in parsed:
         value = override.get_value_string() if override.is_sweep_override() else override.value()
         check_override(
@@ -81,7 +83,7 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
         )
         values[override.key_or_group] = value
     fields = {key: value for key, value in values.items() if open_key(key)}
-    known = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group not in fields]
+    known = [text for text, override in pairs if override.key_or_group not in fields]
     try:
         return _compose(known, fields)
     except _composition_errors() as error:

@@ -23,6 +23,7 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.devices import on_device, refused_devices
 from megatron_ft.config.inputs import read_inputs
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.moved import with_present_keys
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.admin import AdminClient, JobNotRunning
 from megatron_ft.errors import EXIT_OK, ConfigError, DataError, MegatronFtError, RecoveryError
@@ -162,7 +163,7 @@ def read_config(path: Path) -> JobConfig:
     import yaml
 
     try:
-        return derive_placement(from_dict(yaml.safe_load(path.read_text())))
+        return derive_placement(from_dict(with_present_keys(yaml.safe_load(path.read_text()))))
     except (OSError, yaml.YAMLError, ConfigError, AttributeError) as error:
         raise DataError(f"{path}: must be the configuration of a run: {error}") from None
 

@@ -25,6 +25,7 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ft.config.moved import with_present_keys
 from megatron_ft.control.admin import CONTROLLER_FILE, AdminClient, JobNotRunning
 from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, DataError, MegatronFtError
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
@@ -128,11 +129,11 @@ def _launch(run_dir: Path) -> dict[str, int]:
     """Read the nodes from the run's configuration. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
         launch, nodes = config["launch"], config["nodes"]
         numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes")}
         numbers |= {name: nodes[name] for name in ("num_spare_nodes", "max_nodes")}
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ConfigError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read: {error!r}") from None
     if numbers["max_nodes"] is None:
         numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
