@@ -66,10 +66,12 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
     Raises:
         ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
     """
-    from megatron_ft.config.overrides import check_override, explain, open_key
+    from megatron_ft.config.overrides import check_moved, check_override, explain, open_key
 
     values = {}
     parsed = _parse(overrides)
+    pairs = list(zip(overrides, parsed, strict=True))
+    check_moved((override.key_or_group, text) for text, override in pairs if not override.is_delete())
     for override in parsed:
         value = override.get_value_string() if override.is_sweep_override() else override.value()
         check_override(
@@ -81,7 +83,7 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
         )
         values[override.key_or_group] = value
     fields = {key: value for key, value in values.items() if open_key(key)}
-    known = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group not in fields]
+    known = [text for text, override in pairs if override.key_or_group not in fields]
     try:
         return _compose(known, fields)
     except _composition_errors() as error:
@@ -249,7 +251,7 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
     Raises:
         ConfigError: Slurm does not name the domains, or the configuration cannot run with any domains.
     """
-    if config.launch.failure_domain_source == "listed" or config.dry_run:
+    if config.topology.failure_domain_source == "listed" or config.dry_run:
         return config, config_yaml
     from megatron_ft.config.validate import validate
     from megatron_ft.control.slurm.topology import summary, with_failure_domains
@@ -258,7 +260,7 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
     config = with_failure_domains(config, os.environ)
     print(f"note: {summary(config)}", file=sys.stderr)
     names = ("failure_domain_source", "failure_domains")
-    return config, _with_values(config_yaml, {f"launch.{name}": getattr(config.launch, name) for name in names})
+    return config, _with_values(config_yaml, {f"topology.{name}": getattr(config.topology, name) for name in names})
 
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
@@ -320,7 +322,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     choice = choose_device(
         config.training.device,
         facts,
-        gpu_memory_bytes=config.launch.gpu_memory_bytes,
+        gpu_memory_bytes=config.limits.gpu_memory_bytes,
         refused=refused,
         may_be_elsewhere=may_be_elsewhere,
     )
@@ -330,7 +332,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     try:
         return plan_job(decided, data, inputs, device=choice.device, with_losses=losses, choice=choice, refused=refused)
     except ConfigError as error:
-        if str(error).startswith("launch.gpu_memory_bytes=") and config.launch.gpu_memory_bytes is None:
+        if str(error).startswith("limits.gpu_memory_bytes=") and config.limits.gpu_memory_bytes is None:
             raise ConfigError(f"{error} (the smallest GPU of this machine by nvidia-smi)") from None
         raise
 
@@ -345,10 +347,10 @@ def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
 def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
     """Return ``config`` with the GPU memory of this machine as the limit of the plan, unless the configuration sets a
     limit."""
-    if config.training.device != "cuda" or config.launch.gpu_memory_bytes is not None:
+    if config.training.device != "cuda" or config.limits.gpu_memory_bytes is not None:
         return config
-    launch = dataclasses.replace(config.launch, gpu_memory_bytes=facts.gpu_memory_bytes)
-    return dataclasses.replace(config, launch=launch)
+    limits = dataclasses.replace(config.limits, gpu_memory_bytes=facts.gpu_memory_bytes)
+    return dataclasses.replace(config, limits=limits)
 
 
 def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
@@ -383,7 +385,7 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
         return
     from megatron_ft.planning.devices import gpus_needed, usable_gpus
 
-    usable, num_ranks = usable_gpus(facts), launch.most_nodes * launch.ranks_per_node
+    usable, num_ranks = usable_gpus(facts), config.most_nodes * launch.ranks_per_node
     if usable == 0:
         raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine shows none that can be used")
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
@@ -399,7 +401,7 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     """Check the memory of this machine, which all nodes started by this command share, and Transformer Engine if
     needed."""
     _check_transformer_engine(config)
-    if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
+    if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
         return
     import psutil
 
@@ -407,7 +409,7 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     total, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * nodes_here
     if needed > total:
         raise ConfigError.of(
-            "launch.host_memory_bytes",
+            "limits.host_memory_bytes",
             "null",
             f"must allow {needed} bytes, the estimated need of {nodes_here} local nodes; this machine has "
             f"{total}; choose a smaller model or fewer ranks",

@@ -80,9 +80,9 @@ def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequenc
         Refused: the dry run fails.
     """
     num_spares = int(site["MFT_SPARE_NODES"])
-    sizes = {"num_nodes": num_nodes - num_spares, "num_spare_nodes": num_spares}
-    sizes["ranks_per_node"] = int(site["MFT_RANKS_PER_NODE"])
-    launch = [f"launch={shape.launch}", *(f"launch.{name}={value}" for name, value in sizes.items()), *shape.overrides]
+    sizes = {"launch.num_nodes": num_nodes - num_spares, "nodes.num_spare_nodes": num_spares}
+    sizes["launch.ranks_per_node"] = int(site["MFT_RANKS_PER_NODE"])
+    launch = [f"launch={shape.launch}", *(f"{key}={value}" for key, value in sizes.items()), *shape.overrides]
     words = [site["MFT_PYTHON"], "pretrain_moe.py", *launch, *overrides, "dry_run=true"]
     if subprocess.run(words, cwd=HERE.parent, check=False).returncode != 0:
         raise Refused("the dry run refuses this job: nothing was submitted")

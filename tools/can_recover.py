@@ -24,6 +24,7 @@ from megatron_ft.config.devices import on_device, refused_devices
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.inputs import read_inputs
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.moved import with_present_keys
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.admin import AdminClient, JobNotRunning
 from megatron_ft.control.run_id import RUN_ID_NAME, read_run_id
@@ -185,7 +186,7 @@ def read_config(path: Path) -> JobConfig:
     import yaml
 
     try:
-        return derive_placement(from_dict(yaml.safe_load(path.read_text())))
+        return derive_placement(from_dict(with_present_keys(yaml.safe_load(path.read_text()))))
     except (OSError, yaml.YAMLError, ConfigError, AttributeError) as error:
         raise DataError(f"{path}: must contain the configuration of a run: {error}") from None
 
@@ -261,7 +262,7 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
     """
     from pretrain_moe import observe_here
 
-    refused, gpu_memory_bytes = refused_devices(config), config.launch.gpu_memory_bytes
+    refused, gpu_memory_bytes = refused_devices(config), config.limits.gpu_memory_bytes
     choice = choose_device(
         config.training.device,
         observe_here(),

@@ -9,7 +9,7 @@ python -m tools.inject_failures runs/moe_tiny-001 --disk-error 0 1 --for 5
 python -m tools.inject_failures runs/moe_tiny-001 --trace trace.csv --minutes 80 --scale 0.05 --most-nodes 10
 
 A failure affects whole nodes from outside, at any moment of an iteration. A failure in one phase of one rank needs
-launch.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
+testing.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ft.config.moved import with_present_keys
 from megatron_ft.control.admin import CONTROLLER_FILE, AdminClient, JobNotRunning
 from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, DataError, MegatronFtError
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="with --trace: seconds of the trace that are used; default all")
     parser.add_argument("--scale", type=float, help="with --trace: real seconds per second of the trace; default 1")
     parser.add_argument(
-        "--most-nodes", type=int, help="with --trace: number of nodes that are used; default launch.max_nodes"
+        "--most-nodes", type=int, help="with --trace: number of nodes that are used; default nodes.max_nodes"
     )
     return parser
 
@@ -130,14 +131,16 @@ def _launch(run_dir: Path) -> dict[str, int]:
     """Read the number of nodes and ranks from the run's configuration. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
-        launch = yaml.safe_load(path.read_text(encoding="utf-8"))["launch"]
-        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes", "num_spare_nodes", "max_nodes")}
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        config = with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
+        launch, nodes = config["launch"], config["nodes"]
+        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes")}
+        numbers |= {name: nodes[name] for name in ("num_spare_nodes", "max_nodes")}
+    except (OSError, ValueError, KeyError, TypeError, ConfigError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read: {error!r}") from None
     if numbers["max_nodes"] is None:
         numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
     if any(type(value) is not int for value in numbers.values()):
-        raise DataError(f"{path}: launch must contain numbers, but has {numbers}")
+        raise DataError(f"{path}: launch and nodes must contain numbers, but have {numbers}")
     return numbers
 
 

@@ -1,7 +1,6 @@
 """Identity of a job: run, data, model, optimizer and learning-rate schedule.
 
-Checkpoints and windows record the identity. A job compares it before it loads one of them. The layout (nodes, ranks,
-parallel sizes, replicas), telemetry, snapshot and launch keys are not part of it, because they may change between
+sizes, replicas), telemetry, snapshot, launch and recovery keys are not part of it, because they may change between
 starts.
 """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_ft.errors import ConfigError
 from megatron_ft.reading import parse_call
 
-_KEY = "launch.membership_schedule"
+_KEY = "testing.membership_schedule"
 _KEYWORDS = {
     "lose": ("nodes", "before_iteration"),
     "join": ("nodes", "before_iteration"),

@@ -1,11 +1,13 @@
 """Error messages with close matches for wrong keys, groups, options and flags. Does not use Hydra."""
 
 import difflib
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.docs import KeyDoc, group_docs, key_docs
+from megatron_ft.config.moved import MOVED
 from megatron_ft.config.serialize import close_matches
 from megatron_ft.errors import ConfigError
 
@@ -14,6 +16,24 @@ def group_options(conf: Path) -> dict[str, list[str]]:
     """Return the names of the options of each group, which are the files in the folder of the group."""
     folders = sorted(path for path in conf.iterdir() if path.is_dir())
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
+    """Refuse old keys, all in one message that says what to write instead.
+
+    Args:
+        overrides: key and text of each override, e.g. ``("launch.interface", "launch.interface=lo")``.
+
+    Raises:
+        ConfigError: a key was moved.
+    """
+    lines = []
+    for key, text in overrides:
+        if new := MOVED.get(key):
+            given = text.lstrip("+")
+            lines.append(f"{given}: is now {new}; write {shlex.quote(given.replace(key, new, 1))}")
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: bool) -> None:
@@ -38,6 +58,7 @@ def flag_error(argument: str) -> ConfigError:
     flag, _, value = argument.lstrip("-").partition("=")
     name = flag.replace("-", "_")
     keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
+    keys = keys or [new for old, new in MOVED.items() if old.rpartition(".")[2] == name]
     if keys:
         return ConfigError(f"{argument}: must be written as {keys[0]}={value or '<value>'} (docs/from-megatron-lm.md)")
     return ConfigError(f"{argument}: must be --help or --version, or a key written as key=value")
@@ -77,6 +98,8 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
     plain = key.partition("[")[0]
     reason = str(getattr(cause, "msg", None) or cause).splitlines()[0]
     value = _given(plain, given)
+    if plain in MOVED:
+        return ConfigError.of(key, value, f"is now {MOVED[plain]}")
     documented = known_keys().get(plain)
     if documented is not None and "nterpolation" not in type(cause).__name__:
         return ConfigError.of(key, value, f"must be of type {documented.type} ({reason})")

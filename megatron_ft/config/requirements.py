@@ -67,7 +67,7 @@ REPLICAS: tuple[Requirement, ...] = (
 KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
     Requirement(key="launch.master_port", value=0),
-    Requirement(key="launch.max_nodes", reason="a job that keeps its layout does not grow"),
+    Requirement(key="nodes.max_nodes", reason="a job that keeps its layout does not grow"),
     Requirement(
         key="placement.algorithm",
         reason="with replica slots a job continues on fewer ranks and does not keep its layout",

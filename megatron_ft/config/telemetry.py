@@ -39,7 +39,7 @@ class TelemetryConfig:
     alert_single_loss_survival: float | None = 1.0
     """Limit for the probability that the job survives the loss of one failure domain without a restart. An alert is
     reported below it; null never. The probability is known only for jobs that continue by expert replicas
-    (``launch.min_nodes``)."""
+    (``recovery.min_nodes``)."""
     alert_stall_share: float | None = 0.05
     """Limit for the share of iteration time that training waits for captures, over five windows. An alert is reported
     above it; null never."""

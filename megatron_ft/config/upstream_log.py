@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class UpstreamLogConfig:
-    """Log of activations and gradients sent between pipeline stages, for ``launch.keep_layout``."""
+    """Log of activations and gradients sent between pipeline stages, for ``recovery.keep_layout``."""
 
     commit_lag_iterations: int = 4
     """Largest number of iterations between the last slice of a window and the vote that commits the window. The log has

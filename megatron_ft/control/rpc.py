@@ -43,10 +43,10 @@ def check_interface(interface: str) -> None:
     """Refuse addresses that mean every interface.
 
     Raises:
-        ConfigError: ``launch.interface`` is empty or a wildcard.
+        ConfigError: ``control.interface`` is empty or a wildcard.
     """
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, not all interfaces")
+        raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
 
 
 def join_address(host: str, port: int) -> str:
@@ -101,7 +101,7 @@ class RpcServer:
             else:
                 bound = self._server.add_secure_port(where, certificates.of_server())
         except RuntimeError as error:
-            raise ControlError(f"cannot listen on launch.interface={interface} port {port}: {error}") from error
+            raise ControlError(f"cannot listen on control.interface={interface} port {port}: {error}") from error
         self.address = join_address(interface, bound)
         self._unauthenticated = handlers.unauthenticated = UnauthenticatedConnections(bound, max_connections=most)
 

@@ -107,9 +107,9 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         store = open_store(context, timeout_seconds=timeout_seconds)
         trainer.build(join(trainer.config, context, device=device_type, timeout_seconds=timeout_seconds, store=store))
         # After ``build``, in which ranks have compared their data: joining ranks compare theirs with this.
-        if context.rank == 0 and config.launch.may_lose_nodes:
+        if context.rank == 0 and config.may_lose_nodes:
             note_run_data(trainer.samples["train"], context.run_dir)
-    elif config.launch.may_lose_nodes:
+    elif config.may_lose_nodes:
         check_run_data(config, trainer.samples["train"], context.run_dir)
     history = ScriptedHistory(config, context, store)
     # The history keeps the store where memberships follow: another reference would keep it open for the whole run.
@@ -129,7 +129,9 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
     generation = context.generation + int(context.is_joining)  # it begins with the next membership
-    failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, generation=generation, record=record)
+    failpoints.arm(
+        config.testing.failpoints, rank=context.rank, node=context.node, generation=generation, record=record
+    )
 
 
 def _report_unfired(context: RankContext) -> None:

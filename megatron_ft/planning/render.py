@@ -174,7 +174,7 @@ def _device_memory(plan: JobPlan) -> str:
     if plan.device != "cuda":
         return _with_limit(plan.device_bytes, None)
     if plan.gpu_memory_bytes is None:
-        return f"{readable_bytes(plan.device_bytes)}, not checked (launch.gpu_memory_bytes=null)"
+        return f"{readable_bytes(plan.device_bytes)}, not checked (limits.gpu_memory_bytes=null)"
     return _with_limit(plan.device_bytes, plan.gpu_memory_bytes)
 
 

@@ -98,7 +98,7 @@ _FROM_EVENTS = (
         "replicas/single_loss_survival",
         "1",
         "Probability that the job survives the loss of one failure domain, all being equally likely: every expert "
-        "keeps a copy, and launch.min_nodes nodes remain. Reported only if launch.min_nodes is set.",
+        "keeps a copy, and recovery.min_nodes nodes remain. Reported only if recovery.min_nodes is set.",
     ),
     Metric("snapshot/window_iterations", "iterations", "Iterations that together capture every operator once (W)."),
     Metric(

@@ -250,7 +250,7 @@ class Job:
         (mine, theirs), (told, telling) = fork.Pipe(), fork.Pipe(duplex=False)
         context = {**_context(self.folder, node, self.port), **about}
         if self.keepers is not None:
-            is_alone = about.get("is_joining") and not self.config.launch.keep_layout
+            is_alone = about.get("is_joining") and not self.config.recovery.keep_layout
             known = {node: self.keepers.nodes[node]} if is_alone else self.keepers.nodes
             addresses = {str(number): keeper.address for number, keeper in known.items()}
             service = {"socket": self.keepers.nodes[node].socket_path, "token": TOKEN, "addresses": addresses}
@@ -301,7 +301,7 @@ class Job:
                 gone.add(process)
                 return False
             dead.add(process)
-            keeps = self.config.launch.keep_layout and (self.keepers_live or not self.spares)
+            keeps = self.config.recovery.keep_layout and (self.keepers_live or not self.spares)
             if self.keepers is not None and not keeps:
                 self.keepers.nodes[self.nodes[process]].kill()
             positions.pop(process, None)
@@ -338,7 +338,7 @@ class Job:
         leaving = [process for process in positions if self.nodes[process] in change.get("leave", ())]
         coming = change.get("join", ()) if is_planned else self.returns.pop(target.iteration, ())
         joining = [self.newcomers[node] for node in coming]
-        if self.config.launch.keep_layout:
+        if self.config.recovery.keep_layout:
             members = [process if process in positions else self._substitute(process) for process in self.members]
         else:
             members = sorted({*positions, *joining} - set(leaving), key=lambda process: self.nodes[process])
@@ -447,7 +447,7 @@ def _main(spec: str, outcome: str) -> None:
     for name, job in content["jobs"].items():
         try:
             if repeated := job["overrides"].pop("repeats", None):
-                job["overrides"]["launch.membership_schedule"] = schedule_of(outcomes[repeated])
+                job["overrides"]["testing.membership_schedule"] = schedule_of(outcomes[repeated])
             outcomes[name] = _run(Path(content["folder"], name), job)
         except Exception:  # noqa: BLE001 - the test that needs this job says so
             outcomes[name] = {"error": traceback.format_exc()}

@@ -48,7 +48,7 @@ def surviving() -> dict[str, str]:
     communicators."""
     job = JobConfig()
     job.training.device = "cuda"
-    job.launch.num_nodes, job.launch.min_nodes = 2, 1
+    job.launch.num_nodes, job.recovery.min_nodes = 2, 1
     return rank_environment(job)
 
 

@@ -58,7 +58,7 @@ def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool =
     with rank_server(day.device_type) as socket, ThreadPoolExecutor(2) as pool:
         jobs = Jobs(day, socket, num_iterations)
         left_alone = pool.submit(jobs.run, "left-alone", [])
-        restarts = f"launch.max_restarts={len(kills)}"
+        restarts = f"recovery.max_restarts={len(kills)}"
         killed = pool.submit(jobs.run, "killed", [*windows(SLICE_BYTES), restarts, failpoints(kills)])
         stopped = pool.submit(jobs.stop_and_resume) if also_stops else None
         reference = generations_of(left_alone.result())[0]
@@ -152,7 +152,7 @@ def failpoints(kills: Kills) -> str:
     texts = [
         f"'kill(at_iteration={at},phase=\"{phase}\",generation={number})'" for number, (phase, at) in enumerate(kills)
     ]
-    return f"launch.failpoints=[{','.join(texts)}]"
+    return f"testing.failpoints=[{','.join(texts)}]"
 
 
 def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -> None:

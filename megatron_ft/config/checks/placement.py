@@ -91,7 +91,7 @@ def _stage(config: JobConfig) -> tuple[int, int]:
     launch = config.launch
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     stages = [
-        {launch.member_domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
+        {config.member_domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
         for stage in range(topology.pipeline_model_parallel_size)
     ]
     # Every stage has to spread its replicas, so the one with the fewest domains decides.

@@ -140,13 +140,13 @@ def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | Non
     if not state.nodes.is_member(node):
         return f"node {node} is not a member"
     if policy.keeps_layout:
-        return "launch.keep_layout=true: the layout needs every node; only a lost node is replaced"
+        return "recovery.keep_layout=true: the layout needs every node; only a lost node is replaced"
     if state.nodes[node].state is NodeState.DRAINING:
         return f"node {node} is leaving already"
     # Nodes that are leaving count as gone: several drains together must not go below the minimum.
     num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
     if num_left < policy.fewest_nodes:
-        return f"only {num_left} nodes would remain, fewer than launch.min_nodes={policy.fewest_nodes}"
+        return f"only {num_left} nodes would remain, fewer than recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
@@ -155,7 +155,9 @@ def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
     if state.phase in _NOT_ALIVE or state.interrupted:
         return f"the job is {'stopping' if state.interrupted else state.phase.value}"
     if not policy.may_lose_nodes:
-        return f"launch.min_nodes={policy.min_nodes} and launch.max_nodes={policy.max_nodes}: no node can join this job"
+        return (
+            f"recovery.min_nodes={policy.min_nodes} and nodes.max_nodes={policy.max_nodes}: no node can join this job"
+        )
     if state.nodes.is_member(node):
         return f"node {node} is a member"
     if node in state.nodes.waiting or state.nodes[node].is_wanted:

@@ -59,10 +59,10 @@ def obstacle(policy: MembershipPolicy, state: State) -> str | None:
         return None
     place = next(place for place in places if state.members[place] not in coming)
     node = state.members[place]
-    why = "launch.restart_lost_nodes=false"
+    why = "nodes.restart_lost_nodes=false"
     if policy.restart_lost_nodes:
         why = (
-            f"it was lost, or failed to start, too often in a row (launch.max_node_restarts={policy.max_node_restarts})"
+            f"it was lost, or failed to start, too often in a row (nodes.max_node_restarts={policy.max_node_restarts})"
         )
     return f"node {node} (place {place}) has no replacement: no spare is left, and the node is not restarted: {why}"
 

@@ -63,7 +63,7 @@ class AgentSpec:
     """A rank that does not answer for this long is killed."""
 
     tls_dir: str | None = None
-    """Value of ``launch.tls_dir``."""
+    """Value of ``control.tls_dir``."""
     process_id: int | None = None
     """Process id on the launcher's machine that identifies this node there; null: the agent's own."""
     store: StoreEndpoint | None = None

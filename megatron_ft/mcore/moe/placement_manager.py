@@ -154,10 +154,10 @@ class PlacementManager:
     def single_loss_survival(self) -> float | None:
         """Probability that the job continues from replicas when one failure domain is lost; None if a lost node ends
         the job, or if there is only one domain."""
-        launch = self._config.launch
-        if launch.min_nodes is None or launch.keep_layout:
+        launch, recovery = self._config.launch, self._config.recovery
+        if recovery.min_nodes is None or recovery.keep_layout:
             return None
-        return single_loss_survival(self.plans, min_ranks=launch.min_nodes * launch.ranks_per_node)
+        return single_loss_survival(self.plans, min_ranks=recovery.min_nodes * launch.ranks_per_node)
 
     @property
     def needs_loads(self) -> bool:

@@ -66,16 +66,17 @@ def _check(trainer: Trainer, history: ScriptedHistory) -> None:
     Raises:
         ConfigError: a scheduled change is in the past, or connections of this device cannot be broken.
     """
-    launch, iteration = trainer.job.launch, trainer.engine.iteration
-    if trainer.device.type != "cpu" and (launch.may_lose_nodes or launch.membership_schedule):
-        why = launch.why_nodes_change or f"launch.membership_schedule={launch.membership_schedule}"
+    job, iteration = trainer.job, trainer.engine.iteration
+    schedule = job.testing.membership_schedule
+    if trainer.device.type != "cpu" and (job.may_lose_nodes or schedule):
+        why = job.why_nodes_change or f"testing.membership_schedule={schedule}"
         raise ConfigError(
             f"{why}: must not be set with training.device={trainer.device.type}: only ranks on gloo (CPU) can be "
             "lost in this version"
         )
     if history.next is not None and history.next.target.iteration < iteration:
         reason = f"must begin after iteration {iteration}, from which the run continues with all nodes"
-        raise ConfigError.of("launch.membership_schedule", launch.membership_schedule, reason)
+        raise ConfigError.of("testing.membership_schedule", schedule, reason)
 
 
 def _leave(trainer: Trainer) -> None:

@@ -65,7 +65,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
     failpoints.enter(following.generation, rank=trainer.context.rank)
     groups = _join(trainer, store)
     present, fingerprints = _present(trainer, carried, groups)
-    in_place = trainer.job.launch.keep_layout
+    in_place = trainer.job.recovery.keep_layout
     key, previous = choose_holding(
         present,
         range(following.world_size) if in_place else following.nodes,
@@ -113,7 +113,7 @@ def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
             trainer.config,
             trainer.context,
             device=trainer.device.type,
-            timeout_seconds=trainer.config.launch.reform_timeout_seconds,
+            timeout_seconds=trainer.config.recovery.reconfigure_timeout_seconds,
             store=store,
             opening=opening,
         )

@@ -30,7 +30,7 @@ class ScriptedHistory:
     """
 
     def __init__(self, job: JobConfig, context: RankContext, store: dist.Store | None) -> None:
-        changes = [parse_membership_change(text) for text in job.launch.membership_schedule]
+        changes = [parse_membership_change(text) for text in job.testing.membership_schedule]
         ahead = scripted_memberships(changes, job.launch.num_nodes, job.launch.ranks_per_node)
         self._ahead = deque(ahead)
         self._context = context

@@ -64,7 +64,7 @@ def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
     """Return a placement request for each stage: ranks, MoE layers and slots."""
     topology = Topology.of(config.parallel, world_size)
     launch, model = config.launch, config.model
-    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, launch.member_domains)
+    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, config.member_domains)
     return [
         StageRequest(
             cluster=cluster,

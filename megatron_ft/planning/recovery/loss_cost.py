@@ -8,7 +8,7 @@ from megatron_ft.planning.recovery.replicas import Declined
 
 Rung = Literal["replicas", "localized", "memory", "persisted", "checkpoint", "nothing"]
 RUNGS: tuple[Rung, ...] = ("replicas", "localized", "memory", "persisted", "checkpoint", "nothing")
-"""Recovery strategies in the order in which they are tried; ``localized`` only with ``launch.keep_layout``."""
+"""Recovery strategies in the order in which they are tried; ``localized`` only with ``recovery.keep_layout``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Memberships of ``launch.membership_schedule``: a pure function of the configuration, the same on every rank."""
+"""Memberships of ``testing.membership_schedule``: a pure function of the configuration, the same on every rank."""
 
 from collections.abc import Sequence
 

@@ -133,7 +133,7 @@ def check_interface(interface: str) -> str:
     """Return the address without brackets. Raises ConfigError for an address that means every interface."""
     # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, not all interfaces")
+        raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
     return interface.strip("[]")
 
 
@@ -160,7 +160,7 @@ def _listen_for_peers(interface: str) -> socket.socket:
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ControlError(f"launch.interface={interface}: cannot listen: {error}") from error
+        raise ControlError(f"control.interface={interface}: cannot listen: {error}") from error
     return listener
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-
 from benchmarks.stored_samples import sample_window
+
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.rpc import RpcServer, new_token
@@ -56,7 +56,7 @@ class MadeUpRun:
 
         path.mkdir()
         self.path = path
-        given, _ = compose([*ELASTIC, "launch.min_nodes=2"])
+        given, _ = compose([*ELASTIC, "recovery.min_nodes=2"])
         (path / "config.yaml").write_text(yaml.safe_dump(to_dict(given)))
         self.config = read_config(path / "config.yaml")
         self.say(RanksReady(seconds=1.0, world_size=4))
@@ -118,7 +118,7 @@ def test_a_living_run_goes_on_with_replicas_in_the_time_it_took_before(living: M
 def test_an_answer_names_its_device_and_what_the_other_one_refuses(
     ask: Ask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--config", *ELASTIC, "launch.min_nodes=3", "--lose", "1"]
+    words = ["--config", *ELASTIC, "recovery.min_nodes=3", "--lose", "1"]
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=False, driver="", num_gpus=0))
     found = ask(*words)
     assert (found["rung"], found["device"]) == ("replicas", "cpu")
@@ -127,7 +127,7 @@ def test_an_answer_names_its_device_and_what_the_other_one_refuses(
     assert capsys.readouterr().out.startswith("on cpu: loss of nodes 1: replicas")
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=True, driver="", num_gpus=8))
     found = ask(*words)
-    assert found["code"] == ConfigError.exit_code and "must be cpu with launch.min_nodes=3" in found["error"]
+    assert found["code"] == ConfigError.exit_code and "must be cpu with recovery.min_nodes=3" in found["error"]
 
 
 def test_a_run_on_gpus_is_not_promised_what_only_cpus_do(living: MadeUpRun, ask: Ask) -> None:
@@ -212,11 +212,11 @@ def test_a_damaged_folder_is_named(run: MadeUpRun, ask: Ask, name: str) -> None:
 
 
 def test_a_configuration_is_judged_before_it_runs(ask: Ask) -> None:
-    found = ask("--config", *ELASTIC, "launch.min_nodes=2", "--lose", "1")
+    found = ask("--config", *ELASTIC, "recovery.min_nodes=2", "--lose", "1")
     assert (found["code"], found["rung"], found["seconds_to_continue"]) == (0, "replicas", None)
     found = ask("--config", *ELASTIC, "checkpoint.save_interval_iterations=7", "--lose", "1")
     assert (found["rung"], found["max_iterations"], found["seconds_again"]) == ("checkpoint", 7, None)
-    windows = ["snapshot=sparse_window", "launch.num_nodes=3", "launch.max_restarts=1", "model=moe_micro"]
+    windows = ["snapshot=sparse_window", "launch.num_nodes=3", "recovery.max_restarts=1", "model=moe_micro"]
     found = ask("--config", *windows, "--lose", "0", "--ranks-only")
     assert (found["code"], found["rung"], found["max_iterations"]) == (0, "memory", None)
 
@@ -225,7 +225,7 @@ def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixt
     assert can_recover.main(["--config", *ELASTIC, "--lose", "1"]) == RecoveryError.exit_code
     out = capsys.readouterr().out
     assert "iterations again: seconds unknown" in out and "to continue: seconds unknown" in out
-    assert "not replicas: launch.min_nodes=null" in out
+    assert "not replicas: recovery.min_nodes=null" in out
 
 
 def test_operators_are_told_in_ranges() -> None:
@@ -248,7 +248,7 @@ def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
 
 def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.CaptureFixture[str]) -> None:
     for overrides, words in (
-        (["launch.min_nodes=3"], "keep their present state"),
+        (["recovery.min_nodes=3"], "keep their present state"),
         ([], "have their present state on other nodes, but it is not used"),
     ):
         can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])

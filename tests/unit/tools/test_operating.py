@@ -60,7 +60,7 @@ class FakeJob:
     def _drain(self, request: Message) -> Message:
         self.asked.append(("drain", request))
         if request["node"] == 0:
-            raise ControlError("node 0: 1 nodes would be left of launch.min_nodes=2")
+            raise ControlError("node 0: 1 nodes would be left of recovery.min_nodes=2")
         threading.Event().wait(self.seconds_to_answer)
         return {}
 
@@ -107,7 +107,7 @@ def test_drain_and_add_name_the_node(job: FakeJob, capsys: pytest.CaptureFixture
 
 def test_a_refusal_says_why(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert drain.main([str(job.folder), "0"]) == ControlError.exit_code
-    assert "1 nodes would be left of launch.min_nodes=2" in capsys.readouterr().err
+    assert "1 nodes would be left of recovery.min_nodes=2" in capsys.readouterr().err
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -217,7 +217,7 @@ def test_a_spare_keeps_a_job_going_that_needs_all_nodes() -> None:
     job.die(0)
     assert job.say(2, 3, 4, 5).decision is REFORM
     step = job.die(2)
-    assert (step.decision, step.reason) == (Decision.STOP, "only 2 nodes are left, fewer than launch.min_nodes=3")
+    assert (step.decision, step.reason) == (Decision.STOP, "only 2 nodes are left, fewer than recovery.min_nodes=3")
 
 
 def test_a_lost_spare_is_no_failure_and_a_node_beyond_the_job_is_started_by_request() -> None:
@@ -466,7 +466,7 @@ def test_a_stop_request_waits_for_the_membership_whose_change_was_ordered() -> N
 
 
 def test_ranks_that_do_not_come_to_the_boundary_in_time_end_the_job() -> None:
-    job = Job(replace(POLICY, reform_timeout_seconds=30.0))
+    job = Job(replace(POLICY, reconfigure_timeout_seconds=30.0))
     job.see(DrainRequested(0))
     assert job.tick(1000.0).decision is WAIT, "an iteration may take its time"
     stand(job, 0, 1, 2)
@@ -474,7 +474,7 @@ def test_ranks_that_do_not_come_to_the_boundary_in_time_end_the_job() -> None:
     step = job.tick(0.1)
     assert (step.decision, step.reason) == (
         Decision.STOP,
-        "launch.reform_timeout_seconds=30: timed out waiting for ranks [3]",
+        "recovery.reconfigure_timeout_seconds=30: timed out waiting for ranks [3]",
     )
     assert job.tick(2.0).decision is Decision.KILL
     for rank in range(4):

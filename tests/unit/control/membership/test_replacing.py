@@ -173,7 +173,7 @@ def test_a_spare_that_registers_while_a_place_waits_takes_it() -> None:
     assert (step.decision, late.now) == (STOP, 100.0)
     assert step.reason == (
         "node 2 (place 2) has no replacement: no spare is left, and the node is not restarted: "
-        "launch.restart_lost_nodes=false"
+        "nodes.restart_lost_nodes=false"
     )
 
 
@@ -197,7 +197,7 @@ def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
     assert (step.decision, step.nodes) == (Decision.START_NODES, (1,))
     step = job.die(2)
     assert step.decision is STOP
-    assert step.reason.endswith("too often in a row (launch.max_node_restarts=2)")
+    assert step.reason.endswith("too often in a row (nodes.max_node_restarts=2)")
     assert "node 1 (place 1)" in step.reason
 
 
@@ -286,7 +286,7 @@ def test_a_rank_that_stays_silent_loses_its_node_whose_place_is_filled_too() -> 
     alone.die(0)
     alone.say(2, 3, 4)
     assert alone.tick(10.0).decision is WAIT, "there is nobody for a second place: it has longer"
-    assert alone.tick(50.0).reason == "launch.reform_timeout_seconds=60: timed out waiting for ranks [5]"
+    assert alone.tick(50.0).reason == "recovery.reconfigure_timeout_seconds=60: timed out waiting for ranks [5]"
 
 
 def test_ranks_that_spoke_before_a_death_was_known_wait_for_its_place() -> None:
@@ -330,7 +330,7 @@ def test_positions_that_cannot_be_end_the_wait_before_it_begins() -> None:
 def test_no_member_may_leave_and_no_change_is_ordered() -> None:
     job = Job(SPARES)
     ready(job, 3)
-    assert "launch.keep_layout=true" in (refuse_drain(job.policy, job.state, 0) or "")
+    assert "recovery.keep_layout=true" in (refuse_drain(job.policy, job.state, 0) or "")
     assert job.see(DrainRequested(0)).decision is WAIT
     assert job.state.nodes.draining == frozenset()
 

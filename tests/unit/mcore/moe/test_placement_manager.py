@@ -12,12 +12,13 @@ from megatron_ft import durable
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.mcore.moe.placement_manager import PlacementManager
+from tests.helpers.keys import grouped
 
 ALGORITHM = {"algorithm": {"_target_": "megatron_ft.planning.placement.spread.Spread"}}
 
 
 @pytest.mark.parametrize(
-    ("launch", "expected"),
+    ("keys", "expected"),
     [
         ({}, None),
         ({"min_nodes": 2}, 1.0),
@@ -26,14 +27,14 @@ ALGORITHM = {"algorithm": {"_target_": "megatron_ft.planning.placement.spread.Sp
         ({"min_nodes": 2, "failure_domains": ["a", "a", "a", "a"]}, None),
     ],
 )
-def test_survival_is_that_of_the_job_as_configured(launch: dict[str, Any], expected: float | None) -> None:
-    found = _manager(launch).single_loss_survival
+def test_survival_is_that_of_the_job_as_configured(keys: dict[str, Any], expected: float | None) -> None:
+    found = _manager(**keys).single_loss_survival
     assert found == (expected if expected is None else pytest.approx(expected))
 
 
-def _manager(launch: dict[str, Any] | None = None) -> PlacementManager:
+def _manager(**keys: Any) -> PlacementManager:
     placement = {**ALGORITHM, "min_replicas": 1, "num_slots_per_rank": 8}
-    groups = {"placement": placement, "launch": {"num_nodes": 4, **(launch or {})}}
+    groups = {"placement": placement, **grouped(num_nodes=4, **keys)}
     return PlacementManager(derive_placement(from_dict(groups)), world_size=4, stage=0)
 
 
