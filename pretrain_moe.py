@@ -1,7 +1,7 @@
 """Entry point: fills ``JobConfig`` from conf/ and the command line, then launches ranks or becomes one.
 
-Until a rank is started, nothing here imports torch, Megatron or wandb: help, dry runs and configuration errors take
-about a second.
+This file imports torch, Megatron and wandb only when it starts a rank. Help, dry runs and configuration errors
+therefore take about a second.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 _REFUSAL_SECONDS = 30.0
-"""Longest time between refusals of a node's ranks."""
+"""Limit of the time between the errors that the ranks of a node report for the same configuration."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code (``--help`` lists them). Errors go to stderr, in one message."""
+    """Run one command line. Errors go to stderr in one message. Return the exit code (``--help`` lists them)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return _run(arguments)
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _another_rank_reports() -> bool:
-    """Return whether the node's first rank reports the error: all ranks of a node refuse a configuration alike."""
+    """Return whether the first rank of the node reports the error: all ranks of a node get the same error."""
     from megatron_ft.control.launchers.torchrun import detect
 
     local_rank = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(detect(os.environ))
@@ -51,17 +51,17 @@ def _another_rank_reports() -> bool:
 
 
 def _wait_for_termination() -> None:
-    """Wait for the launcher to end this rank: it ends all ranks once one has ended, so a silent one that ended first
-    would hide the message.
+    """Wait for the launcher to end this rank.
 
-    A rank that is not ended returns after a limit and reports the error itself.
+    The launcher ends all ranks once one has ended. A rank that ends first without a message would hide the message of
+    the first rank. A rank that is not ended returns after a limit and reports the error itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it as quietly as SIGTERM
     threading.Event().wait(_REFUSAL_SECONDS)
 
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:
-    """Compose the configuration of conf/ and ``overrides``, and the same as YAML.
+    """Compose the configuration from conf/ and ``overrides``. Return it also as YAML.
 
     Raises:
         ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
@@ -171,6 +171,10 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
         _show(plan, config)
         return EXIT_OK
     facts = observe_here(asks_memory=not _another_rank_reports())
+    from megatron_ft.config.validate import validate
+
+    validate(config)
+    _check_gpus(config, facts)  # before data are read and indexed for a device that is not there
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide_device(config, config_yaml, plan.device)
     _check_gpus(config, facts)
@@ -240,11 +244,10 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
 
 
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Return both with the failure domains that Slurm is to name; a dry run, which may have no nodes yet, does not ask
-    Slurm.
+    """Return both with the failure domains from Slurm. A dry run does not ask Slurm, because it may have no nodes yet.
 
     Raises:
-        ConfigError: Slurm does not name them, or the configuration cannot run whatever they are.
+        ConfigError: Slurm does not name the domains, or the configuration cannot run with any domains.
     """
     if config.launch.failure_domain_source == "listed" or config.dry_run:
         return config, config_yaml
@@ -259,10 +262,10 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
 
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
-    """Return the rank this process is under torchrun or srun, unless the command line chooses ``launch=local``.
+    """Return the rank of this process under torchrun or srun, unless the command line chooses ``launch=local``.
 
     Raises:
-        ConfigError: a mode was chosen whose variables are not set.
+        ConfigError: the variables of the chosen mode are not set.
     """
     from megatron_ft.control.launchers.torchrun import detect, read_environment
 
@@ -276,7 +279,7 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
 
 
 def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[str]) -> JobConfig:
-    """Take mode and counts from the launcher that started this process; configured ones must agree with it."""
+    """Take mode and counts from the launcher that started this process. Configured values must be the same."""
     mode, num_nodes, per_node = environment.launcher, environment.num_nodes, environment.local_world_size
     found: dict[str, Any] = {"mode": mode, "num_nodes": num_nodes, "ranks_per_node": per_node}
     for name, value in found.items():
@@ -293,14 +296,15 @@ def _keys(overrides: list[str]) -> set[str]:
 
 
 def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_be_elsewhere: bool = True) -> "JobPlan":
-    """Validate a composed configuration, read the files it names, decide its device, and plan it.
+    """Validate a composed configuration, read the files that it names, choose the device, and plan the job.
 
     Args:
-        facts: devices of this machine; None observes them.
-        may_be_elsewhere: ranks may run on other machines: where this one has no GPU, both devices are checked.
+        facts: Devices of this machine; None observes them.
+        may_be_elsewhere: Whether ranks may run on other machines. If so and this machine has no GPU, both devices are
+        checked.
 
     Raises:
-        ConfigError: it cannot run; DataError where a file is missing or damaged.
+        ConfigError: the job cannot run. DataError: a file is missing or damaged.
     """
     from megatron_ft.config.validate import validate
 
@@ -339,7 +343,8 @@ def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
 
 
 def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
-    """Return ``config`` with the memory of this machine's GPUs as the limit of the plan, where it names none itself."""
+    """Return ``config`` with the GPU memory of this machine as the limit of the plan, unless the configuration sets a
+    limit."""
     if config.training.device != "cuda" or config.launch.gpu_memory_bytes is not None:
         return config
     launch = dataclasses.replace(config.launch, gpu_memory_bytes=facts.gpu_memory_bytes)
@@ -347,7 +352,7 @@ def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
 
 
 def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
-    """Return both with ``training.device`` decided, so that ranks get the same answer as the plan."""
+    """Return both with ``training.device`` resolved, so that ranks and plan use the same device."""
     from megatron_ft.config.devices import on_device
 
     if config.training.device == device:
@@ -371,8 +376,8 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 
 def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
-    """Check for a GPU for each rank that this command starts on this machine; ranks on other machines check
-    themselves."""
+    """Check that this machine has a GPU for each rank that the command starts here. Other machines check their own
+    ranks."""
     launch = config.launch
     if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
         return
@@ -391,7 +396,7 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """Check the memory of this machine, which all nodes that this command starts share, and Transformer Engine if
+    """Check the memory of this machine, which all nodes started by this command share, and Transformer Engine if
     needed."""
     _check_transformer_engine(config)
     if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:

@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line. Return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         problems = _inject(options)
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inject(options: argparse.Namespace) -> list[str]:
-    """Inject the requested failures; returns what could not be injected. Raises MegatronFtError."""
+    """Inject the requested failures. Return those that could not be injected. Raises MegatronFtError."""
     _check(options)
     with AdminClient(options.run_dir) as operator:
         operator.status()  # a job runs there
@@ -113,7 +113,7 @@ def _inject(options: argparse.Namespace) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse inconsistent options before any waiting. Raises ConfigError."""
+    """Check that the options are consistent before any waiting. Raises ConfigError."""
     for option in ("minutes", "scale", "most-nodes"):
         if (value := getattr(options, option.replace("-", "_"))) is not None and options.trace is None:
             raise ConfigError.of(f"--{option}", value, "can only be used with --trace")
@@ -127,7 +127,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _launch(run_dir: Path) -> dict[str, int]:
-    """Read the nodes from the run's configuration. Raises DataError."""
+    """Read the number of nodes and ranks from the run's configuration. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
         launch = yaml.safe_load(path.read_text(encoding="utf-8"))["launch"]
@@ -158,10 +158,10 @@ def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, i
 
 
 def _wait_for_iteration(options: argparse.Namespace) -> None:
-    """Wait until the run has reported an iteration.
+    """Wait until the run has reported the iteration.
 
     Raises:
-        JobNotRunning: it has ended before.
+        JobNotRunning: the job has ended before.
     """
     if options.at_iteration is None:
         return

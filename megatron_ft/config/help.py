@@ -1,4 +1,4 @@
-"""The text of ``--help``."""
+"""Text of ``--help``."""
 
 import textwrap
 from pathlib import Path
@@ -29,7 +29,7 @@ options: --help, --version. Overrides follow Hydra's grammar: quote lists and sp
 
 
 def help_text(conf: Path) -> str:
-    """Write usage, groups with their options, every key with type, default and meaning, and exit codes."""
+    """Return usage, groups with options, every key with type, default and meaning, and exit codes."""
     return "\n\n".join([USAGE, _groups(conf), _keys(), _exit_codes()])
 
 

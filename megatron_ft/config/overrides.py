@@ -1,4 +1,4 @@
-"""Error messages for wrong keys, groups, options and flags, with close matches. No Hydra."""
+"""Error messages with close matches for wrong keys, groups, options and flags. Does not use Hydra."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from megatron_ft.errors import ConfigError
 
 
 def group_options(conf: Path) -> dict[str, list[str]]:
-    """Map each group to the names of its options, the files of its folder."""
+    """Return the names of the options of each group, which are the files in the folder of the group."""
     folders = sorted(path for path in conf.iterdir() if path.is_dir())
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
@@ -34,7 +34,7 @@ def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: b
 
 
 def flag_error(argument: str) -> ConfigError:
-    """Make the error for a flag such as ``--num-layers``."""
+    """Make the error for a flag such as ``--num-layers``, which is not supported."""
     flag, _, value = argument.lstrip("-").partition("=")
     name = flag.replace("-", "_")
     keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
@@ -59,7 +59,7 @@ def known_keys() -> dict[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key with arbitrary subkeys (the fields of a policy) that ``key`` is or belongs to; None if neither."""
+    """Return the key with arbitrary subkeys (e.g. fields of a policy) that contains ``key``; None if there is none."""
     opened = [doc.key for doc in known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 

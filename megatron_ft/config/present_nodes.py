@@ -8,11 +8,11 @@ from megatron_ft.config.job import JobConfig
 
 
 def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
-    """Return ``job`` for the ranks on ``nodes`` alone (original node numbers, one for each rank).
+    """Return ``job`` for the ranks on ``nodes`` only (original node numbers, one for each rank).
 
-    Failure domains keep their names; a node without one is a domain of its own. Minimum replicas and peer copies of
-    windows are lowered to the number of domains. With ``launch.keep_layout`` the number of nodes stays the same and
-    only their domains change.
+    Failure domains keep their names; a node without a name is its own domain. The minimum number of replicas and the
+    peer copies of windows are lowered to the number of domains. With ``launch.keep_layout`` the number of nodes stays
+    the same, and only the domains change.
     """
     launch = job.launch
     # With a kept layout ranks go by place: the order of nodes says which one has the place of which.

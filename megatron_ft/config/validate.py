@@ -24,7 +24,7 @@ from megatron_ft.failpoints import parse
 
 
 def validate(config: JobConfig) -> None:
-    """Check every key and every combination of keys; stop at the first that cannot run.
+    """Check every key and every combination of keys. The first violation is raised.
 
     Raises:
         ConfigError: names key, value and constraint.

@@ -1,4 +1,4 @@
-"""Every metric of an iteration: its name, its unit, its meaning. The only place where they are listed."""
+"""List of all metrics of an iteration with name, unit and meaning. They are listed nowhere else."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,18 +7,17 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure of a ``metrics`` record."""
+    """Metric of a ``metrics`` record."""
 
     name: str
-    """Key in the record, and the name in wandb."""
+    """Key in the record and name in wandb."""
     unit: str
-    """Unit, or ``1`` for a bare number."""
+    """Unit, or ``1`` for a number without a unit."""
     meaning: str
-    """One sentence."""
     required: bool = False
     """Whether every ``metrics`` record has it."""
     is_timed: bool = False
-    """Whether it depends on the clock: runs that are equal in every bit differ in it."""
+    """Whether it depends on the clock. Such metrics differ between runs that are otherwise equal in every bit."""
 
 
 _ALL = (
@@ -67,7 +66,7 @@ _ALL = (
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
-"""Name to metric."""
+"""Metrics by name."""
 
 
 def _spread(prefix: str, whose: str) -> tuple[Metric, ...]:
@@ -151,14 +150,15 @@ _FROM_EVENTS = (
 )
 
 FROM_EVENTS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _FROM_EVENTS})
-"""Metrics that trackers get beside these, made from the run's records; ``<n>`` and ``<strategy>`` are placeholders."""
+"""Metrics that only trackers get. They are computed from the run's records; ``<n>`` and ``<strategy>`` are
+placeholders."""
 
 
 def check_metrics(values: Mapping[str, float]) -> None:
-    """Refuse figures that are not listed, and records that lack a required one.
+    """Check that all figures are listed and that no required one is missing.
 
     Raises:
-        ValueError: naming the metric.
+        ValueError: a figure is not listed or missing; the message names it.
     """
     if unknown := [name for name in values if name not in METRICS]:
         raise ValueError(f"metrics.{unknown[0]}: is not listed in megatron_ft/telemetry/metrics.py")

@@ -110,7 +110,7 @@ def _check_most_nodes(launch: LaunchConfig) -> None:
 
 
 def check_detector(detector: DetectorConfig) -> None:
-    """Check that times are above 0 and each timeout exceeds the one before it."""
+    """Check that times are above 0 and that each timeout exceeds the previous one."""
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
@@ -159,7 +159,7 @@ def _check_socket(path: str | None) -> None:
 
 
 def check_run(run: RunConfig) -> None:
-    """Check the name, which is one folder, and the resume policy."""
+    """Check the name, which must be a single folder name, and the resume policy."""
     one_of(("never", "must", "auto"), "run.resume", run.resume)
     require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must name a folder")
     require(
@@ -217,7 +217,7 @@ def check_names(config: JobConfig) -> None:
 
 
 def check_coming_nodes(config: JobConfig) -> None:
-    """Check that nodes started by others, and a later command that resumes the run, can find its folder."""
+    """Check that nodes started by others, or by a later command that resumes the run, can find the run's folder."""
     if config.launch.node_launcher == "none":
         why = (
             "with launch.node_launcher=none: nodes find the controller in the run's folder, also when another "
@@ -233,7 +233,7 @@ _LOCAL_ONLY = {
     "forkserver_socket": "the launcher starts the ranks",
     "stop_timeout_seconds": "the launcher decides when ranks are killed",
 }
-"""Keys of ``launch`` that only the control plane reads, and why they have no effect with other launchers."""
+"""Keys of ``launch`` that only the control plane reads, each with the reason why other launchers ignore it."""
 
 
 def check_launchers(config: JobConfig) -> None:

@@ -1,4 +1,4 @@
-"""Rules for a model: its dense part, then mixture layers and their router."""
+"""Rules for a model: first the dense part, then MoE layers and routers."""
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, share, show
 from megatron_ft.config.model import ModelConfig
