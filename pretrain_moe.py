@@ -301,7 +301,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     Args:
         facts: Devices of this machine; None observes them.
         may_be_elsewhere: Whether ranks may run on other machines. If so and this machine has no GPU, both devices are
-        checked.
+            checked.
 
     Raises:
         ConfigError: the job cannot run. DataError: a file is missing or damaged.

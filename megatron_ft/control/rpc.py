@@ -28,7 +28,7 @@ Method = Callable[[Message], Message | bytes]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
-"""Longest time for which a busy controller keeps a call that waits for an effect; then the caller is to try again."""
+"""Limit of the time for which a busy controller holds a call that waits for an effect. The caller then tries again."""
 HANDSHAKE_SECONDS = 10
 """Connections without an HTTP/2 handshake after this time are closed."""
 _TOKEN_KEY = "x-megatron-ft-token"

@@ -45,7 +45,7 @@ def first_metrics(run_dir: Path) -> Metrics | None:
 
 
 def read_events(run_dir: Path) -> list[Record]:
-    """Return the events of all attempts in the order of writing; kinds of other packages are ``OtherRecord``.
+    """Return the events of all attempts in the order of writing. Kinds of other packages are ``OtherRecord``.
 
     Raises:
         FileNotFoundError: the run has no ``events.jsonl``.

@@ -9,6 +9,7 @@ import copy
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -166,6 +167,7 @@ class Job:
         keepers_live: the keepers of lost nodes live on where spares take their places, too: only ranks have died.
         strangers: nodes whose newcomers read other data, in a run folder that others do not see.
         present: nodes that it is started on again, from the checkpoints of the job ``resumes``; None starts on all.
+        dies_committing: by node, the iteration whose checkpoint is written when its rank dies, before all know that.
     """
 
     def __init__(
@@ -182,6 +184,7 @@ class Job:
         spares: Sequence[int] = (),
         keepers_live: bool = False,
         returns: Mapping[str, Sequence[int]] | None = None,
+        dies_committing: Mapping[str, int] | None = None,
     ) -> None:
         wanted = {**BASE, "launch.num_nodes": nodes, "data.train": [str(folder.parent / "tokens")], **overrides}
         self.config = derive_placement(micro_config(wanted))
@@ -197,6 +200,7 @@ class Job:
         self.processes: list[Any] = []
         self.nodes: list[int] = []
         """Node of each process."""
+        self.dies_committing = {int(node): iteration for node, iteration in (dies_committing or {}).items()}
         self.keepers = keepers
         self.spares = list(spares)
         self.keepers_live = keepers_live
@@ -252,7 +256,8 @@ class Job:
             service = {"socket": self.keepers.nodes[node].socket_path, "token": TOKEN, "addresses": addresses}
             context["sidecars"] = {"keeper": service}
         orders = {iteration: change.get("leave", ()) for iteration, change in self.changes.items()}
-        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders))
+        dies = self.dies_committing.get(node)
+        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders, dies))
         process.start()
         theirs.close()
         told.close()
@@ -384,10 +389,13 @@ def _be(
     calls: Connection,
     breaks: Connection,
     orders: Mapping[int, Sequence[int]],
+    dies_committing: int | None,
 ) -> None:
     from megatron_ft.mcore.rank_main import run_rank
 
     error, forked_with = None, set(sys.modules)
+    if dies_committing is not None:
+        _die_committing(dies_committing)
     try:
         client = PipeClient(calls, breaks, orders)
         client.is_first = context["rank"] == 0
@@ -397,6 +405,20 @@ def _be(
     calls.send({"op": "ended", "error": error, "imported": sorted(set(sys.modules) - forked_with)})
     calls.close()
     os._exit(0)
+
+
+def _die_committing(iteration: int) -> None:
+    """Kill this process where it would agree with the others that the checkpoint of ``iteration`` is written."""
+    from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+
+    complete: Callable[..., None] = CheckpointManager._complete
+
+    def die(manager: CheckpointManager, pending: Any) -> None:
+        if pending.iteration == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+        complete(manager, pending)
+
+    CheckpointManager._complete = die  # type: ignore[method-assign]
 
 
 def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any]:

@@ -354,7 +354,7 @@ def test_a_dry_run_shows_the_first_placement_and_its_json_is_a_script(
     (tmp_path / "first.json").write_text(json.dumps(placement))
     assert pretrain_moe.main([*replicas, "placement.schedule=['1:first.json']"]) == 0
     text = capsys.readouterr().out
-    assert "4 in each mixture layer: 16 on 4 ranks for 8 experts" in text and "weights left" in text
+    assert "4 in each MoE layer: 16 on 4 ranks for 8 experts" in text and "weights left" in text
     assert "used after a loss       no: launch.min_nodes=null: the loss of a node ends the job" in text
     survives = ["launch.min_nodes=3", "parallel.use_distributed_optimizer=false"]
     assert pretrain_moe.main([*replicas, *survives]) == 0

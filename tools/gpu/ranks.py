@@ -115,8 +115,8 @@ def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
     """Receive the next report of each rank, in rank order.
 
     Raises:
-        RuntimeError: a rank raised or ended, or some rank reported nothing by the deadline. The first rank that
-            raised or ended is named, because others may wait for it.
+        RuntimeError: a rank raised or ended, or some rank reported nothing by the deadline. The first rank that raised
+            or ended is named, because others may wait for it.
     """
     waiting, results = {rank.pipe: rank for rank in ranks}, {}
     while waiting:

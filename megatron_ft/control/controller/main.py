@@ -146,7 +146,7 @@ class ControllerProcess:
             clock=self._writes.clock,
         )
         self._num_recorded = _num_lines(self._decisions_path)
-        """Number of decisions in the file, those of earlier jobs of the run included."""
+        """Number of decisions in the file, including those of earlier jobs of the run."""
         # Earlier jobs of the run have lines in the file. Every controller of this job counts from the same line.
         self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
 

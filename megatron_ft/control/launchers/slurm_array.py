@@ -21,7 +21,7 @@ _NAMES = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"
 
 
 class SlurmArrayLauncher:
-    """Publishes what the array's tasks need to join (``node/join.py``), and starts nothing."""
+    """Publishes the data that tasks of the array need to join (``node/join.py``), and starts nothing."""
 
     starts_nodes: ClassVar[bool] = False
     is_local: ClassVar[bool] = False

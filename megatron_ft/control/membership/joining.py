@@ -127,7 +127,7 @@ def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str, no
 
 
 def drain(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that a member is to leave, unless that is impossible."""
+    """Record that a member has to leave, unless this is impossible."""
     if refuse_drain(policy, state, node) is not None:
         return state
     return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))

@@ -15,6 +15,7 @@ import torch
 
 from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
+from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
@@ -212,9 +213,14 @@ class PlacementManager:
         return PlacementState(plans=self.plans, loads=self.loads).to_json()
 
     def write(self, path: Path) -> None:
-        """Write the plans in force to a file that ``placement.schedule`` can name."""
+        """Write the plans in force, durably and in one atomic step, to a file that ``placement.schedule`` can name.
+
+        Raises:
+            OSError: the write failed; a file of that name is unchanged.
+        """
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(self.to_json()))
+        fsync_folder(path.parent.parent)
+        replace_file(path, json.dumps(self.to_json()).encode())
 
     def restore(self, content: dict[str, Any] | None) -> None:
         """Continue from the values of ``to_json``.

@@ -26,17 +26,17 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
             ends. ConfigError: this run cannot lose nodes.
     """
     _check(trainer, history)
-    worker, owes_save = trainer.context.worker, False
+    worker = trainer.context.worker
     # All groups of such a job use gloo: ``_check`` has refused other devices.
     if worker.can_survive:
         waits.install()
     if trainer.context.is_joining:
-        owes_save = _form(trainer, worker.await_membership(), history)
+        _form(trainer, worker.await_membership(), history)
     else:
         trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
         scripted = history.next
-        failure = _attempt(trainer, None if scripted is None else scripted.target.iteration + 1, owes_save=owes_save)
+        failure = _attempt(trainer, None if scripted is None else scripted.target.iteration + 1)
         if failure is not None:
             following: NextMembership | None = _survive(trainer, failure)
         elif trainer.ended:
@@ -57,7 +57,7 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
             if following is None:
                 return None
             trainer = trainer.anew()
-        owes_save = _form(trainer, following, history)
+        _form(trainer, following, history)
 
 
 def _check(trainer: Trainer, history: ScriptedHistory) -> None:
@@ -84,18 +84,18 @@ def _leave(trainer: Trainer) -> None:
     dissolve_groups()
 
 
-def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | None:
+def _attempt(trainer: Trainer, before: int | None) -> str | None:
     """Train in the present membership; return the traceback of the error that broke it.
 
     The exception itself is not kept, because its frames refer to process groups that must be destroyed.
-
-    Args:
-        owes_save: a save was abandoned when the previous membership ended; the present state is saved instead.
     """
     try:
-        # One rank that has given a save up is enough: saving is collective.
-        if trainer.context.generation > 0 and trainer.collectives.any(owes_save):
+        # One rank that has abandoned a save is enough: saving is collective.
+        if trainer.context.generation > 0 and trainer.collectives.any(trainer.is_save_due):
             trainer.save()
+            # Only now: where ranks are lost before the save has begun, it is due in the next membership. One that has
+            # begun is abandoned like any other.
+            trainer.is_save_due = False
         trainer.run(before=before)
     except RuntimeError:  # of a collective, of a kernel: errors of this project's own are meant for everybody
         if not trainer.context.worker.can_survive:
@@ -128,21 +128,18 @@ def _planned(trainer: Trainer) -> NextMembership | None:
     return worker.change(position_of(trainer.engine, trainer.context.rank))
 
 
-def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory) -> bool:
+def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory) -> None:
     """Continue in ``following``, or, if ranks are lost while it is formed, in the first later membership that can be
     formed.
-
-    Returns:
-        Whether a save was abandoned.
 
     Raises:
         RankLost: this process lacks memory, or an import failed; the others can continue without it.
     """
     while True:
         try:
-            owes_save = reconfigure(trainer, following, store=history.store)
+            reconfigure(trainer, following, store=history.store)
             history.formed()
-            return owes_save
+            return
         # A RuntimeError is a collective's, as in ``_attempt``, unless ``_is_own``.
         except (RuntimeError, ImportError, MemoryError) as error:
             if not trainer.context.worker.can_survive:

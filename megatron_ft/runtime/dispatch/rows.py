@@ -110,7 +110,8 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class _RowProbs(torch.autograd.Function):
-    """Probabilities [T, E] to those of the rows [S]; each row is one entry, so gradients need no sum."""
+    """Gathers the probabilities of rows [S] from those of tokens [T, E]. Each row takes one entry, so gradients need no
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:

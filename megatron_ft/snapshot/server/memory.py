@@ -15,7 +15,7 @@ from megatron_ft.errors import ControlError
 # ``MemAvailable`` is an estimate, and beyond it the kernel kills processes, ranks among them.
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
-"""Allocated by one call; what is left of a segment counts as missing in between."""
+"""Number of bytes that one call allocates. Between calls, the rest of a segment counts as missing."""
 
 
 class Segment:
@@ -25,7 +25,7 @@ class Segment:
         """Allocate all pages. Raises OSError if there is not enough memory.
 
         Args:
-            on_allocated: called with the bytes that are allocated since the last call.
+            on_allocated: Called with the number of bytes allocated since the last call.
         """
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -52,7 +52,7 @@ class Memory:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._missing_bytes = 0
-        """Bytes of segments under allocation whose pages the machine still counts as available."""
+        """Bytes of segments that are being allocated, as far as the machine still counts the pages as available."""
         # Reentrant: garbage collection can run ``_give_back`` in a thread that holds the lock.
         self._lock = threading.RLock()
 

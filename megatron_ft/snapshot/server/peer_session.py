@@ -69,8 +69,7 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
-        """End earlier connections of a node, because two must not write to one buffer. Raises ControlError if one does
-        not end."""
+        """End earlier connections of a node: two must not write to one buffer. Raises ControlError if one remains."""
         with self._lock:
             # Also those that an earlier call could not end: one that came after them must not hide them.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
@@ -260,7 +259,8 @@ class PeerSession(threading.Thread):
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """Return the message before the bytes of a slice. Only that of the first slice has topology and plan."""
+    """Return the message that precedes the bytes of a slice. Only the message of the first slice has topology and
+    plan."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}

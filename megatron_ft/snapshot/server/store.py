@@ -34,7 +34,7 @@ class Settings:
 
     origin: Origin
     peers: Mapping[int, str]
-    """Address of every node's snapshot server, possibly including this one's."""
+    """Address of every node's snapshot server; it may include the server of this node."""
     peer_nodes: tuple[int, ...]
     """Nodes that hold copies of this rank's windows."""
     persist_every: int
@@ -139,7 +139,7 @@ class Store:
         self.own_generation = -1
         """The newest generation that a rank of this node has presented."""
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda peers: None
-        """Called with the addresses of all nodes that are to hold copies, with the lock held."""
+        """Called with the addresses of all nodes that shall hold copies, with the lock held."""
 
     def changed(self) -> None:
         """Wake the threads that wait for work. The lock must be held."""
@@ -226,16 +226,15 @@ class Store:
     def take_arena(
         self, own: OwnRank, settings: Settings, window_bytes: int, *, new: bool = False
     ) -> tuple[Segment, int]:
-        """Return the memory of a rank and the size of its windows: the present memory if it is large enough and not
-        ``new``.
+        """Return memory for windows of a rank, and the size of a window. Reuses large enough memory unless ``new``.
 
-        The present memory is freed before new memory is allocated. The lock must not be held.
+        Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
 
         Args:
-            settings: greeting of the process that asks.
+            settings: Greeting of the process that asks.
 
         Raises:
-            Refused: as ``check_acting``.
+            Refused: the same cases as ``check_acting``.
             ControlError: there is not enough memory.
         """
         # One after the other: a process that replaces another one finds the memory that this one still took returned.
@@ -262,12 +261,12 @@ class Store:
             return segment, window_bytes
 
     def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
-        """Return memory for windows of a rank of another node: the present memory if it has the size, else new memory.
+        """Return memory for windows of a rank of another node. Reuses the present memory if it has this size.
 
-        The present memory is freed before new memory is allocated. The lock must not be held.
+        Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
 
         Args:
-            generation: the generation of the connection that asks.
+            generation: Generation of the connection that asks.
 
         Raises:
             Refused: ``generation`` is stale.

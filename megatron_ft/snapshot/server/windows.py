@@ -175,7 +175,7 @@ class OwnWindows:
         self._order.remove(found[0])
 
     def is_persist_due(self, persist_every: int) -> bool:
-        """Whether the window of the present commit is to be persisted: every ``persist_every``-th commit of this
+        """Return whether the newly committed window must be persisted: every ``persist_every``-th commit of this
         generation; 0: never."""
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 

@@ -59,7 +59,7 @@ def iteration_of(path: Path) -> int:
     """Return the iteration in the name of a checkpoint's directory.
 
     Raises:
-        CheckpointError: the name is not that of a checkpoint.
+        CheckpointError: no checkpoint has such a name.
     """
     match = _DIRECTORY.fullmatch(path.name)
     if match is None:
@@ -68,7 +68,7 @@ def iteration_of(path: Path) -> int:
 
 
 def is_named(path: Path) -> bool:
-    """Whether the directory's name is that of a checkpoint."""
+    """Return whether the directory has the name of a checkpoint."""
     return _DIRECTORY.fullmatch(path.name) is not None
 
 

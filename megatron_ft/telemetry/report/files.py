@@ -88,7 +88,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
     Raises:
         DataError: there is no such run, or a line is damaged, other than an unfinished last one. The message names file
-        and line.
+            and line.
     """
     try:
         events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(read_record)))

@@ -69,7 +69,7 @@ class RunReport:
     plans: tuple[PlacementPlan, ...]
     """Newest placement of each pipeline stage; empty if the folder holds none."""
     others: tuple[OtherRecord, ...]
-    """Events of kinds that are not defined here, in the order of writing."""
+    """Events of kinds that this package does not define, in the order of writing."""
     num_jobs: int
     """Number of jobs that this run has had."""
     num_events: int

@@ -233,7 +233,7 @@ def _standing(state: RunState, style: PanelStyle) -> Text:
 
 
 def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) -> list[Text]:
-    # A row of bars per mixture layer; where there are many, always the same evenly spaced ones.
+    # A row of bars per MoE layer; where there are many, always the same evenly spaced ones.
     if load is None or not load.layers:
         return [Text("expert load: none reported yet", style="dim")]
     numbers = load.layer_numbers or tuple(range(1, len(load.layers) + 1))

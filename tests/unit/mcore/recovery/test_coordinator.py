@@ -35,11 +35,10 @@ def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
     said: list[Any] = []
     errors = [error]
 
-    def reconfigure(trainer: Any, following: Any, *, store: Any) -> bool:
+    def reconfigure(trainer: Any, following: Any, *, store: Any) -> None:
         trainer.context.generation = following.generation
         if errors:
             raise errors.pop()
-        return True
 
     def survive(position: Any, failure: str) -> Any:
         said.append((position.generation, position.has_state, failure.strip().splitlines()[-1]))
@@ -53,8 +52,10 @@ def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
         membership_start=SimpleNamespace(has_state=False),
     )
     following = SimpleNamespace(generation=2, target=SimpleNamespace(iteration=4))
-    history = SimpleNamespace(store=None, formed=lambda: None)
-    assert coordinator._form(trainer, following, history)  # type: ignore[arg-type]
+    formed: list[int] = []
+    history = SimpleNamespace(store=None, formed=lambda: formed.append(trainer.context.generation))
+    coordinator._form(trainer, following, history)  # type: ignore[arg-type]
+    assert formed == [3]
     return said
 
 
@@ -77,3 +78,28 @@ def test_a_broken_collective_leads_to_the_next_membership(monkeypatch: pytest.Mo
 def test_a_rank_whose_own_process_fails_is_lost_alone(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankLost, match="this rank cannot join generation 2: "):
         _failing(error, monkeypatch)
+
+
+def _trainer_with_a_save_due(*, saves: list[bool]) -> Any:
+    """A rank of generation 1 whose saves break, one after the other, where ``saves`` has False."""
+
+    def save() -> None:
+        if not saves.pop(0):
+            raise RuntimeError("Connection closed by peer")
+
+    return SimpleNamespace(
+        is_save_due=True,
+        save=save,
+        run=lambda before: None,
+        collectives=SimpleNamespace(any=lambda flag: flag),
+        context=SimpleNamespace(generation=1, worker=SimpleNamespace(can_survive=True)),
+    )
+
+
+def test_an_abandoned_save_is_due_until_another_has_begun() -> None:
+    saves = [False, True]
+    trainer = _trainer_with_a_save_due(saves=saves)
+    assert "Connection closed by peer" in (coordinator._attempt(trainer, None) or "")
+    assert trainer.is_save_due
+    assert coordinator._attempt(trainer, None) is None and not trainer.is_save_due
+    assert coordinator._attempt(trainer, None) is None and saves == []
