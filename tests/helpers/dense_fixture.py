@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 NAME = "iter_0000002"

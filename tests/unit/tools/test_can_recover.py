@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from benchmarks.stored_samples import sample_window
 
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict, to_dict
@@ -21,6 +20,7 @@ from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.planning.placement.stage import first_plans, stage_requests
 from megatron_ft.snapshot.storage.manifest import write_manifest
 from megatron_ft.snapshot.storage.window_file import write_window
+from megatron_ft.testing.stored_samples import sample_window
 from tests.unit.snapshot.storage.conftest import make_checkpoint
 from tools import can_recover
 from tools.can_recover import grouped, read_config
