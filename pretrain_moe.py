@@ -171,6 +171,10 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
         _show(plan, config)
         return EXIT_OK
     facts = observe_here(asks_memory=not _another_rank_reports())
+    from megatron_ft.config.validate import validate
+
+    validate(config)
+    _check_gpus(config, facts)  # before data are read and indexed for a device that is not there
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide_device(config, config_yaml, plan.device)
     _check_gpus(config, facts)

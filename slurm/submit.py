@@ -3,12 +3,14 @@
 The script checks the configuration as ``dry_run=true`` does, with the nodes that the job will have. A job that fails
 the check is not submitted. The script then submits ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``)
 with the options and overrides written into it. The job keeps a copy in the run's folder, as ``slurm/JOBID.sbatch``.
+``--check`` submits and writes nothing: it prints the dry run and the command of sbatch.
 """
 
 import argparse
 import datetime
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -109,6 +111,8 @@ def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
         )
     if chosen.chain < 1:
         raise Refused(f"--chain={chosen.chain}: must be at least 1")
+    if not chosen.check and shutil.which("sbatch") is None:
+        raise Refused("sbatch: must be a command here: submit on a login node of the cluster; --check needs no Slurm")
 
 
 def submit(script: str) -> str:
@@ -156,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--queued", type=int, default=0, help="number of an array's spares that may still wait in Slurm's queue"
     )
     parser.add_argument("--chain", type=int, default=1, help="number of jobs; each continues the run of the one before")
+    parser.add_argument("--check", action="store_true", help="check the job and print the command of sbatch only")
     parser.add_argument("--site", type=Path, default=default_site, help="file with the values of the site (MFT_SITE)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. experiment=mixtral_slurm")
     chosen = parser.parse_args(arguments)
@@ -171,12 +176,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(site, shape, chosen.nodes, overrides)
         folders = [word.partition("=")[2] for word in overrides if word.startswith("run.dir=")]
         runs = HERE.parent / [site["MFT_RUNS"], *folders][-1]
-        runs.mkdir(parents=True, exist_ok=True)
         is_chained = chosen.shape == "array" or chosen.chain > 1
         options = [*shlex.split(site["MFT_SBATCH"]), *shape.options(chosen.nodes, chosen.queued)]
         options += [f"--job-name={names[-1]}", "--dependency=singleton"] if is_chained else []
         options += [f"--output={runs}/slurm-{shape.log}.log"]
         variables = {"MFT_SITE": str(site_file)} | ({"MFT_CHAINED": "1"} if is_chained else {})
+        if chosen.check:
+            exports = shlex.join(f"{name}={text}" for name, text in variables.items())
+            line = shlex.join(["sbatch", *options, str(HERE / shape.script), *overrides])
+            print(f"checked; nothing was submitted. sbatch\n  {exports} {line}")
+            return 0
+        runs.mkdir(parents=True, exist_ok=True)
         jobs = submit_chain(make_script(shape.script, options, overrides, variables=variables), chosen.chain)
     except Refused as refusal:
         print(refusal, file=sys.stderr)

@@ -21,11 +21,13 @@ if __package__ in (None, ""):
 
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.devices import on_device, refused_devices
+from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.inputs import read_inputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.admin import AdminClient, JobNotRunning
-from megatron_ft.errors import EXIT_OK, ConfigError, DataError, MegatronFtError, RecoveryError
+from megatron_ft.control.run_id import RUN_ID_NAME, read_run_id
+from megatron_ft.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegatronFtError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import choose_device, other_device
@@ -36,7 +38,9 @@ from megatron_ft.planning.recovery.losses import Stored, cost_of_loss
 from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import report_snapshots
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
+from megatron_ft.snapshot.storage.manifest import Manifest, verify
 from megatron_ft.snapshot.storage.window_folder import open_windows
+from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
@@ -129,12 +133,21 @@ class Run:
     def stored(self) -> tuple[Stored, tuple[str, ...]]:
         """Return the stored state of the run, and the state that was skipped with the reasons."""
         metrics = read_metrics(self.path)
-        path, damaged = newest_valid(self.path / "checkpoints")
+        identity = self._identity()
+
+        def check(directory: Path) -> Manifest:
+            """Verify a checkpoint and refuse one of another run."""
+            manifest = verify(directory)
+            if (reason := _not_own(identity, manifest)) is not None:
+                raise CheckpointError(reason)
+            return manifest
+
+        path, damaged = newest_valid(self.path / "checkpoints", check)
         notes = [f"{report.path}: skipped: {report.reason}" for report in damaged]
         persisted = None
         if folder := open_windows(self.config, self.path):
             world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
-            entry, reports = folder.newest(world_size)
+            entry, reports = folder.newest(world_size, lambda window: _not_own(identity, window))
             persisted = None if entry is None else entry.start_iteration
             notes += [f"{report.path}: skipped: {report.reason}" for report in reports]
         committed = [event for event in since_start(self.events) if isinstance(event, WindowCommitted)]
@@ -145,6 +158,22 @@ class Run:
             checkpoint=None if path is None else iteration_of(path),
         )
         return stored, tuple(notes)
+
+    def _identity(self) -> JobIdentity | None:
+        """Identity of the run, without settings; None for a folder of a version that gave runs none."""
+        if not (self.path / RUN_ID_NAME).exists():
+            return None
+        known = read_run_id(self.path)
+        older = known.is_older
+        return JobIdentity(run_id=known.run_id, run_name=self.path.name, settings={}, takes_format_1=older)
+
+
+def _not_own(identity: JobIdentity | None, found: Manifest | Window) -> str | None:
+    """Why a checkpoint or window, which a job of this run would not use, is not its own."""
+    if identity is None:
+        return None
+    name = found.run_name if isinstance(found, Manifest) else "of another name"
+    return identity.not_of_run(run_id=found.run_id, run_name=name, format_version=found.format_version)
 
 
 def read_config(path: Path) -> JobConfig:

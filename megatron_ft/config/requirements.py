@@ -26,9 +26,14 @@ class Requirement:
         """Return whether ``config`` meets the requirement."""
         return bool(value_of(config, self.key) == self.value) != self.is_excluded
 
+    @property
+    def demand(self) -> str:
+        """The value that the key must have, as ``must be false``."""
+        return f"must be {self.instead if self.is_excluded else show(self.value)}"
+
     def constraint(self, feature: str) -> str:
         """Return the end of an error message. ``feature`` is the key and value that has this requirement."""
-        text = f"must be {self.instead if self.is_excluded else show(self.value)} with {feature}"
+        text = f"{self.demand} with {feature}"
         return f"{text}: {self.reason}" if self.reason else text
 
 

@@ -243,6 +243,14 @@ def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
     assert "note: GPU memory is not checked, because launch.gpu_memory_bytes=null; the largest rank needs" in text
 
 
+def test_a_device_that_is_not_there_is_refused_before_data_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pretrain_moe, "observe_here", lambda **_: NO_GPU)
+    assert pretrain_moe.main(["training.device=cuda", "data.train=[/no/such/data]"]) == ConfigError.exit_code
+    assert "training.device=cuda: needs a GPU" in capsys.readouterr().err
+
+
 def test_ranks_without_a_gpu_are_refused_before_they_start(
     machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,7 +271,7 @@ def test_ranks_without_a_gpu_are_refused_before_they_start(
 def saved_run(tmp_path: Path) -> list[str]:
     """A run with a checkpoint, as far as its manifest shows; the overrides that continue it."""
     with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
-        writer.add_document(np.arange(5000) % 250)
+        writer.add_document(np.arange(200_000) % 250)
     overrides = [f"data.train=[{tmp_path / 'text'}]", f"run.dir={tmp_path}", "run.name=first", "run.resume=must"]
     config, _ = pretrain_moe.compose(overrides)
     data = plan_split(config.data, config.model.seq_length, "train", build_tokenizer(config.data))

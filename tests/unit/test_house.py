@@ -20,8 +20,8 @@ NO_TORCH += ("durable.py", "formatting.py", "serde.py")
 MACHINE_PATH = re.compile(r"/(?:home|root|Users|work|tmp)/[\w.-]+")
 
 
-MOST_PACKAGE_LINES = 49_230
-MOST_NAMES_PER_THOUSAND = 42.3
+MOST_PACKAGE_LINES = 49_100
+MOST_NAMES_PER_THOUSAND = 42.2
 MOST_CIRCULAR_MODULES = 6
 LEAST_COMMENTS_PER_THOUSAND = 7.0
 """Bounds of ``tools.code_size``: the first three may only fall, the last may only rise."""

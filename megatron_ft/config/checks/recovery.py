@@ -32,7 +32,10 @@ def check_survival(config: JobConfig) -> None:
     if not changes and not launch.may_lose_nodes:
         return
     feature = launch.why_nodes_change or "a launch.membership_schedule"
-    _check_requirements(config, REPLICAS, feature)
+    instead = ""
+    if feature.startswith("launch.num_spare_nodes="):
+        instead = "; for spares that take the places of lost nodes in the same layout set launch.keep_layout=true"
+    _check_requirements(config, REPLICAS, feature, instead)
     _check_slots(config, fewest, feature)
 
 
@@ -82,9 +85,15 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
     return changes
 
 
-def _check_requirements(config: JobConfig, requirements: tuple[Requirement, ...], feature: str) -> None:
-    for requirement in unmet(config, requirements):
-        require(False, requirement.key, value_of(config, requirement.key), requirement.constraint(feature))
+def _check_requirements(
+    config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
+) -> None:
+    found = unmet(config, requirements)
+    # All in one message: of several refusals the last may make the others pointless.
+    others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
+    also = f"; it needs besides: {', '.join(others)}" if others else ""
+    for need in found[:1]:
+        require(False, need.key, value_of(config, need.key), f"{need.constraint(feature)}{also}{instead}")
 
 
 def _check_keeps_layout(config: JobConfig) -> None:

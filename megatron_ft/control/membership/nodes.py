@@ -65,6 +65,12 @@ class NodeRecord:
     """It leaves by the change that was ordered in this generation."""
     joined_iteration: int = 0
     """Iteration after which it last joined."""
+    agent_since_seconds: float = 0.0
+    """Time on the controller's clock at which the start of its agent was ordered."""
+    has_unregistered_agent: bool = False
+    """Whether an agent that did not register in time may still run."""
+    not_before_seconds: float = 0.0
+    """Time on the controller's clock before which it is not started again after a failed start."""
     num_losses: int = 0
     """Losses and failed starts in a row; ``SETTLED_ITERATIONS`` iterations of training reset the count."""
 

@@ -8,7 +8,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ft.config.job import JobConfig
@@ -85,9 +85,11 @@ class WindowFolder:
                 windows.append(opened.verify() if rank % num_parts == part else opened.window)
         return windows[part]
 
-    def newest(self, world_size: int) -> tuple[WindowKey | None, list[DamageReport]]:
-        """Return the newest window that verifies, and a report on each newer one that did not."""
-        return self._first_sound(self.list_windows()[::-1], world_size)
+    def newest(
+        self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
+    ) -> tuple[WindowKey | None, list[DamageReport]]:
+        """Return the newest window that verifies for which ``refuse`` returns None, and a report on each newer one."""
+        return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
         """Keep the newest ``num_windows`` that verify and all windows newer than the oldest of them; delete the rest.
@@ -136,16 +138,22 @@ class WindowFolder:
         return moved
 
     def _first_sound(
-        self, candidates: Sequence[WindowKey], world_size: int, part: int = 0, num_parts: int = 1
+        self,
+        candidates: Sequence[WindowKey],
+        world_size: int,
+        part: int = 0,
+        num_parts: int = 1,
+        refuse: Callable[[Window], str | None] = lambda _: None,
     ) -> tuple[WindowKey | None, list[DamageReport]]:
         reports = []
         for stored in candidates:
             try:
-                self.verify(stored, world_size, part=part, num_parts=num_parts)
+                reason = refuse(self.verify(stored, world_size, part=part, num_parts=num_parts))
             except CheckpointError as error:
-                reports.append(DamageReport(path=self.describe(stored), reason=str(error)))
-                continue
-            return stored, reports
+                reason = str(error)
+            if reason is None:
+                return stored, reports
+            reports.append(DamageReport(path=self.describe(stored), reason=reason))
         return None, reports
 
     def _delete(self, stored: WindowKey) -> None:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 
 from rich.box import ASCII as ASCII_BOX
 from rich.box import ROUNDED
@@ -147,7 +148,7 @@ def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now
         Text(),
         *_expert_load(state.expert_load, style, style.num_layers(state)),
         Text(),
-        *_events(notes, style.num_events),
+        *_events(notes, style),
         *_degraded(state),
     ]
     return Panel(
@@ -256,17 +257,29 @@ def _layer(number: int, tokens: Sequence[int], style: PanelStyle) -> Text:
     return row
 
 
-def _events(notes: Sequence[TimedNote], num_rows: int) -> list[Text]:
-    lines = [
+def _events(notes: Sequence[TimedNote], style: PanelStyle) -> list[Text]:
+    """The newest events, each in one row or two: process ids, which people copy, stand at the end of a long one."""
+    lines = [row for timed in list(notes)[-style.num_events :] for row in _event(timed, style)][-style.num_events :]
+    return lines + [Text()] * (style.num_events - len(lines))
+
+
+def _event(timed: TimedNote, style: PanelStyle) -> list[Text]:
+    label_width, mark = _LABEL_WIDTH - 2, LEVEL_MARKS[timed.note.level]
+    width = style.inner_width - label_width
+    text, indent = f"{mark} {timed.note.text}", " " * (len(mark) + 1)
+    first, *others = wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+    rows = [(f"{timed.clock()} ", first)]
+    if others:
+        rows.append(("", indent + " ".join(row.strip() for row in others)))
+    return [
         Text.assemble(
-            (f"{timed.clock()} ".ljust(_LABEL_WIDTH - 2), "dim"),
-            (f"{LEVEL_MARKS[timed.note.level]} {timed.note.text}", LEVEL_STYLES[timed.note.level]),
+            (label.ljust(label_width), "dim"),
+            (text, LEVEL_STYLES[timed.note.level]),
             no_wrap=True,
             overflow="ellipsis",
         )
-        for timed in list(notes)[-num_rows:]
+        for label, text in rows
     ]
-    return lines + [Text()] * (num_rows - len(lines))
 
 
 def _degraded(state: RunState) -> list[Text]:

@@ -65,7 +65,7 @@ WHY: list[tuple[dict[str, Any], str]] = [
     "changes", [{"launch.mode": "torchrun"}, {"launch.membership_schedule": LOSE_ONE}], ids=["torchrun", "a script"]
 )
 def test_a_refusal_names_the_key_that_asked_for_it(asked: dict[str, Any], why: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"^{next(iter(changes))}=.* must be .*with {why}(:|$)"):
+    with pytest.raises(ConfigError, match=rf"^{next(iter(changes))}=.* must be .*with {why}(:|;|$)"):
         validate(job(asked | changes))
 
 

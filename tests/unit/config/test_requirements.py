@@ -66,3 +66,21 @@ def test_every_requirement_is_of_a_key_that_exists_and_says_what_it_must_be() ->
         assert re.match(
             r"must be \S+.* with launch\.min_nodes=1(: \S.*)?$", requirement.constraint("launch.min_nodes=1")
         )
+
+
+def test_all_that_is_missing_is_named_in_one_message() -> None:
+    changes = {"parallel.pipeline_model_parallel_size": 2, "parallel.use_distributed_optimizer": True}
+    with pytest.raises(ConfigError) as caught:
+        validate(job({**changes, "training.device": "cuda"}))
+    assert str(caught.value) == (
+        "parallel.pipeline_model_parallel_size=2: must be 1 with launch.min_nodes=1; it needs besides: "
+        "parallel.use_distributed_optimizer=true must be false, training.device=cuda must be cpu"
+    )
+
+
+def test_spares_without_replicas_name_the_other_way_to_use_them() -> None:
+    changes = {"launch.min_nodes": None, "launch.num_spare_nodes": 1, "parallel.pipeline_model_parallel_size": 2}
+    with pytest.raises(
+        ConfigError, match=r"must be 1 with launch\.num_spare_nodes=1; .* set launch\.keep_layout=true$"
+    ):
+        validate(job(changes))

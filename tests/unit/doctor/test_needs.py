@@ -24,7 +24,7 @@ def test_a_local_job_has_all_its_nodes_here() -> None:
 
 @pytest.mark.parametrize(("launcher", "is_batch_job"), [("local", False), ("srun", True), ("none", True)])
 def test_the_interface_is_of_the_host_of_a_batch_job(launcher: str, is_batch_job: bool) -> None:
-    job = needs("run.name=first", f"launch.node_launcher={launcher}", "launch.interface=ib0")
+    job = needs("run.name=first", f"launch.node_launcher={launcher}", "run.resume=auto", "launch.interface=ib0")
     assert job.is_batch_job is is_batch_job
 
 

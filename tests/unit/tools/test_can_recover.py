@@ -2,20 +2,25 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks.stored_samples import sample_window
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.rpc import RpcServer, new_token
+from megatron_ft.control.run_id import make_run_id
 from megatron_ft.errors import ConfigError, DataError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from megatron_ft.snapshot.storage.manifest import write_manifest
+from megatron_ft.snapshot.storage.window_file import write_window
 from tests.unit.snapshot.storage.conftest import make_checkpoint
 from tools import can_recover
 from tools.can_recover import grouped, read_config
@@ -158,6 +163,23 @@ def test_too_many_lost_go_back_to_the_newest_checkpoint_that_verifies(living: Ma
     assert found["max_iterations"] == 4 and "iter_0000005: skipped" in found["notes"][0]
 
 
+def test_checkpoints_and_windows_of_another_run_are_not_promised(living: MadeUpRun, ask: Ask) -> None:
+    """A job of this run would not continue from them."""
+    own, other = make_run_id(living.path, is_older=False).run_id, "6" * 32
+    for iteration, run_id in ((3, own), (5, other)):
+        directory = living.path / "checkpoints" / f"iter_{iteration:07d}"
+        manifest = make_checkpoint(directory, iteration)
+        write_manifest(directory, replace(manifest, run_id=run_id))
+    for rank in range(4):
+        window, payload = sample_window(6, rank)
+        window = replace(window, run_id=other, world_size=4)
+        write_window(living.path / "windows", window, [memoryview(part) for part in payload])
+    found = ask(str(living.path), "--lose", "0,3")
+    assert (found["rung"], found["max_iterations"]) == ("checkpoint", 4)
+    skipped = [note for note in found["notes"] if ": skipped: " in note]
+    assert len(skipped) == 2 and all("belongs to another run" in note for note in skipped)
+
+
 def test_a_run_without_anything_cannot_recover(living: MadeUpRun, ask: Ask) -> None:
     found = ask(str(living.path), "--lose", "0,1")
     assert (found["code"], found["rung"]) == (RecoveryError.exit_code, "nothing")
@@ -179,7 +201,7 @@ def test_ranks_that_were_started_again_are_on_all_nodes(run: MadeUpRun, ask: Ask
 def test_a_placement_of_another_membership_is_refused(run: MadeUpRun, ask: Ask) -> None:
     run.say(RanksReady(seconds=1.0, world_size=4))
     found = ask(str(run.path), "--lose", "2")
-    assert found["code"] == DataError.exit_code and "is of 3 ranks" in found["error"]
+    assert found["code"] == DataError.exit_code and "a placement of 3 ranks" in found["error"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "placements/iter_0000004.json"])

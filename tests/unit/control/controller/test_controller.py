@@ -565,8 +565,10 @@ def test_what_came_of_starts_is_passed_on_once(job: Running) -> None:
     job.call("add", node=2)
     await_step(job, Decision.START_AGENTS)
     job.controller.post(NodeLost(2, 1.0, "exited with code 8: no memory", 70))
-    first = await_step(job, Decision.START_AGENTS)
+    first = job.steps.get(timeout=10)
+    assert first.decision is Decision.WAIT, "there is a pause before the next start"
     assert first.state.failed_starts == (FailedStart(2, "exited with code 8: no memory", starts_again=True),)
+    assert await_step(job, Decision.START_AGENTS).state.failed_starts == ()
     job.controller.post(NodeLost(2, 1.0, "was killed by SIGKILL", 71))
     last = job.steps.get(timeout=10)
     assert last.decision is Decision.WAIT

@@ -127,6 +127,18 @@ def test_a_lost_node_without_a_process_gets_one_first() -> None:
     assert report(job, 1).decision is REFORM
 
 
+def test_a_place_is_not_given_up_where_the_process_that_was_started_for_it_hangs() -> None:
+    job = Job(AGAIN)
+    job.see(NodeLost(1, 0.0, "cable"))
+    assert job.say(0, 1, 4, 5).decision is Decision.START_AGENTS
+    step = job.tick(job.policy.start_timeout_seconds)
+    assert (step.decision, [failed.starts_again for failed in step.state.failed_starts]) == (WAIT, [True])
+    assert job.tick(1.0).decision is Decision.START_AGENTS
+    assert job.see(NodeLost(1, job.now, "its process was killed by SIGKILL")).decision is WAIT, "that one is replaced"
+    assert job.see(NodeJoined(1)).decision is Decision.START_NODES
+    assert report(job, 1).decision is REFORM
+
+
 def test_those_that_stood_at_a_lost_place_take_it_again_whoever_is_ready_first() -> None:
     job = Job(AGAIN)
     job.die(2)
@@ -180,7 +192,8 @@ def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
     assert lose(job, 1, completed=40).nodes == (1,)
     step = job.die(2)
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
-    step = job.die(3)
+    assert job.die(3).decision is WAIT
+    step = job.tick(1.0)
     assert (step.decision, step.nodes) == (Decision.START_NODES, (1,))
     step = job.die(2)
     assert step.decision is STOP
@@ -198,12 +211,13 @@ def test_newcomers_that_do_not_report_in_time_are_killed_and_tried_again() -> No
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
     assert settle(job) == [], "its ranks still live"
     job.die(2)
-    assert job.die(3).decision is Decision.START_NODES
+    job.die(3)
+    assert job.tick(1.0).decision is Decision.START_NODES
     assert report(job, 1).decision is REFORM
 
 
-def test_a_process_that_does_not_register_in_time_is_not_waited_for() -> None:
-    job = Job(AGAIN)
+def test_processes_that_do_not_register_in_time_are_not_waited_for_more_often_than_allowed() -> None:
+    job = Job(replace(AGAIN, max_node_restarts=1))
     job.see(NodeLost(1, 0.0, "cable"))
     job.say(0, 1, 4, 5)
     settle(job)
@@ -237,7 +251,9 @@ def test_a_newcomer_that_dies_while_its_place_waits_is_tried_again() -> None:
     job.say(0, 1)
     settle(job)
     report(job, 1)
-    assert job.see(NodeLost(1, 0.0, "cable")).decision is Decision.START_AGENTS
+    assert job.see(NodeLost(1, 0.0, "cable")).decision is WAIT
+    assert job.tick(0.9).decision is WAIT, "a start that has failed is followed by a pause"
+    assert job.tick(0.1).decision is Decision.START_AGENTS
     job.see(NodeJoined(1))
     settle(job)
     assert report(job, 2).decision is WAIT

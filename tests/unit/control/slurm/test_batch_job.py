@@ -236,7 +236,7 @@ def test_a_warning_before_a_console_has_begun_starts_none(play: Play) -> None:
     earlier.release()
     assert process.returncode == 130
     assert not (play.folder / "run" / "told.jsonl").exists()
-    assert play.marker is not None and "warned" in play.marker["reason"]
+    assert play.marker is not None and "warning signal" in play.marker["reason"]
 
 
 def test_a_requeued_job_goes_on_and_takes_back_its_marker(play: Play) -> None:
