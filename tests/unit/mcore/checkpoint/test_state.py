@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import dense_fixture, engines
+from megatron_ft.testing import engines
+from tests.helpers import dense_fixture
 
 pytestmark = pytest.mark.slow  # builds a model
 
