@@ -72,7 +72,7 @@ def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(tmp_path: P
     ("words", "message"),
     [
         (["--queued=1"], "--queued needs --shape array"),
-        (["--shape=array", "--queued=2"], r"--queued=2: must be in 0\.\.1, MFT_SPARE_NODES"),
+        (["--shape=array", "--queued=2"], r"--queued=2: must be in 0\.\.1 \(MFT_SPARE_NODES\)"),
         (["--shape=array", "--chain=0"], "--chain=0: must be at least 1"),
     ],
 )
