@@ -204,7 +204,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     refused, chosen = of_kind(resumed, "recovery_started")
     assert refused["source"] == "persisted" and chosen["strategy"] in ("window", "checkpoint")
     assert 0 < chosen["iteration"] < refused["iteration"]
-    (declined,) = [text for text in chosen["declined"] if "refused before" in text]
+    (declined,) = [text for text in chosen["declined"] if "was rejected before" in text]
     assert f"iteration {newest.start_iteration}:" in declined and "gave other results than the log: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
