@@ -39,6 +39,9 @@ _BASE = (
     "placement.min_replicas=2",
 )
 
+ABOUT_NODES = ("launch.", "nodes.", "recovery.", "topology.", "limits.", "control.", "testing.")
+"""Prefixes of keys about nodes and faults, which a reference run without faults has of its own."""
+
 Event = Mapping[str, Any]
 
 
@@ -255,4 +258,4 @@ def failpoints(faults: Sequence[Mapping[str, Any]]) -> str:
         narrowed = ("node", "rank", "at_iteration", "generation", "passes")
         words = [f'phase="{fault["phase"]}"', *(f"{name}={fault[name]}" for name in narrowed if name in fault)]
         texts.append(f"'{fault.get('action', 'kill')}({','.join(words)})'")
-    return f"launch.failpoints=[{','.join(texts)}]"
+    return f"testing.failpoints=[{','.join(texts)}]"

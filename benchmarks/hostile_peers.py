@@ -71,7 +71,7 @@ _BASE = (
     "launch.ranks_per_node=1",
     "parallel.use_distributed_optimizer=false",
 )
-_LOSES_NODES = ("placement=spread", "placement.num_slots_per_rank=6", f"launch.min_nodes={NUM_NODES - 1}")
+_LOSES_NODES = ("placement=spread", "placement.num_slots_per_rank=6", f"recovery.min_nodes={NUM_NODES - 1}")
 _SNAPSHOTS = ("snapshot=dense", "snapshot.policy.interval_iterations=5", "snapshot.num_peer_copies=1")
 JOBS: Mapping[str, Sequence[str]] = {"may lose nodes": (*_BASE, *_LOSES_NODES), "snapshots": (*_BASE, *_SNAPSHOTS)}
 QUICK_JOBS: Mapping[str, Sequence[str]] = {"may lose nodes, snapshots": (*_BASE, *_LOSES_NODES, *_SNAPSHOTS)}

@@ -222,7 +222,7 @@ def saving(row: Row) -> list[str]:
 
 def failpoint(text: str) -> str:
     """A fault as an override."""
-    return f"launch.failpoints=['{text}']"
+    return f"testing.failpoints=['{text}']"
 
 
 def ended(run: JobResult) -> str:

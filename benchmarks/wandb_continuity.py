@@ -43,7 +43,7 @@ WARM = "megatron_ft.mcore.rank_main:warm"
 WORDS = (
     "telemetry.wandb=offline",
     f"launch.num_nodes={NUM_NODES}",
-    f"launch.min_nodes={NUM_NODES - 1}",
+    f"recovery.min_nodes={NUM_NODES - 1}",
     f"checkpoint.save_interval_iterations={SAVE_INTERVAL}",
     "checkpoint.async_save=false",
 )

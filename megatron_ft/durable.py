@@ -47,7 +47,8 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def cut_half_line(descriptor: int) -> int:
-    """Remove what follows the last newline of a file, which is open for reading and writing; the number of bytes.
+    """Remove the text after the last newline of a file that is open for reading and writing. Return the number of
+    bytes.
 
     Raises:
         OSError: the file cannot be read or cut.

@@ -149,9 +149,9 @@ class ExpertLoad(Record):
     iteration: int
     """Iteration in which the tokens were counted."""
     layers: tuple[tuple[int, ...], ...]
-    """Tokens per expert, one row per mixture layer from the bottom up."""
+    """Tokens per expert, one row per MoE layer from the bottom up."""
     layer_numbers: tuple[int, ...] | None = None
-    """Megatron's number (from 1) of the layer of each row; absent if every layer is a mixture layer."""
+    """Megatron's number (from 1) of the layer of each row; absent if every layer is an MoE layer."""
 
     def describe(self) -> None:
         return None
@@ -186,9 +186,14 @@ class PlacementInForce(Record):
     """Mean number of copies of an expert."""
     most_replicas: int | None = None
     """Number of copies of the expert with the most."""
+    file_error: str | None = None
+    """Why the file of the placement could not be written; training continues without it."""
 
     def describe(self) -> Note:
-        return Note("info", f"new placement from iteration {self.iteration} on: {self.reason}")
+        found = f"new placement from iteration {self.iteration} on: {self.reason}"
+        if self.file_error is not None:
+            return Note("bad", f"{found}; its file in placements/ could not be written: {self.file_error}")
+        return Note("info", found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

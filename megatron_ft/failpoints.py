@@ -70,7 +70,7 @@ _OPTIONS: dict[str, dict[str, type]] = {
     "delay": {"seconds": float},
 }
 _REQUIRED = {"exit": "code", "delay": "seconds"}
-_KEY = "launch.failpoints"
+_KEY = "testing.failpoints"
 
 Record = dict[str, Any]
 
@@ -210,7 +210,7 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     """Arm the failpoints of ``specs`` that match this process, in place of those armed before.
 
     Args:
-        specs: e.g. ``config.launch.failpoints``.
+        specs: e.g. ``config.testing.failpoints``.
         rank: present rank of the process; ``enter`` changes it.
         record: called with a ``FailpointHit`` record before the fault; must be durable (``append_to``).
         generation: present generation of the job.

@@ -49,9 +49,9 @@ class MembershipChanged(Record):
     """Nodes whose ranks received their state, because they had none of the run, or another one than the others. A node
     that was lost and started again within one iteration is among them."""
     schedule: tuple[str, ...] = ()
-    """Entries of ``launch.membership_schedule`` that lead to it from the membership that committed ``iteration``, one
+    """Entries of ``testing.membership_schedule`` that lead to it from the membership that committed ``iteration``, one
     for each that formed on the way. They take the place of those of earlier memberships of the same iteration. Empty
-    with ``launch.keep_layout``."""
+    with ``recovery.keep_layout``."""
 
     def describe(self) -> Note:
         joining = f", {list(self.joining)} of them joining," if self.joining else ""
@@ -153,7 +153,7 @@ class NodeStartFailed(Record):
     reason: str
     """Exit code and last output of its process, or the rank that ended and how."""
     starts_again: bool
-    """Whether the node is started again, see ``launch.max_node_restarts``."""
+    """Whether the node is started again, see ``nodes.max_node_restarts``."""
 
     def describe(self) -> Note:
         again = "starting it again" if self.starts_again else "it is not started again"
@@ -174,7 +174,7 @@ class RanksRestarted(Record):
     iteration: int
     """Iteration in which the first rank failed; 0 before the first iteration."""
     num_restarts_left: int
-    """Restarts left if the job makes no progress; ``launch.max_restarts`` again when it does."""
+    """Restarts left if the job makes no progress; ``recovery.max_restarts`` again when it does."""
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""

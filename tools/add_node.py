@@ -1,4 +1,4 @@
-"""Starts a node for a running job; it joins at an iteration boundary.
+"""Starts a node for a running job. The node joins between two iterations.
 
 python -m tools.add_node runs/moe_tiny-001 2
 """

@@ -1,11 +1,11 @@
-"""Checks what this machine lacks for a job, before the job is submitted to it: each finding with its fix.
+"""Checks a machine before a job is submitted to it. Each finding says how to fix the problem.
 
     python -m tools.doctor model=moe_tiny launch.num_nodes=2 snapshot=sparse_window
-    srun --nodes=1 python -m tools.doctor --nodes-here 1 <the job's overrides>
+    srun --nodes=1 python -m tools.doctor --nodes-here 1 <overrides of the job>
 
-It takes the job's own overrides and checks ports, interfaces, memory, limits, the run's file system, clocks, devices
-and versions. Nothing is started. Exit code 0: nothing is wrong; 1: warnings, with --strict; 2: something would break
-the job.
+The tool takes the overrides of the job. It checks ports, interfaces, memory, limits, the run's file system, clocks,
+devices and versions, and starts nothing. Exit code 0: no problem; 1: warnings, with --strict; 2: a problem that would
+make the job fail.
 """
 
 import argparse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding]:
     """Return all findings for the job of ``overrides``.
 
-    Without the packages it is built on, a configuration cannot even be read: then these are the findings.
+    If required packages are missing, the configuration cannot be read. The findings are then the missing packages.
     """
     software = observe_software()
     if lacking := missing(software):

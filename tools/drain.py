@@ -1,4 +1,4 @@
-"""Drains a node of a running job at the next iteration boundary; the others continue.
+"""Drains a node of a running job: the node leaves between two iterations, and the others continue.
 
 python -m tools.drain runs/moe_tiny-001 2
 """

@@ -9,7 +9,7 @@ python -m tools.inject_failures runs/moe_tiny-001 --disk-error 0 1 --for 5
 python -m tools.inject_failures runs/moe_tiny-001 --trace trace.csv --minutes 80 --scale 0.05 --most-nodes 10
 
 A failure affects whole nodes from outside, at any moment of an iteration. A failure in one phase of one rank needs
-launch.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
+testing.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ft.config.moved import with_present_keys
 from megatron_ft.control.admin import CONTROLLER_FILE, AdminClient, JobNotRunning
 from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, DataError, MegatronFtError
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
@@ -34,7 +35,7 @@ _PAUSE_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line. Return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         problems = _inject(options)
@@ -77,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="with --trace: seconds of the trace that are used; default all")
     parser.add_argument("--scale", type=float, help="with --trace: real seconds per second of the trace; default 1")
     parser.add_argument(
-        "--most-nodes", type=int, help="with --trace: number of nodes that are used; default launch.max_nodes"
+        "--most-nodes", type=int, help="with --trace: number of nodes that are used; default nodes.max_nodes"
     )
     return parser
 
 
 def _inject(options: argparse.Namespace) -> list[str]:
-    """Inject the requested failures; returns what could not be injected. Raises MegatronFtError."""
+    """Inject the requested failures. Return those that could not be injected. Raises MegatronFtError."""
     _check(options)
     with AdminClient(options.run_dir) as operator:
         operator.status()  # a job runs there
@@ -113,7 +114,7 @@ def _inject(options: argparse.Namespace) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse inconsistent options before any waiting. Raises ConfigError."""
+    """Check that the options are consistent before any waiting. Raises ConfigError."""
     for option in ("minutes", "scale", "most-nodes"):
         if (value := getattr(options, option.replace("-", "_"))) is not None and options.trace is None:
             raise ConfigError.of(f"--{option}", value, "can only be used with --trace")
@@ -127,17 +128,19 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _launch(run_dir: Path) -> dict[str, int]:
-    """Read the nodes from the run's configuration. Raises DataError."""
+    """Read the number of nodes and ranks from the run's configuration. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
-        launch = yaml.safe_load(path.read_text(encoding="utf-8"))["launch"]
-        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes", "num_spare_nodes", "max_nodes")}
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        config = with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
+        launch, nodes = config["launch"], config["nodes"]
+        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes")}
+        numbers |= {name: nodes[name] for name in ("num_spare_nodes", "max_nodes")}
+    except (OSError, ValueError, KeyError, TypeError, ConfigError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read: {error!r}") from None
     if numbers["max_nodes"] is None:
         numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
     if any(type(value) is not int for value in numbers.values()):
-        raise DataError(f"{path}: launch must contain numbers, but has {numbers}")
+        raise DataError(f"{path}: launch and nodes must contain numbers, but have {numbers}")
     return numbers
 
 
@@ -158,10 +161,10 @@ def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, i
 
 
 def _wait_for_iteration(options: argparse.Namespace) -> None:
-    """Wait until the run has reported an iteration.
+    """Wait until the run has reported the iteration.
 
     Raises:
-        JobNotRunning: it has ended before.
+        JobNotRunning: the job has ended before.
     """
     if options.at_iteration is None:
         return

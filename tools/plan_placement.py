@@ -1,4 +1,5 @@
-"""Plans expert replicas for recorded loads: how many of each, on which node, and what survives lost nodes."""
+"""Plans expert replicas for recorded loads: how many of each expert, on which node, and which losses of nodes they
+survive."""
 
 import argparse
 import json
@@ -24,7 +25,7 @@ from megatron_ft.topology import Cluster
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
-"""Largest number of nodes with a whole survival curve in plots; beyond it only requested numbers are drawn."""
+"""Limit of nodes for a whole survival curve in plots. Above it, only the requested numbers of lost nodes are drawn."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,10 +62,10 @@ class Result:
     """A plan and its survival figures."""
 
     allocations: tuple[Allocation, ...]
-    """Allocation of each layer; empty where the counts were given."""
+    """Allocation of each layer; empty if the counts were given."""
     plan: PlacementPlan
     layers: tuple[tuple[Survival, ...], ...]
-    """Figures of each layer alone, for each number of lost nodes."""
+    """Figures of each layer, for each number of lost nodes."""
     joint: tuple[Survival, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def plan(options: argparse.Namespace) -> Result:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for impossible numbers."""
+    """Check the numbers. Raises ConfigError for impossible ones."""
     for key in ("num_nodes", "slots_per_node", "min_replicas"):
         value = getattr(options, key)
         if value is not None and value < 1:
@@ -130,7 +131,7 @@ def flag(name: str) -> str:
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Return loads, allocations and replica counts of each layer; given counts are one layer without loads."""
+    """Return loads, allocations and replica counts of each layer. Given counts are one layer without loads."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
@@ -162,7 +163,7 @@ def read_loads(options: argparse.Namespace) -> Tokens:
 
 
 def chosen_algorithm(name: str, lost: Sequence[int], num_nodes: int) -> PlacementAlgorithm:
-    """Choose the algorithm; a search optimizes the requested numbers of lost nodes with equal weights."""
+    """Return the algorithm. A search optimizes the requested numbers of lost nodes with equal weights."""
     weights = tuple(float(k in lost) for k in range(1, num_nodes + 1))
     if name == "overlap_search" and any(weights):
         return OverlapSearch(objective=SurvivalObjective(lost_weights=weights))
@@ -170,7 +171,7 @@ def chosen_algorithm(name: str, lost: Sequence[int], num_nodes: int) -> Placemen
 
 
 def table(result: Result) -> str:
-    """Format layers, their replicas and slots, and survival as text."""
+    """Format layers with replicas and slots, and survival, as text."""
     lines = [result.plan.summary()]
     lowered = {allocation.min_replicas for allocation in result.allocations if allocation.lowered}
     if lowered:
@@ -192,7 +193,7 @@ def table(result: Result) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw the slots (one layer: the first) and the survival of each layer and of all together."""
+    """Draw the slots of the first layer, and the survival of each layer and of all together."""
     try:
         import matplotlib
     except ImportError as error:
@@ -218,7 +219,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
-    """Compute numbers of lost nodes, survival of each layer, survival of all."""
+    """Return numbers of lost nodes, survival of each layer, and survival of all layers."""
     num_nodes = len(result.plan.ranks)
     if num_nodes > MAX_CURVE_NODES:
         rows = [[value.probability for value in values] for values in result.layers]

@@ -1,8 +1,9 @@
-"""Draws a run as one picture: loss, learning rate, gradient norm, expert load.
+"""Draws a run as one picture: loss, learning rate, gradient norm and expert load.
 
     python tools/plot_run.py runs/moe_tiny-001 --out run.png
 
-Reads ``metrics.jsonl`` and ``events.jsonl``; the run may still be running. Needs matplotlib (the ``docs`` extra).
+The tool reads ``metrics.jsonl`` and ``events.jsonl``; the run may still be going on. It needs matplotlib (the ``docs``
+extra).
 """
 
 import argparse
@@ -106,7 +107,7 @@ def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record])
 
 
 def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
-    """Draw a heat map per mixture layer: experts upwards, iterations to the right; white is the even share."""
+    """Draw a heat map per MoE layer: experts upwards, iterations to the right; white is the mean over experts."""
     layers = list(zip(*(load.layers for load in loads), strict=True))
     numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
     count = min(MAX_LAYERS, len(layers))
@@ -135,7 +136,7 @@ def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequenc
 
 
 def _resumes(events: Sequence[Record]) -> list[int]:
-    """List the iterations the run was resumed from."""
+    """Return the iterations that the run was resumed from."""
     started = [event.resumed_from_iteration for event in events if isinstance(event, RunStarted)]
     return [iteration for iteration in started if iteration is not None]
 

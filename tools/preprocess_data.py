@@ -65,7 +65,7 @@ def documents(options: argparse.Namespace) -> Iterator[str]:
 
 
 def write(writer: IndexedWriter, tokenizer: Tokenizer, texts: Iterator[str], *, append_eod: bool) -> int:
-    """Tokenize and write all of ``texts``; returns how many were empty and left out."""
+    """Tokenize and write all ``texts``. Return how many were empty and left out."""
     end = np.asarray([tokenizer.eod] if append_eod else [], dtype=np.int64)
     num_empty = 0
     while batch := list(islice(texts, BATCH_DOCUMENTS)):

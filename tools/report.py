@@ -1,11 +1,11 @@
-"""Renders a run as one page: loss, failures, and for each recovery which ranks computed, which waited and what moved.
+"""Renders a run as one page: the loss, the failures, and the ranks and transfers of each recovery.
 
     python -m tools.report runs/moe_tiny-001                    # writes runs/moe_tiny-001/report.html
     python -m tools.report runs/moe_tiny-001 --out page.html
     python -m tools.report runs/moe_tiny-001 --live             # writes it again while the run continues
 
-The page is one file that fetches nothing. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and placements/;
-the run may still be running.
+The page is one file that loads nothing else. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and
+placements/. The run may still be going on.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int) -> int:
-    """Write the page until the run has ended, and once more, so that the last one is not reloaded."""
+    """Write the page until the run has ended. The last page no longer reloads itself."""
 
     def write_page() -> bool:
         report = build(read_run(run_dir))
@@ -85,10 +85,10 @@ def _whole_seconds(text: str) -> int:
 
 
 def write(path: Path, page: str) -> None:
-    """Put the page in place atomically: readers see the old one or the new one.
+    """Replace the page atomically: readers see the old page or the new one.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the page cannot be written there.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -25,9 +25,9 @@ JOB = (
     "snapshot.bandwidth_bytes_per_second=3e5",
 )
 SURVIVING = (
-    f"launch.min_nodes={NUM_NODES - 1}",
-    "launch.restart_lost_nodes=true",
-    "launch.join_window_seconds=0.1",
+    f"recovery.min_nodes={NUM_NODES - 1}",
+    "nodes.restart_lost_nodes=true",
+    "nodes.join_window_seconds=0.1",
 )
 FAULTS: tuple[dict[str, Any], ...] = (
     {"node": 2, "phase": "backward", "generation": 0, "passes": 9},

@@ -13,7 +13,7 @@ def order(iteration: int, nodes: list[int], previous: list[int | None]) -> dict[
 def test_losses_and_joins_follow_each_other() -> None:
     orders = [order(4, [0, 1], [0, 1]), order(9, [0, 1, 2], [0, 1, None])]
     assert scripted([], orders, 3) == [
-        "launch.membership_schedule=['lose(nodes=[2],before_iteration=5)','join(nodes=[2],before_iteration=10)']"
+        "testing.membership_schedule=['lose(nodes=[2],before_iteration=5)','join(nodes=[2],before_iteration=10)']"
     ]
 
 
@@ -50,6 +50,6 @@ def test_entries_that_a_run_names_itself_count_the_newest_of_each_boundary() -> 
     ]
     (override,) = scripted([changes[1], changes[2], changes[0]], [], 4)
     assert override == (
-        "launch.membership_schedule=['lose(nodes=[1],before_iteration=5)','lose(nodes=[3],before_iteration=5)',"
+        "testing.membership_schedule=['lose(nodes=[1],before_iteration=5)','lose(nodes=[3],before_iteration=5)',"
         "'lose(nodes=[2],before_iteration=10)']"
     )

@@ -58,7 +58,7 @@ def test_a_sound_page_has_no_problems(page: Path, tab: Tab) -> None:
         ("</main>", "<p style='width: 3000px'>wide</p></main>", "1900 px: the page is wider than the window"),
         ("</main>", "<p style='width: 3000px'>wide</p></main>", "390 px: p.null sticks out"),
         ("prefers-color-scheme: dark", "prefers-color-scheme: none", "dark: the paper is rgb(255, 255, 255)"),
-        ("From 13 ", "From 14 ", "dark: the footer is "),
+        ("Made from 13 ", "Made from 14 ", "dark: the footer is "),
     ],
 )
 def test_what_is_spoilt_is_found(page: Path, tab: Tab, old: str, new: str, problem: str) -> None:

@@ -35,7 +35,7 @@ def test_enough_faults_are_drawn_each_within_reach() -> None:
 
 
 def test_faults_are_what_ranks_can_read() -> None:
-    text = failpoints(faults_of(rows()[0], 0, 5)).removeprefix("launch.failpoints=[").removesuffix("]")
+    text = failpoints(faults_of(rows()[0], 0, 5)).removeprefix("testing.failpoints=[").removesuffix("]")
     parsed = [parse(spec.strip("'")) for spec in text.split("','")]
     assert [failpoint.generation for failpoint in parsed] == [0, 1, 2, 3, 4]
     assert all(failpoint.rank is None for failpoint in parsed)

@@ -36,7 +36,7 @@ class ControllerAddress:
     epoch: int
     """Rises with each controller of the job."""
     tls_dir: str | None = None
-    """Value of ``launch.tls_dir``."""
+    """Value of ``control.tls_dir``."""
 
 
 def read_address(run_dir: Path) -> ControllerAddress:

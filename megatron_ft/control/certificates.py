@@ -1,4 +1,4 @@
-"""Certificates of the control channel, for jobs that encrypt it (``launch.tls_dir``): mutual TLS.
+"""Certificates of the control channel, for jobs that encrypt it (``control.tls_dir``): mutual TLS.
 
 The folder contains ``ca.pem`` (the authority that both sides trust), ``cert.pem`` (this machine's certificate, for the
 name or address that others call) and ``key.pem`` (its private key, mode 0600 or 0400).
@@ -13,7 +13,7 @@ import grpc  # type: ignore[import-untyped]
 
 from megatron_ft.errors import ConfigError
 
-_KEY = "launch.tls_dir"
+_KEY = "control.tls_dir"
 _MAX_BYTES = 1024 * 1024
 
 
@@ -36,7 +36,7 @@ class Certificates:
 
 
 def read_certificates(folder: str | None) -> Certificates | None:
-    """Read the certificates of ``launch.tls_dir``; None if that is null.
+    """Read the certificates of ``control.tls_dir``; None if that is null.
 
     Raises:
         ConfigError: a file is missing, too long or not PEM, or other users can read the private key.

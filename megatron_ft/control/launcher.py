@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
@@ -46,7 +45,7 @@ from megatron_ft.framing import Message
 
 RANK_ENTRY = "megatron_ft.mcore.rank_main:run_rank"
 SCHEDULED_RANK_ENTRY = "megatron_ft.testing.scheduled_ranks:run_rank"
-"""Entry of ranks that follow ``launch.membership_schedule``."""
+"""Entry of ranks that follow ``testing.membership_schedule``."""
 PRELOAD = ("megatron_ft.mcore.rank_main:warm",)
 PRELOAD_ON_CUDA = ("megatron_ft.mcore.rank_main:warm_cuda",)
 _CLEANUP_SECONDS = 5.0
@@ -92,13 +91,13 @@ def launch(
         ConfigError: the run folder, the interface or the launcher cannot be used. Nothing was started.
     """
     if entry is None:
-        entry = SCHEDULED_RANK_ENTRY if config.launch.membership_schedule else RANK_ENTRY
+        entry = SCHEDULED_RANK_ENTRY if config.testing.membership_schedule else RANK_ENTRY
     if preload is None:
         preload = PRELOAD_ON_CUDA if config.training.device == "cuda" else PRELOAD
     # Whatever can be refused is refused before the run has a folder.
-    launcher = open_launcher(config.launch, os.environ)
-    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, interface=launcher.interface))
-    _check_places(config.launch, is_local=launcher.is_local)
+    launcher = open_launcher(config, os.environ)
+    config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=launcher.interface))
+    _check_places(config, is_local=launcher.is_local)
     run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
@@ -122,13 +121,13 @@ def launch(
         run_dir.release()
 
 
-def _check_places(config: LaunchConfig, *, is_local: bool) -> None:
-    check_interface(config.interface)
-    read_certificates(config.tls_dir)
-    free_port(config.interface)
-    path = config.forkserver_socket
+def _check_places(config: JobConfig, *, is_local: bool) -> None:
+    check_interface(config.control.interface)
+    read_certificates(config.control.tls_dir)
+    free_port(config.control.interface)
+    path, other = config.launch.forkserver_socket, config.launch.node_launcher
     if path is not None and not is_local:
-        constraint = f"must be null with launch.node_launcher={config.node_launcher}: its nodes are other machines"
+        constraint = f"must be null with launch.node_launcher={other}: its nodes are other machines"
         raise ConfigError.of("launch.forkserver_socket", path, constraint)
     if path is not None and not Path(path).is_socket():
         raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
@@ -145,7 +144,6 @@ class _Job:
         sidecars: dict[str, str],
         launcher: NodeLauncher,
     ) -> None:
-        self._config = config.launch
         self._run_dir = run_dir
         self._sinks = sinks
         self._preload = preload
@@ -155,10 +153,10 @@ class _Job:
         self._run_finished = False
         self._faults = report.InjectedFaults()
         self._has_ended = False
-        self._policy = MembershipPolicy.of(config.launch, starts_nodes=launcher.starts_nodes)
+        self._policy = MembershipPolicy.of(config, starts_nodes=launcher.starts_nodes)
         self._detection = DetectorPolicy(**dataclasses.asdict(config.detector))
         self._token = new_token()
-        self._port = free_port(config.launch.interface)
+        self._port = free_port(config.control.interface)
         self._job = config
         self._launcher = launcher
         self._fork_server: subprocess.Popen[bytes] | None = None
@@ -219,13 +217,13 @@ class _Job:
         return ControllerLink(
             start,
             access_path=run_dir / CONTROLLER_FILE,
-            access={"token": self._token, "tls_dir": self._config.tls_dir},
+            access={"token": self._token, "tls_dir": self._job.control.tls_dir},
             silence_seconds=self._detection.heartbeat_timeout_seconds,
             log=processes.log_dir / "controller.log",
         )
 
     def _start_fork_server(self, processes: Processes) -> None:
-        if self._launcher.is_local and self._config.forkserver_socket is None:
+        if self._launcher.is_local and self._job.launch.forkserver_socket is None:
             arguments = ["--socket", str(processes.forkserver_socket), "--preload", *self._preload]
             module = "megatron_ft.control.node.fork_server"
             self._fork_server = processes.start(module, arguments, "forkserver.log", SINGLE_THREAD_ENVIRONMENT)
@@ -243,15 +241,15 @@ class _Job:
 
     def _agent_spec(self, processes: Processes, node: int) -> AgentSpec:
         return AgentSpec(
-            controller_address=join_address(self._config.interface, self._port),
+            controller_address=join_address(self._job.control.interface, self._port),
             token=self._token,
             node=node,
             runtime_dir=str(processes.runtime_dir),
-            forkserver_socket=self._config.forkserver_socket or str(processes.forkserver_socket),
+            forkserver_socket=self._job.launch.forkserver_socket or str(processes.forkserver_socket),
             sidecars=self._sidecars,
-            interface=self._config.interface,
+            interface=self._job.control.interface,
             log_dir=str(processes.log_dir),
-            tls_dir=self._config.tls_dir,
+            tls_dir=self._job.control.tls_dir,
             heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
             heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
             lost_controller_seconds=self._detection.lost_controller_seconds,

@@ -25,7 +25,7 @@ def free_port(interface: str) -> int:
             probe.bind((interface.strip("[]"), 0))
         except OSError as error:
             raise ConfigError.of(
-                "launch.interface", interface, f"must be an address of this machine: {error}"
+                "control.interface", interface, f"must be an address of this machine: {error}"
             ) from None
     # At random: two jobs that start at the same time rarely try the same port.
     for port in random.SystemRandom().sample(PORTS, _PORT_TRIES):

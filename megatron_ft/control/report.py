@@ -17,7 +17,7 @@ _TAIL_LINES = 15
 _ENDING_FAULTS = ("kill", "exit", "raise")
 """Actions of failpoints that end the process, and its node's membership with it."""
 # The advice names the run itself. Faults would be injected again, and the fork server may be gone.
-_NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "launch.failpoints=", "launch.forkserver_socket=")
+_NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "launch.forkserver_socket=")
 
 
 def failure_screen(end: JobResult, run_dir: Path, resume: str, node_log: str = "") -> str:

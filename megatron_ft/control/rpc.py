@@ -28,7 +28,7 @@ Method = Callable[[Message], Message | bytes]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
-"""Longest time for which a busy controller keeps a call that waits for an effect; then the caller is to try again."""
+"""Limit of the time for which a busy controller holds a call that waits for an effect. The caller then tries again."""
 HANDSHAKE_SECONDS = 10
 """Connections without an HTTP/2 handshake after this time are closed."""
 _TOKEN_KEY = "x-megatron-ft-token"
@@ -43,10 +43,10 @@ def check_interface(interface: str) -> None:
     """Refuse addresses that mean every interface.
 
     Raises:
-        ConfigError: ``launch.interface`` is empty or a wildcard.
+        ConfigError: ``control.interface`` is empty or a wildcard.
     """
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, not all interfaces")
+        raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
 
 
 def join_address(host: str, port: int) -> str:
@@ -101,7 +101,7 @@ class RpcServer:
             else:
                 bound = self._server.add_secure_port(where, certificates.of_server())
         except RuntimeError as error:
-            raise ControlError(f"cannot listen on launch.interface={interface} port {port}: {error}") from error
+            raise ControlError(f"cannot listen on control.interface={interface} port {port}: {error}") from error
         self.address = join_address(interface, bound)
         self._unauthenticated = handlers.unauthenticated = UnauthenticatedConnections(bound, max_connections=most)
 

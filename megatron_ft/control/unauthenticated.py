@@ -64,7 +64,7 @@ def check_descriptors(num_nodes: int) -> None:
         needed = soft - most + num_nodes + MIN_UNAUTHENTICATED
         raise ControlError(
             f"the controller may open {soft} files and needs {needed}, because {num_nodes} nodes can belong to "
-            "the job (launch.num_nodes, launch.max_nodes): raise the hard limit of open files (ulimit -Hn)"
+            "the job (launch.num_nodes, nodes.max_nodes): raise the hard limit of open files (ulimit -Hn)"
         )
 
 

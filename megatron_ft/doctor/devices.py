@@ -120,7 +120,7 @@ def _check_gpu_memory(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
         if needs.gpu_memory_bytes is not None:
             return []  # the plan has been compared with it
         what = f"{needed}, which is compared with nothing: nvidia-smi does not answer"
-        return [warning("devices", what, "set launch.gpu_memory_bytes to the memory of one GPU")]
+        return [warning("devices", what, "set limits.gpu_memory_bytes to the memory of one GPU")]
     if needs.device_bytes > facts.gpu_memory_bytes:
         fix = "more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
         return [error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", fix)]

@@ -46,7 +46,8 @@ class MemoryFacts:
     """Memory that can be allocated without swapping, by the kernel's estimate."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Memory use of the control group that has the limit, without what the kernel can reclaim; 0 without a limit."""
+    """Memory use of the control group that has the limit, without memory that the kernel can reclaim; 0 without a
+    limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
     """(soft, hard) of ``open_files``, ``file_size``, ``address_space``, ``data``, ``locked``."""
     shared_total_bytes: int | None

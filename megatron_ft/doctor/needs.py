@@ -50,7 +50,7 @@ class JobNeeds:
     device_bytes: int = 0
     """Device memory of the rank that needs most."""
     gpu_memory_bytes: int | None = None
-    """``launch.gpu_memory_bytes``, with which the plan was compared."""
+    """``limits.gpu_memory_bytes``, with which the plan was compared."""
     other_device: str = ""
     """Problem of ranks on the other device; empty if ``device`` is certain."""
     is_refused_there: bool = False
@@ -58,7 +58,7 @@ class JobNeeds:
     starts_elsewhere: bool = False
     """Whether nodes run on other machines than the one that starts the job."""
     is_batch_job: bool = False
-    """Whether a batch job's host resolves ``launch.interface``, which may name a network interface of that host."""
+    """Whether a batch job's host resolves ``control.interface``, which may name a network interface of that host."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that ranks get on CUDA unless they are set already."""
 
@@ -80,19 +80,19 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
     launch, snapshot = config.launch, plan.snapshot
     if nodes_here is None:
         # Spares hold their own memory while they wait, so they count.
-        nodes_here = launch.most_nodes if launch.mode == "local" else 1
-    if not 1 <= nodes_here <= launch.most_nodes:
-        raise ConfigError.of("--nodes-here", nodes_here, f"must be in 1..{launch.most_nodes}, the nodes of the job")
+        nodes_here = config.most_nodes if launch.mode == "local" else 1
+    if not 1 <= nodes_here <= config.most_nodes:
+        raise ConfigError.of("--nodes-here", nodes_here, f"must be in 1..{config.most_nodes}, the nodes of the job")
     return JobNeeds(
         mode=launch.mode,
-        interface=launch.interface,
+        interface=config.control.interface,
         master_port=launch.master_port,
         run_dir=config.run.dir,
         nodes_here=nodes_here,
-        num_nodes=launch.most_nodes,
+        num_nodes=config.most_nodes,
         ranks_per_node=launch.ranks_per_node,
         ranks_per_gpu=launch.ranks_per_gpu,
-        world_size=launch.most_members * launch.ranks_per_node,
+        world_size=config.most_members * launch.ranks_per_node,
         device=plan.device,
         device_reason=plan.device_reason,
         uses_transformer_engine=_uses_transformer_engine(config),
@@ -103,7 +103,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         num_checkpoints=_num_checkpoints(config),
         persisted_bytes=_persisted_bytes(config, plan),
         device_bytes=plan.device_bytes,
-        gpu_memory_bytes=launch.gpu_memory_bytes,
+        gpu_memory_bytes=config.limits.gpu_memory_bytes,
         other_device=plan.other_device,
         is_refused_there=plan.is_refused_there,
         environment=rank_environment(on_device(config, plan.device)),

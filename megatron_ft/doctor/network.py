@@ -38,9 +38,9 @@ class NetworkFacts:
 
     interfaces: Mapping[str, Interface]
     resolved: tuple[str, ...]
-    """Addresses of ``launch.interface``; empty where mode ``local`` does not use it."""
+    """Addresses of ``control.interface``; empty where mode ``local`` does not use it."""
     bind_error: str | None
-    """Reason that ``launch.master_port`` (or any port) cannot be bound at ``launch.interface``."""
+    """Reason that ``launch.master_port`` (or any port) cannot be bound at ``control.interface``."""
     port_is_taken: bool = False
     """Whether another process holds the port."""
     ephemeral: tuple[int, int] | None = None
@@ -135,11 +135,11 @@ def check_network(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
-    named = f"launch.interface={needs.interface}"
+    named = f"control.interface={needs.interface}"
     is_name = needs.interface in facts.interfaces
     if is_name and not needs.is_batch_job:
         addresses = facts.interfaces[needs.interface].addresses
-        instead = f"launch.interface={addresses[0]}" if addresses else "the address of one that has one"
+        instead = f"control.interface={addresses[0]}" if addresses else "the address of one that has one"
         return [error("interface", f"{named}: names an interface; it must be an address", instead)]
     first = facts.resolved[0] if facts.resolved else ""
     holder = next((name for name, each in facts.interfaces.items() if first in each.addresses), None)

@@ -96,7 +96,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
     if not context.is_joining:
         join_job(trainer)
-    elif config.launch.may_lose_nodes:
+    elif config.may_lose_nodes:
         from megatron_ft.mcore.data.data_checks import check_run_data
 
         check_run_data(config, trainer.samples["train"], context.run_dir)
@@ -136,7 +136,7 @@ def join_job(trainer: "Trainer") -> "dist.Store":
     device = trainer.device.type
     trainer.build(join(trainer.config, context, device=device, timeout_seconds=timeout_seconds, store=store))
     # After ``build``, in which ranks have compared their data: joining ranks compare theirs with this.
-    if context.rank == 0 and job.launch.may_lose_nodes:
+    if context.rank == 0 and job.may_lose_nodes:
         note_run_data(trainer.samples["train"], context.run_dir)
     return store
 
@@ -152,7 +152,9 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
     generation = context.generation + int(context.is_joining)  # it begins with the next membership
-    failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, generation=generation, record=record)
+    failpoints.arm(
+        config.testing.failpoints, rank=context.rank, node=context.node, generation=generation, record=record
+    )
 
 
 def report_unfired(context: RankContext) -> None:

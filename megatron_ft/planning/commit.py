@@ -123,7 +123,7 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
 
     Args:
         ballots: in rank order.
-        num_moe_losses: auxiliary losses in the sums: real microbatches times mixture layers.
+        num_moe_losses: auxiliary losses in the sums: real microbatches times MoE layers.
 
     Raises:
         TrainingStopped: a value that must be the same on all ranks, to the bit, differs.

@@ -110,7 +110,7 @@ def choose_device(
     Args:
         requested: value of the key.
         facts: facts about this machine.
-        gpu_memory_bytes: ``launch.gpu_memory_bytes``; a value means that the job is for GPUs.
+        gpu_memory_bytes: ``limits.gpu_memory_bytes``; a value means that the job is for GPUs.
         refused: reason why each possible device refuses the configuration; empty if it accepts it.
         may_be_elsewhere: whether ranks may run on other machines (a dry run), whose devices are unknown here.
 
@@ -128,9 +128,9 @@ def choose_device(
     # The job is meant for GPUs: to train it on CPU because none is found here would be a silent fallback.
     if gpu_memory_bytes is not None:
         if not may_be_elsewhere:
-            constraint = "must be cpu, and launch.gpu_memory_bytes null, on a machine without a usable GPU: "
+            constraint = "must be cpu, and limits.gpu_memory_bytes null, on a machine without a usable GPU: "
             raise ConfigError.of("training.device", "auto", constraint + _why_no_gpu(facts))
-        reason = "training.device=auto with launch.gpu_memory_bytes given"
+        reason = "training.device=auto with limits.gpu_memory_bytes given"
         _check_accepted(refused["cuda"], reason)
         return DeviceChoice(device="cuda", is_certain=True, reason=reason)
     reason = f"training.device=auto found no GPU here: {_why_no_gpu(facts)}"

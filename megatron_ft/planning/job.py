@@ -81,7 +81,7 @@ class JobPlan:
     snapshot: SnapshotReport | None = None
     """None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
-    """None without ``launch.keep_layout`` or with one pipeline stage."""
+    """None without ``recovery.keep_layout`` or with one pipeline stage."""
     routing: str | None = None
     """Recorded loads for routing; None if routing is learned."""
     losses: tuple[LossCost, ...] = ()
@@ -113,14 +113,14 @@ class JobPlan:
         within_limit(
             # On CPU the state of ranks is host memory, which ``host_bytes_per_node`` contains.
             self.gpu_memory_bytes if self.device == "cuda" else None,
-            "launch.gpu_memory_bytes",
+            "limits.gpu_memory_bytes",
             self.device_bytes,
             "the memory of the largest rank (activations estimated); use more ranks, larger parallel sizes, "
             "training.recompute_granularity=full or a smaller training.micro_batch_size",
         )
         within_limit(
             self.host_memory_bytes,
-            "launch.host_memory_bytes",
+            "limits.host_memory_bytes",
             self.host_bytes_per_node,
             "the memory of a node (estimated); use more nodes, a smaller launch.ranks_per_node or a smaller model",
         )
@@ -156,7 +156,7 @@ def plan_job(
         ConfigError: memory limits are exceeded, or inputs do not fit the job.
     """
     assert device in ("cpu", "cuda"), f"device {device!r} is not resolved"
-    launch, model, training = config.launch, config.model, config.training
+    launch, limits, model, training = config.launch, config.limits, config.model, config.training
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     operators = operators_of(model, data.tokenizer_vocab_size)
     batch = BatchPlan.of(config, topology)
@@ -186,8 +186,8 @@ def plan_job(
         published_parameters_source=model.published_parameters_source,
         stages=stages,
         host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured,
-        gpu_memory_bytes=launch.gpu_memory_bytes,
-        host_memory_bytes=launch.host_memory_bytes,
+        gpu_memory_bytes=limits.gpu_memory_bytes,
+        host_memory_bytes=limits.host_memory_bytes,
         train_iterations=training.train_iterations,
         num_microbatches=batch.num_real_microbatches,
         num_microbatches_per_rank=batch.num_microbatches,
@@ -236,7 +236,7 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
     # Only jobs that continue on fewer nodes by replicas lose slots with a node.
-    if placement.algorithm is None or launch.keep_layout or not launch.fewest_nodes <= num_left:
+    if placement.algorithm is None or config.recovery.keep_layout or not config.fewest_nodes <= num_left:
         return ()
     num_copies, num_ranks = min(placement.min_replicas, num_left), num_left * launch.ranks_per_node
     num_slots = (placement.num_slots_per_rank or 0) * num_ranks
@@ -252,21 +252,21 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
 
 
 def _unknown_domains(config: JobConfig) -> tuple[str, ...]:
-    source = config.launch.failure_domain_source
+    source = config.topology.failure_domain_source
     if source == "listed":
         return ()
     return (
-        f"launch.failure_domain_source={source}: failure domains are not known before the job has its nodes. This "
+        f"topology.failure_domain_source={source}: failure domains are not known before the job has its nodes. This "
         "plan takes every node as a domain; the real survival may be lower and peers may differ. A start with "
         "too few domains is refused",
     )
 
 
 def _unchecked_gpu_memory(config: JobConfig, device: str, needed: int) -> tuple[str, ...]:
-    if device != "cuda" or config.launch.gpu_memory_bytes is not None:
+    if device != "cuda" or config.limits.gpu_memory_bytes is not None:
         return ()
     return (
-        "GPU memory is not checked, because launch.gpu_memory_bytes=null; the largest rank needs "
+        "GPU memory is not checked, because limits.gpu_memory_bytes=null; the largest rank needs "
         f"{needed / 2**30:.1f} GiB (activations estimated)",
     )
 

@@ -53,7 +53,7 @@ def _of_nccl(config: JobConfig, rank: int | None) -> dict[str, str]:
     variables: dict[str, str] = {}
     if config.training.deterministic:
         variables |= _FIXED_ORDER_OF_SUMS
-    if config.launch.may_lose_nodes:
+    if config.may_lose_nodes:
         variables |= _ABORTS_ITSELF
     if config.launch.ranks_per_gpu > 1:
         # NCCL refuses two ranks of one host on the same GPU, so each rank gets its own host id.

@@ -174,7 +174,7 @@ def _device_memory(plan: JobPlan) -> str:
     if plan.device != "cuda":
         return _with_limit(plan.device_bytes, None)
     if plan.gpu_memory_bytes is None:
-        return f"{readable_bytes(plan.device_bytes)}, not checked (launch.gpu_memory_bytes=null)"
+        return f"{readable_bytes(plan.device_bytes)}, not checked (limits.gpu_memory_bytes=null)"
     return _with_limit(plan.device_bytes, plan.gpu_memory_bytes)
 
 
@@ -213,7 +213,7 @@ def _ranks(plan: JobPlan) -> str:
 
 
 def render_placement(report: PlacementReport, why_unused: str = "") -> str:
-    """Write slots, survival and bytes, then the slots of the first mixture layer of each stage.
+    """Write slots, survival and bytes, then the slots of the first MoE layer of each stage.
 
     Args:
         why_unused: reason why no recovery uses these replicas; empty if one does.
@@ -221,7 +221,7 @@ def render_placement(report: PlacementReport, why_unused: str = "") -> str:
     slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
     experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"
     pairs = [
-        ("slots per rank", f"{slots} in each mixture layer: {experts}"),
+        ("slots per rank", f"{slots} in each MoE layer: {experts}"),
         *((f"stage {number}", plan.summary()) for number, plan in enumerate(report.stages)),
         ("weights left" if why_unused else "weights survive", _survival(report.weights_survival)),
         ("state left" if why_unused else "state survives", _survival(report.state_survival)),

@@ -25,12 +25,12 @@ FILE_KEY, START_KEY = "model.router_trace_file", "model.router_trace_start"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTrace:
-    """Loads of a model's mixture layers, one record per iteration from ``start`` on, cyclically."""
+    """Loads of a model's MoE layers, one record per iteration from ``start`` on, cyclically."""
 
     source: str
     """File name."""
     layer_numbers: tuple[int, ...]
-    """Mixture layers of the model, in Megatron's numbering."""
+    """MoE layers of the model, in Megatron's numbering."""
     tokens: Tokens
     """``[records, layers, experts]``; every layer of every record has tokens."""
     start: int
@@ -44,7 +44,7 @@ class RoutingTrace:
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":
         """Select the part of a recording that a model uses.
 
-        Layers with loads map to mixture layers in order. If the file has more experts than the model, each layer keeps
+        Layers with loads map to MoE layers in order. If the file has more experts than the model, each layer keeps
         those with the most tokens over all records, in the order of the file.
 
         Raises:
@@ -54,7 +54,7 @@ class RoutingTrace:
         layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
         tokens: Tokens = recorded.tokens.sum(axis=(1, 3))
         loaded = tokens[:, tokens.any(axis=(0, 2)), :]
-        _check_size(recorded.source, "layers with loads", loaded.shape[1], len(layers), "mixture layers")
+        _check_size(recorded.source, "layers with loads", loaded.shape[1], len(layers), "MoE layers")
         num_experts = model.num_moe_experts or 0
         _check_size(recorded.source, "experts", loaded.shape[2], num_experts, "model.num_moe_experts")
         trace = cls(

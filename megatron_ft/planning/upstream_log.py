@@ -152,7 +152,7 @@ def report_upstream_log(config: JobConfig, snapshot: SnapshotReport | None) -> U
     Raises:
         ConfigError: a node's logs take more than ``upstream_log.memory_limit_bytes``.
     """
-    if not config.launch.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
+    if not config.recovery.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
         return None
     stages, nodes = range(config.parallel.pipeline_model_parallel_size), range(config.launch.num_nodes)
     kept, lag = None, config.upstream_log.commit_lag_iterations

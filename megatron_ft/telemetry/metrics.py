@@ -1,4 +1,4 @@
-"""Every metric of an iteration: its name, its unit, its meaning. The only place where they are listed."""
+"""List of all metrics of an iteration with name, unit and meaning. They are listed nowhere else."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,18 +7,17 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure of a ``metrics`` record."""
+    """Metric of a ``metrics`` record."""
 
     name: str
-    """Key in the record, and the name in wandb."""
+    """Key in the record and name in wandb."""
     unit: str
-    """Unit, or ``1`` for a bare number."""
+    """Unit, or ``1`` for a number without a unit."""
     meaning: str
-    """One sentence."""
     required: bool = False
     """Whether every ``metrics`` record has it."""
     is_timed: bool = False
-    """Whether it depends on the clock: runs that are equal in every bit differ in it."""
+    """Whether it depends on the clock. Such metrics differ between runs that are otherwise equal in every bit."""
 
 
 _ALL = (
@@ -28,8 +27,8 @@ _ALL = (
         "Mean language-model loss over the tokens of all ranks, without auxiliary losses.",
         required=True,
     ),
-    Metric("aux_loss", "1", "Load-balancing loss times its coefficient; mean over mixture layers."),
-    Metric("z_loss", "1", "Router z-loss times its coefficient; mean over mixture layers."),
+    Metric("aux_loss", "1", "Load-balancing loss times its coefficient; mean over MoE layers."),
+    Metric("z_loss", "1", "Router z-loss times its coefficient; mean over MoE layers."),
     Metric("grad_norm", "1", "Global L2 norm of the gradient before clipping."),
     Metric("clip_coefficient", "1", "Factor that clipping multiplied the gradient by; 1 without clipping."),
     Metric("learning_rate", "1", "Learning rate of this iteration's update."),
@@ -67,7 +66,7 @@ _ALL = (
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
-"""Name to metric."""
+"""Metrics by name."""
 
 
 def _spread(prefix: str, whose: str) -> tuple[Metric, ...]:
@@ -99,7 +98,7 @@ _FROM_EVENTS = (
         "replicas/single_loss_survival",
         "1",
         "Probability that the job survives the loss of one failure domain, all being equally likely: every expert "
-        "keeps a copy, and launch.min_nodes nodes remain. Reported only if launch.min_nodes is set.",
+        "keeps a copy, and recovery.min_nodes nodes remain. Reported only if recovery.min_nodes is set.",
     ),
     Metric("snapshot/window_iterations", "iterations", "Iterations that together capture every operator once (W)."),
     Metric(
@@ -151,14 +150,15 @@ _FROM_EVENTS = (
 )
 
 FROM_EVENTS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _FROM_EVENTS})
-"""Metrics that trackers get beside these, made from the run's records; ``<n>`` and ``<strategy>`` are placeholders."""
+"""Metrics that only trackers get. They are computed from the run's records; ``<n>`` and ``<strategy>`` are
+placeholders."""
 
 
 def check_metrics(values: Mapping[str, float]) -> None:
-    """Refuse figures that are not listed, and records that lack a required one.
+    """Check that all figures are listed and that no required one is missing.
 
     Raises:
-        ValueError: naming the metric.
+        ValueError: a figure is not listed or missing; the message names it.
     """
     if unknown := [name for name in values if name not in METRICS]:
         raise ValueError(f"metrics.{unknown[0]}: is not listed in megatron_ft/telemetry/metrics.py")

@@ -27,7 +27,7 @@ def run(config: JobConfig, context: RankContext) -> None:
     """Count iterations, report them from rank 0, obey failpoints and stop requests."""
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     failpoints.arm(
-        config.launch.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
+        config.testing.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
     )
     failpoints.watch(context.worker.progress)
     print(f"rank {context.rank} of {context.world_size} on node {context.node}", flush=True)
@@ -69,7 +69,7 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
     iteration = 1
     while True:
         where = {"rank": context.rank, "node": context.node, "generation": context.generation}
-        failpoints.arm(config.launch.failpoints, **where, record=record)
+        failpoints.arm(config.testing.failpoints, **where, record=record)
         failpoints.watch(context.worker.progress)
         broken = threading.Event()
         context.worker.on_break(lambda _reason, broken=broken: broken.set())
@@ -98,9 +98,9 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
 
 def run_in_domains(config: JobConfig, context: RankContext) -> None:
     """Do as ``run_surviving``; each rank also reports the failure domains in its configuration and its node's peers."""
-    peers = assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies).peers
+    peers = assign_peers(config.member_domains, config.snapshot.num_peer_copies).peers
     own = peers[context.node] if context.node < len(peers) else ()
-    domains = config.launch.failure_domains
+    domains = config.topology.failure_domains
     context.worker.report({"kind": "domains", "node": context.node, "domains": domains, "peers": list(own)})
     run_surviving(config, context)
 

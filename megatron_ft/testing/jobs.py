@@ -124,6 +124,7 @@ def start_dummy_job(
     config = JobConfig()
     for key, value in {"run.dir": str(runs), "run.name": "dummy", **(overrides or {})}.items():
         group, name = key.split(".")
+        assert hasattr(getattr(config, group), name), key
         setattr(getattr(config, group), name, value)
     runs.mkdir(exist_ok=True)
     spec = runs / "spec.json"

@@ -1,4 +1,4 @@
-"""Ranks whose memberships change by ``launch.membership_schedule``, without faults: the reference for jobs with faults.
+"""Ranks whose memberships change by ``testing.membership_schedule``, without faults: the reference for jobs with faults.
 
 ``run_rank`` is their entry point. The ranks stay in their processes and follow the schedule, which all of them know;
 the controller sees one job without losses. They meet at the store of generation 0, which lives in the process of the
@@ -47,7 +47,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
 
 
 def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
-    key, texts = "launch.membership_schedule", trainer.job.launch.membership_schedule
+    key, texts = "testing.membership_schedule", trainer.job.testing.membership_schedule
     iteration = trainer.engine.iteration
     if trainer.device.type != "cpu":
         reason = f"must be empty with training.device={trainer.device.type}: only ranks on gloo (CPU) can leave"
@@ -99,7 +99,7 @@ class MembershipSchedule:
     """
 
     def __init__(self, job: JobConfig, context: RankContext, store: dist.Store) -> None:
-        changes = [parse_membership_change(text) for text in job.launch.membership_schedule]
+        changes = [parse_membership_change(text) for text in job.testing.membership_schedule]
         self._ahead = deque(scheduled_memberships(changes, job.launch.num_nodes, job.launch.ranks_per_node))
         self._context = context
         self._newest: NextMembership | None = None

@@ -93,7 +93,7 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "restarted": job(faults(), until=6, present=[0, 1, 3], resumes="saved"),
         "fresh:saved": job(
             {
-                "launch.failure_domains": ["node0", "node1", "node3"],
+                "topology.failure_domains": ["node0", "node1", "node3"],
                 "checkpoint.load": str(folder / "saved" / "checkpoints" / "iter_0000004"),
             },
             nodes=3,

@@ -15,14 +15,15 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_launch import eventually, processes_of, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
+from tests.helpers.keys import dotted
 
-LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.min_nodes": 1, "launch.join_window_seconds": 0.2}
+LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "recovery.min_nodes": 1, "nodes.join_window_seconds": 0.2}
 
 
 def start(runs: Path, *faults: str, iterations: int = 200, **overrides: Any) -> Any:
     """A job on three nodes of two ranks that goes on with one."""
-    settings = {"training.train_iterations": iterations, "launch.failpoints": list(faults)}
-    settings |= {f"launch.{name}": value for name, value in overrides.items()}
+    settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
+    settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
 
 
@@ -148,7 +149,7 @@ SOON = {"detector.heartbeat_interval_seconds": 0.25, "detector.heartbeat_timeout
 
 def test_a_stopped_rank_is_found_and_the_others_go_on(runs: Path) -> None:
     fault = 'stop(rank=3, at_iteration=5, phase="forward", generation=0)'
-    overrides = {**LAYOUT, **SOON, "launch.min_nodes": 2, "launch.failpoints": [fault]}
+    overrides = {**LAYOUT, **SOON, "recovery.min_nodes": 2, "testing.failpoints": [fault]}
     job = start_dummy_job(runs, "run_surviving", overrides={**overrides, "training.train_iterations": 10000})
     eventually(lambda: len(told(runs, 1)) == 4, "four ranks go on")
     hit = json.loads((runs / "dummy" / "failpoints.jsonl").read_text().splitlines()[0])
@@ -162,7 +163,7 @@ def test_a_stopped_rank_is_found_and_the_others_go_on(runs: Path) -> None:
 
 def test_ranks_that_all_stand_at_the_same_place_start_again(runs: Path) -> None:
     fault = 'delay(seconds=1000.0, at_iteration=5, phase="forward", generation=0)'
-    settings = {"detector.hang_seconds": 1.0, "launch.max_restarts": 1, "launch.failpoints": [fault]}
+    settings = {"detector.hang_seconds": 1.0, "recovery.max_restarts": 1, "testing.failpoints": [fault]}
     job = start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **SOON, **settings})
     finish(runs, job)
     (restart,) = [record for record in records(runs) if record["kind"] == "ranks_restarted"]

@@ -10,19 +10,20 @@ from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_joining_nodes import told, waiting
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
+from tests.helpers.keys import dotted
 
 LAYOUT = {
     "launch.num_nodes": 3,
     "launch.ranks_per_node": 2,
-    "launch.keep_layout": True,
+    "recovery.keep_layout": True,
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
 }
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
     """A job on three nodes of two ranks that keeps its layout."""
-    settings = {"training.train_iterations": iterations, "launch.failpoints": list(faults)}
-    settings |= {f"launch.{name}": value for name, value in overrides.items()}
+    settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
+    settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
 
 
@@ -80,7 +81,7 @@ def test_a_place_that_nobody_can_take_ends_the_job_by_name(runs: Path) -> None:
     finish(runs, job, ControlError.exit_code)
     assert decisions(runs)[1]["declined"] == (
         "node 2 (place 2) has no replacement: no spare is left, and the node is not restarted: "
-        "launch.restart_lost_nodes=false"
+        "nodes.restart_lost_nodes=false"
     )
 
 

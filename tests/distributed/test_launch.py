@@ -112,7 +112,7 @@ def test_no_record_is_dropped_when_ranks_report_faster_than_the_sinks_write(runs
 
 def output_of_failure(runs: Path, failpoint: str) -> str:
     """Output of a job on two nodes that a fault ends."""
-    overrides = {**TWO_NODES, "training.train_iterations": 1000, "launch.failpoints": [failpoint]}
+    overrides = {**TWO_NODES, "training.train_iterations": 1000, "testing.failpoints": [failpoint]}
     job = start_dummy_job(runs, overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == RankFailed.exit_code, output
@@ -163,7 +163,7 @@ def started(runs: Path) -> dict[int, list[dict[str, Any]]]:
 
 def test_all_ranks_start_again_after_one_was_killed(runs: Path) -> None:
     kill = 'kill(rank=1, at_iteration=5, phase="backward", generation=0)'
-    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.failpoints": [kill], "launch.max_restarts": 1}
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "testing.failpoints": [kill], "recovery.max_restarts": 1}
     job = start_dummy_job(runs, "run_restarted", overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_OK, output
@@ -192,7 +192,7 @@ def test_faults_that_are_apart_never_use_the_restarts_up(runs: Path) -> None:
         'exit(rank=2, at_iteration=5, phase="forward", generation=2, code=9)',
         'kill(node=1, at_iteration=7, phase="backward", generation=3)',
     ]
-    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.max_restarts": 1, "launch.failpoints": faults}
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "recovery.max_restarts": 1, "testing.failpoints": faults}
     job = start_dummy_job(runs, "run_restarted", overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_OK, output
@@ -205,9 +205,9 @@ def test_faults_that_are_apart_never_use_the_restarts_up(runs: Path) -> None:
 
 
 def test_a_fault_that_comes_again_and_again_ends_the_job(runs: Path) -> None:
-    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.max_restarts": 2}
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "recovery.max_restarts": 2}
     fault = 'raise(rank=2, at_iteration=3, phase="forward")'
-    job = start_dummy_job(runs, "run_restarted", overrides={**overrides, "launch.failpoints": [fault]})
+    job = start_dummy_job(runs, "run_restarted", overrides={**overrides, "testing.failpoints": [fault]})
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == RankFailed.exit_code, output
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase forward)" in output
@@ -218,7 +218,7 @@ def test_a_fault_that_comes_again_and_again_ends_the_job(runs: Path) -> None:
 
 
 def test_an_error_of_the_project_is_not_tried_again(runs: Path) -> None:
-    job = start_dummy_job(runs, "run_stopped_by_policy", overrides={**TWO_NODES, "launch.max_restarts": 5})
+    job = start_dummy_job(runs, "run_stopped_by_policy", overrides={**TWO_NODES, "recovery.max_restarts": 5})
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == TrainingStopped.exit_code, output
     assert not [record for record in records(runs) if record["kind"] == "ranks_restarted"]
@@ -234,7 +234,7 @@ def start_with_service(runs: Path, manner: str = "", **overrides: Any) -> "subpr
 
 def test_services_of_nodes_outlive_their_ranks_and_end_with_the_job(runs: Path) -> None:
     kill = 'kill(rank=3, at_iteration=4, phase="forward", generation=0)'
-    job = start_with_service(runs, **{"launch.failpoints": [kill], "launch.max_restarts": 1})
+    job = start_with_service(runs, **{"testing.failpoints": [kill], "recovery.max_restarts": 1})
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_OK, output
     answers = [record for record in records(runs) if record["kind"] == "service"]
@@ -261,7 +261,7 @@ def test_services_of_nodes_outlive_their_ranks_and_end_with_the_job(runs: Path) 
     ],
 )
 def test_a_service_that_ends_or_lies_ends_its_node(runs: Path, manner: str, words: list[str]) -> None:
-    job = start_with_service(runs, manner, **{"launch.max_restarts": 3, "training.train_iterations": 100000})
+    job = start_with_service(runs, manner, **{"recovery.max_restarts": 3, "training.train_iterations": 100000})
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == ControlError.exit_code, output
     assert "was lost: its process exited with code 8" in output
@@ -353,7 +353,7 @@ def test_nothing_outlives_a_killed_console(runs: Path) -> None:
 def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(runs: Path, short_tmpdir: Path) -> None:
     """A node's agent left its sockets behind; who survives the console removes them, and what grants access."""
     before = set(os.listdir("/dev/shm"))
-    overrides = {**TWO_NODES, "launch.min_nodes": 1, "training.train_iterations": 100000}
+    overrides = {**TWO_NODES, "recovery.min_nodes": 1, "training.train_iterations": 100000}
     job = start_dummy_job(
         runs, "run_surviving", overrides=overrides, sidecars={"dummy": "megatron_ft.testing.dummy_sidecar"}
     )
@@ -393,8 +393,8 @@ def test_a_fork_server_that_cannot_import_is_shown(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("launch.interface", "0.0.0.0"),
-        ("launch.interface", "192.0.2.1"),
+        ("control.interface", "0.0.0.0"),
+        ("control.interface", "192.0.2.1"),
         ("launch.forkserver_socket", "/nowhere/warm.sock"),
     ],
 )
@@ -463,7 +463,7 @@ def test_a_job_whose_control_channel_is_encrypted(runs: Path, tmp_path: Path) ->
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make certificates with")
     folder = make_authority(tmp_path / "authority")("machine")
-    settings = {**TWO_NODES, "launch.tls_dir": folder, "training.train_iterations": 3}
+    settings = {**TWO_NODES, "control.tls_dir": folder, "training.train_iterations": 3}
     job = start_dummy_job(runs, "run", overrides=settings)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_OK, output

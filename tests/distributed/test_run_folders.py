@@ -54,7 +54,7 @@ def kinds(runs: Path) -> list[str]:
 
 def resume(runs: Path, iterations: int) -> "subprocess.Popen[str]":
     """A job that takes the folder there is; its nodes are lost when they say nothing for half a second."""
-    settings = {"launch.position_timeout_seconds": 0.5, "training.train_iterations": iterations, "run.resume": "auto"}
+    settings = {"recovery.position_timeout_seconds": 0.5, "training.train_iterations": iterations, "run.resume": "auto"}
     job = start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     return job

@@ -42,7 +42,7 @@ SNAPSHOTS = (
 
 def train(runs: Path, forkserver: str, *overrides: str, faults: Sequence[str] = ()) -> JobResult:
     quoted = ", ".join(f"'{fault}'" for fault in faults)
-    words = [*MODEL, f"launch.failpoints=[{quoted}]", "run.name=job", *overrides]
+    words = [*MODEL, f"testing.failpoints=[{quoted}]", "run.name=job", *overrides]
     return run_job(words, forkserver=forkserver, runs=runs)
 
 
@@ -83,7 +83,7 @@ def test_ranks_that_all_die_go_on_from_memory_and_a_second_time_while_they_repla
         'kill(phase="replay",generation=1)',
         'kill(at_iteration=12,phase="capture",generation=2)',
     ]
-    job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS, "launch.max_restarts=3", faults=faults)
+    job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS, "recovery.max_restarts=3", faults=faults)
     assert job.exit_code == 0, job.output
     hits = {(hit["phase"], hit["rank"]) for hit in job.records("failpoints.jsonl")}
     assert hits == {(phase, rank) for phase in ("backward", "replay", "capture") for rank in (0, 1)}
@@ -182,7 +182,7 @@ def test_skipped_iterations_are_captured_and_replayed(tmp_path: Path, warm_forks
     calm = train(tmp_path / "calm", warm_forkserver, *skipping)
     assert calm.exit_code == 0 and of_kind(calm, "iteration_skipped"), calm.output
     fault = 'kill(at_iteration=12,phase="forward",generation=0)'
-    job = train(tmp_path / "job", warm_forkserver, *skipping, *SNAPSHOTS, "launch.max_restarts=1", faults=[fault])
+    job = train(tmp_path / "job", warm_forkserver, *skipping, *SNAPSHOTS, "recovery.max_restarts=1", faults=[fault])
     assert job.exit_code == 0, job.output
     assert [event["source"] for event in of_kind(job, "recovery_started")] == ["memory"]
     assert digests(job) == digests(calm)
@@ -199,12 +199,12 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     assert newest is not None
     for rank in range(2):
         alter_vote(died.run_dir / "windows" / window_name(newest) / rank_name(rank))
-    resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "launch.max_restarts=3")
+    resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "recovery.max_restarts=3")
     assert resumed.exit_code == 0, resumed.output
     refused, chosen = of_kind(resumed, "recovery_started")
     assert refused["source"] == "persisted" and chosen["strategy"] in ("window", "checkpoint")
     assert 0 < chosen["iteration"] < refused["iteration"]
-    (declined,) = [text for text in chosen["declined"] if "refused before" in text]
+    (declined,) = [text for text in chosen["declined"] if "was rejected before" in text]
     assert f"iteration {newest.start_iteration}:" in declined and "gave other results than the log: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1

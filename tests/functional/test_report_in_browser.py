@@ -39,7 +39,7 @@ def requests(tab: Tab) -> list[str]:
 def complaints(tab: Tab) -> list[object]:
     """What the browser found wrong with the page."""
     entries = [entry["entry"]["text"] for entry in tab.events_named("Log.entryAdded")]
-    return [*entries, *tab.events_named("Runtime.exceptionThrown"), *tab.heard("Runtime.consoleAPICalled")]
+    return [*entries, *tab.events_named("Runtime.exceptionThrown"), *tab.events_named("Runtime.consoleAPICalled")]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

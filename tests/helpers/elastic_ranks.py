@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -167,6 +168,7 @@ class Job:
         keepers_live: the keepers of lost nodes live on where spares take their places, too: only ranks have died.
         strangers: nodes whose newcomers read other data, in a run folder that others do not see.
         present: nodes that it is started on again, from the checkpoints of the job ``resumes``; None starts on all.
+        dies_committing: by node, the iteration whose checkpoint is written when its rank dies, before all know that.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class Job:
         spares: Sequence[int] = (),
         keepers_live: bool = False,
         returns: Mapping[str, Sequence[int]] | None = None,
+        dies_committing: Mapping[str, int] | None = None,
     ) -> None:
         wanted = {**BASE, "launch.num_nodes": nodes, "data.train": [str(folder.parent / "tokens")], **overrides}
         self.config = derive_placement(micro_config(wanted))
@@ -198,6 +201,7 @@ class Job:
         self.processes: list[Any] = []
         self.nodes: list[int] = []
         """Node of each process."""
+        self.dies_committing = {int(node): iteration for node, iteration in (dies_committing or {}).items()}
         self.keepers = keepers
         self.spares = list(spares)
         self.keepers_live = keepers_live
@@ -247,13 +251,14 @@ class Job:
         (mine, theirs), (told, telling) = fork.Pipe(), fork.Pipe(duplex=False)
         context = {**_context(self.folder, node, self.port), **about}
         if self.keepers is not None:
-            is_alone = about.get("is_joining") and not self.config.launch.keep_layout
+            is_alone = about.get("is_joining") and not self.config.recovery.keep_layout
             known = {node: self.keepers.nodes[node]} if is_alone else self.keepers.nodes
             addresses = {str(number): keeper.address for number, keeper in known.items()}
             service = {"socket": self.keepers.nodes[node].socket_path, "token": TOKEN, "addresses": addresses}
             context["sidecars"] = {"keeper": service}
         orders = {iteration: change.get("leave", ()) for iteration, change in self.changes.items()}
-        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders))
+        dies = self.dies_committing.get(node)
+        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders, dies))
         process.start()
         theirs.close()
         told.close()
@@ -297,7 +302,7 @@ class Job:
                 gone.add(process)
                 return False
             dead.add(process)
-            keeps = self.config.launch.keep_layout and (self.keepers_live or not self.spares)
+            keeps = self.config.recovery.keep_layout and (self.keepers_live or not self.spares)
             if self.keepers is not None and not keeps:
                 self.keepers.nodes[self.nodes[process]].kill()
             positions.pop(process, None)
@@ -334,7 +339,7 @@ class Job:
         leaving = [process for process in positions if self.nodes[process] in change.get("leave", ())]
         coming = change.get("join", ()) if is_planned else self.returns.pop(target.iteration, ())
         joining = [self.newcomers[node] for node in coming]
-        if self.config.launch.keep_layout:
+        if self.config.recovery.keep_layout:
             members = [process if process in positions else self._substitute(process) for process in self.members]
         else:
             members = sorted({*positions, *joining} - set(leaving), key=lambda process: self.nodes[process])
@@ -385,21 +390,38 @@ def _be(
     calls: Connection,
     breaks: Connection,
     orders: Mapping[int, Sequence[int]],
+    dies_committing: int | None,
 ) -> None:
     from megatron_ft.mcore import rank_main
     from megatron_ft.testing import scheduled_ranks
 
     error, forked_with = None, set(sys.modules)
+    if dies_committing is not None:
+        _die_committing(dies_committing)
     try:
         client = PipeClient(calls, breaks, orders)
         client.is_first = context["rank"] == 0
-        main = scheduled_ranks if config.launch.membership_schedule else rank_main
+        main = scheduled_ranks if config.testing.membership_schedule else rank_main
         main.run_rank(config, RankContext(worker=client, **context))
     except BaseException:  # noqa: BLE001 - handed to the test, whatever it is
         error = traceback.format_exc()
     calls.send({"op": "ended", "error": error, "imported": sorted(set(sys.modules) - forked_with)})
     calls.close()
     os._exit(0)
+
+
+def _die_committing(iteration: int) -> None:
+    """Kill this process where it would agree with the others that the checkpoint of ``iteration`` is written."""
+    from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+
+    complete: Callable[..., None] = CheckpointManager._complete
+
+    def die(manager: CheckpointManager, pending: Any) -> None:
+        if pending.iteration == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+        complete(manager, pending)
+
+    CheckpointManager._complete = die  # type: ignore[method-assign]
 
 
 def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
@@ -429,7 +451,7 @@ def _main(spec: str, outcome: str) -> None:
     for name, job in content["jobs"].items():
         try:
             if repeated := job["overrides"].pop("repeats", None):
-                job["overrides"]["launch.membership_schedule"] = schedule_of(outcomes[repeated])
+                job["overrides"]["testing.membership_schedule"] = schedule_of(outcomes[repeated])
             outcomes[name] = _run(Path(content["folder"], name), job)
         except Exception:  # noqa: BLE001 - the test that needs this job says so
             outcomes[name] = {"error": traceback.format_exc()}

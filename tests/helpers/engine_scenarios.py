@@ -184,14 +184,13 @@ def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]
 
     config = engines.micro_config(world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
-        prepared = engine.prepare(1)
+        ballot = engine.prepare(1)
         if rank == 1:
-            wrong = torch.nextafter(torch.tensor(prepared.ballot.grad_norm, dtype=torch.float64), torch.tensor(9.0))
-            ballot = dataclasses.replace(prepared.ballot, grad_norm=float(wrong))
-            prepared = dataclasses.replace(prepared, ballot=ballot)
+            wrong = torch.nextafter(torch.tensor(ballot.grad_norm, dtype=torch.float64), torch.tensor(9.0))
+            ballot = dataclasses.replace(ballot, grad_norm=float(wrong))
         before = engines.digests(engine)
         try:
-            engine.vote(prepared)
+            engine.vote(ballot)
         except Exception as error:  # noqa: BLE001 - its kind is the outcome
             return {
                 "error_type": type(error).__name__,

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
+from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.model.names import named_parameters
 from megatron_ft.mcore.moe.migration import migrate
 from megatron_ft.mcore.moe.observation import routers
@@ -58,14 +59,14 @@ class Job:
         """Take over a checkpoint."""
         state = self._training_state({})
         self.manager.load(state, source)
-        self.engine.iteration = state.iteration
+        self.engine.restore(state.host)
 
-    def _training_state(self, extra: dict[str, Any]) -> TrainingState:
-        return TrainingState(
+    def _training_state(self, extra: dict[str, Any]) -> DenseState:
+        return DenseState(
             model_chunks=self.engine.model_chunks,
             optimizer=self.engine.optimizer,
             scheduler=self.engine.scheduler,
-            iteration=self.engine.iteration,
+            host=self.engine.train_state(),
             consumed_samples=self.engine.iteration * 4,
             extra=extra,
         )

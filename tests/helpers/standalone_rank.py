@@ -20,7 +20,7 @@ def main() -> int:
     config.run = replace(config.run, dir=sys.argv[1], name=name, resume="never" if name is None else "auto")
     config.telemetry = replace(config.telemetry, wandb="disabled")
     config.training = replace(config.training, train_iterations=int(sys.argv[2]))
-    config.launch = replace(config.launch, failpoints=sys.argv[3:])
+    config.testing = replace(config.testing, failpoints=sys.argv[3:])
     environment = read_environment(detect(os.environ), os.environ)
     check_restarts(environment, config.run)
     return standalone.main(config, environment, dummy_rank.run)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 
 LONG = "training.train_iterations=100000"
 SOON_LOST = "detector.lost_controller_seconds=4"
-LOSES_NODES = ["placement=overlap_search", "parallel.use_distributed_optimizer=false", "launch.min_nodes=2"]
+LOSES_NODES = ["placement=overlap_search", "parallel.use_distributed_optimizer=false", "recovery.min_nodes=2"]
 REQUEUE_SECONDS = 120.0
 
 

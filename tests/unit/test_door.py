@@ -150,7 +150,7 @@ def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixtu
     ):
         assert pretrain_moe.main(["model=mixtral_8x7b", "training.device=cpu", "launch.ranks_per_node=8"]) == 2
     assert not launch.called
-    assert "launch.host_memory_bytes=null" in capsys.readouterr().err
+    assert "limits.host_memory_bytes=null" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="auto finds a GPU here")
@@ -171,7 +171,7 @@ def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.Captur
     assert all("found no GPU here" in line for line in lines)
 
 
-ELASTIC = ("placement=spread", "parallel.use_distributed_optimizer=false", "launch.num_nodes=4", "launch.min_nodes=3")
+ELASTIC = ("placement=spread", "parallel.use_distributed_optimizer=false", "launch.num_nodes=4", "recovery.min_nodes=3")
 GPUS = DeviceFacts(has_driver=True, driver="580", num_gpus=8, gpu_memory_bytes=80 << 30)
 NO_GPU = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 
@@ -209,7 +209,7 @@ def test_a_recovery_that_gpus_refuse_ends_before_anything_starts(
     launch = machine(GPUS)
     for overrides in (ELASTIC, (*ELASTIC, "dry_run=true")):
         assert pretrain_moe.main(list(overrides)) == 2
-        assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
+        assert "must be cpu with recovery.min_nodes=3" in capsys.readouterr().err
     assert not launch.called
 
 
@@ -221,8 +221,8 @@ def test_a_dry_run_names_the_device_that_refuses_a_recovery(
     text = capsys.readouterr().out
     assert "cost of a loss on cpu\n" in text
     assert "note: on cuda this job would be refused before it starts: training.device=cuda: must be cpu" in text
-    assert pretrain_moe.main([*ELASTIC, "dry_run=true", "launch.gpu_memory_bytes=80000000000"]) == 2
-    assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
+    assert pretrain_moe.main([*ELASTIC, "dry_run=true", "limits.gpu_memory_bytes=80000000000"]) == 2
+    assert "must be cpu with recovery.min_nodes=3" in capsys.readouterr().err
     assert pretrain_moe.main(["launch.num_nodes=4", "dry_run=true"]) == 0
     assert "on cuda this job would also be accepted" in capsys.readouterr().out
 
@@ -230,17 +230,25 @@ def test_a_dry_run_names_the_device_that_refuses_a_recovery(
 def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
     machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    large = ["model=mixtral_8x7b", "training.device=cuda", "launch.host_memory_bytes=99000000000000"]
+    large = ["model=mixtral_8x7b", "training.device=cuda", "limits.host_memory_bytes=99000000000000"]
     launch = machine(GPUS)
     assert pretrain_moe.main(large) == 2
     refusal = capsys.readouterr().err
-    assert f"launch.gpu_memory_bytes={80 << 30}: must be at least" in refusal and "by nvidia-smi" in refusal
+    assert f"limits.gpu_memory_bytes={80 << 30}: must be at least" in refusal and "by nvidia-smi" in refusal
     assert not launch.called
     machine(NO_GPU)
     assert pretrain_moe.main([*large, "dry_run=true"]) == 0
     text = capsys.readouterr().out
-    assert ", not checked (launch.gpu_memory_bytes=null)" in text
-    assert "note: GPU memory is not checked, because launch.gpu_memory_bytes=null; the largest rank needs" in text
+    assert ", not checked (limits.gpu_memory_bytes=null)" in text
+    assert "note: GPU memory is not checked, because limits.gpu_memory_bytes=null; the largest rank needs" in text
+
+
+def test_a_device_that_is_not_there_is_refused_before_data_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pretrain_moe, "observe_here", lambda **_: NO_GPU)
+    assert pretrain_moe.main(["training.device=cuda", "data.train=[/no/such/data]"]) == ConfigError.exit_code
+    assert "training.device=cuda: needs a GPU" in capsys.readouterr().err
 
 
 def test_ranks_without_a_gpu_are_refused_before_they_start(
@@ -263,7 +271,7 @@ def test_ranks_without_a_gpu_are_refused_before_they_start(
 def saved_run(tmp_path: Path) -> list[str]:
     """A run with a checkpoint, as far as its manifest shows; the overrides that continue it."""
     with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
-        writer.add_document(np.arange(5000) % 250)
+        writer.add_document(np.arange(200_000) % 250)
     overrides = [f"data.train=[{tmp_path / 'text'}]", f"run.dir={tmp_path}", "run.name=first", "run.resume=must"]
     config, _ = pretrain_moe.compose(overrides)
     data = plan_split(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
@@ -317,7 +325,7 @@ def test_the_job_of_the_slurm_page_fits_its_gpus_and_says_what_a_lost_node_costs
     page = (ROOT / "slurm" / "README.md").read_text()
     (command,) = re.findall(r"^python3 slurm/submit\.py --nodes (\d+) (.*)$", page, re.MULTILINE)
     (ranks_per_node,) = re.findall(r"MFT_RANKS_PER_NODE=(\d+)$", page, re.MULTILINE)
-    sizes = [f"launch.num_nodes={command[0]}", "launch.num_spare_nodes=0", f"launch.ranks_per_node={ranks_per_node}"]
+    sizes = [f"launch.num_nodes={command[0]}", "nodes.num_spare_nodes=0", f"launch.ranks_per_node={ranks_per_node}"]
     machine(NO_GPU)
     assert pretrain_moe.main(["launch=slurm", *sizes, *command[1].split(), "dry_run=true", "dry_run_format=json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -346,9 +354,9 @@ def test_a_dry_run_shows_the_first_placement_and_its_json_is_a_script(
     (tmp_path / "first.json").write_text(json.dumps(placement))
     assert pretrain_moe.main([*replicas, "placement.schedule=['1:first.json']"]) == 0
     text = capsys.readouterr().out
-    assert "4 in each mixture layer: 16 on 4 ranks for 8 experts" in text and "weights left" in text
-    assert "used after a loss       no: launch.min_nodes=null: the loss of a node ends the job" in text
-    survives = ["launch.min_nodes=3", "parallel.use_distributed_optimizer=false"]
+    assert "4 in each MoE layer: 16 on 4 ranks for 8 experts" in text and "weights left" in text
+    assert "used after a loss       no: recovery.min_nodes=null: the loss of a node ends the job" in text
+    survives = ["recovery.min_nodes=3", "parallel.use_distributed_optimizer=false"]
     assert pretrain_moe.main([*replicas, *survives]) == 0
     text = capsys.readouterr().out
     assert "weights survive" in text and "used after a loss" not in text
@@ -399,11 +407,13 @@ def test_domains_that_slurm_names_are_in_the_configuration_that_is_kept(
 ) -> None:
     write_program(tmp_path, "scontrol", "echo SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node[0-1]")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    given = pretrain_moe.compose(["launch=slurm", "launch.num_nodes=2", "launch.failure_domain_source=slurm_topology"])
+    given = pretrain_moe.compose(
+        ["launch=slurm", "launch.num_nodes=2", "topology.failure_domain_source=slurm_topology"]
+    )
     for name, value in (("SLURM_JOB_ID", "17"), ("SLURM_JOB_NODELIST", "node[0-1]")):
         monkeypatch.setenv(name, value)
     config, config_yaml = pretrain_moe.read_failure_domains(*given)
-    assert config.launch.failure_domains == ["s1", "s1"]
+    assert config.topology.failure_domains == ["s1", "s1"]
     assert yaml.safe_load(config_yaml) == to_dict(config)
     assert "s1 (nodes 0, 1)" in capsys.readouterr().err
     asked = dataclasses.replace(given[0], dry_run=True)

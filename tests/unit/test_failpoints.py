@@ -61,7 +61,7 @@ def test_bad_specs_are_refused_by_name(text: str, word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert word in str(caught.value)
-    assert "launch.failpoints=" in str(caught.value)
+    assert "testing.failpoints=" in str(caught.value)
 
 
 def test_a_fault_happens_once_where_it_was_asked_for_and_is_recorded_first() -> None:

@@ -1,6 +1,6 @@
-"""Stages of the call ``speed``: each measures the claim that it is named after, keeps the result and judges it.
+"""Stages of the call ``speed``. Each measures the claim of the same name, keeps the result and judges it.
 
-Without a GPU it runs the claim's quick variant on the CPU and does not judge what that measures.
+Without a GPU, a stage runs the quick variant of the claim on the CPU and does not judge the result.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from benchmarks.prove import FIELDS, prove
 from tools.gpu.day import Day
 
 RESERVE_SECONDS = 15.0
-"""Time for a script that takes too long to be stopped, and for its result."""
+"""Time reserved to stop a script that takes too long, and to write the result."""
 
 
 def run(day: Day) -> None:

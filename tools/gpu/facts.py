@@ -1,4 +1,4 @@
-"""Stage ``facts``: software, imports, and the upper limits that all other figures are judged by."""
+"""Stage ``facts``: reports software, imports, and the upper limits with which all other figures are compared."""
 
 import mmap
 import os
@@ -72,7 +72,7 @@ def _last_line(*command: str) -> str | None:
 
 
 def _output(command: tuple[str, ...]) -> list[str]:
-    """Return the lines that a program prints; none where it is not installed or fails."""
+    """Return the lines that a program prints; empty if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -90,7 +90,7 @@ def _limits() -> dict[str, Any]:
 
 
 def _imports(day: Day) -> None:
-    """Report the duration of imports, and check that a process after them can be forked."""
+    """Report how long imports take, and check that a process can be forked after them."""
     day.record(import_seconds=warm.seconds)
     day.check(not warm.problem, f"imports failed: {warm.problem}")
     day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA, so ranks cannot be forked")
@@ -101,7 +101,8 @@ def _imports(day: Day) -> None:
 
 
 def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Measure bytes per second from the device into pageable and into pinned memory, and by the project's probe."""
+    """Measure bytes per second from the device into pageable memory, into pinned memory, and with the project's
+    probe."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     targets = {"pageable": torch.ones(num_bytes, dtype=torch.uint8)}
     if device.type == "cuda":
@@ -116,7 +117,8 @@ def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
 
 
 def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Measure the costs of a window's memory: populate, pin, copy, unpin; and whether other threads run meanwhile."""
+    """Measure the costs of a window's memory: populate, pin, copy, unpin. Also measure whether other threads run
+    meanwhile."""
     descriptor = os.memfd_create("facts")
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -146,7 +148,7 @@ def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
 
 class _Ticks:
-    """The longest time that another thread did not run within the block."""
+    """Measures the longest time within a block in which another thread did not run."""
 
     def __enter__(self) -> "_Ticks":
         self.longest_seconds = 0.0
@@ -168,7 +170,7 @@ class _Ticks:
 
 
 def _ceilings(device: torch.device, num_bytes: int, size: int) -> dict[str, float]:
-    """Measure bytes per second of a copy on the device (read and written), and operations per second of a bf16
+    """Measure bytes per second of a copy on the device (read and written) and operations per second of a bf16
     product."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

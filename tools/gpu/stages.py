@@ -1,4 +1,4 @@
-"""Stages of each call of a GPU day, in order of priority: a short budget leaves out the last ones."""
+"""Stages of each call of a GPU day, by priority. A short budget leaves out the last ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Stage:
     seconds: float
     """Time limit."""
     about: str
-    """Question that it answers, for the table."""
+    """Question that the stage answers, for the table."""
 
 
 _FIRST = (

@@ -1,4 +1,4 @@
-"""Rules for a model: its dense part, then mixture layers and their router."""
+"""Rules for a model: first the dense part, then MoE layers and routers."""
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, share, show
 from megatron_ft.config.model import ModelConfig
@@ -130,13 +130,13 @@ def _check_dense(model: ModelConfig) -> None:
 
 
 def _check_has_mixture_layer(model: ModelConfig) -> None:
-    # The last layer that the frequency makes a mixture layer.
+    # The last layer that the frequency makes an MoE layer.
     last = model.num_layers - model.num_layers % model.moe_layer_freq
     require(
         last > model.moe_first_dense_layers,
         "model.moe_layer_freq",
         model.moe_layer_freq,
-        f"must make at least one of the model.num_layers={model.num_layers} layers a mixture layer; the first "
+        f"must make at least one of the model.num_layers={model.num_layers} layers an MoE layer; the first "
         f"model.moe_first_dense_layers={model.moe_first_dense_layers} are dense. For a dense model set "
         "model.num_moe_experts=null",
     )

@@ -74,7 +74,7 @@ class Controller:
         self._clock = clock
         self._journal = journal
         self._known_orders: deque[Message] = deque()
-        """Orders in the journal that are to be given again."""
+        """Orders in the journal that the controller must give again."""
         self._num_posted = 0
         """Number of processed events that the launcher has numbered."""
         self._past_deadline: float | None = None

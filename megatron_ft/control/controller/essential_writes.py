@@ -74,14 +74,14 @@ class EssentialWrites:
         self.clock = StandingClock(time.monotonic)
 
     def request_end(self) -> None:
-        """End all waits for space, because the job is to end at once. Safe in any thread."""
+        """End all waits for space, because the job must end at once. Safe in any thread."""
         self._end_requested.set()
 
     def do(self, write: Callable[[], Result]) -> Result:
         """Call ``write`` until it succeeds; a partial write must have no effect.
 
         Raises:
-            CannotDecide: the run's folder is gone, or the job is to end while the disk is full.
+            CannotDecide: the run's folder is gone, or the job must end while the disk is full.
             OSError: the disk fails in another way.
         """
         problem = self._try(write)

@@ -51,7 +51,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """An event that no agent has delivered; those of the launcher are numbered."""
+    """An event that did not come from an agent. Events of the launcher have numbers."""
 
     event: MachineEvent
     arrived_seconds: float

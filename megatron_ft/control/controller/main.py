@@ -124,7 +124,7 @@ class ControllerProcess:
         self._lease: Lease = self._writes.do(lambda: acquire_lease(folder))
         config: JobConfig = from_dict(spec.config)
         starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
-        self._policy = MembershipPolicy.of(config.launch, starts_nodes=starts_nodes)
+        self._policy = MembershipPolicy.of(config, starts_nodes=starts_nodes)
         check_descriptors(self._policy.most_nodes)
         journal = Journal(folder / JOURNAL, self._writes.do)
         self._writes.clock = StandingClock(clock_after(journal.entries))
@@ -132,7 +132,7 @@ class ControllerProcess:
         self._decisions_path = run_dir / "decisions.jsonl"
         self._controller = Controller(
             self._policy,
-            interface=config.launch.interface,
+            interface=config.control.interface,
             token=spec.token,
             launch_spec=functools.partial(
                 launch_spec, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
@@ -142,11 +142,11 @@ class ControllerProcess:
             journal=journal,
             epoch=self._lease.epoch,
             port=spec.port,
-            certificates=read_certificates(config.launch.tls_dir),
+            certificates=read_certificates(config.control.tls_dir),
             clock=self._writes.clock,
         )
         self._num_recorded = _num_lines(self._decisions_path)
-        """Number of decisions in the file, those of earlier jobs of the run included."""
+        """Number of decisions in the file, including those of earlier jobs of the run."""
         # Earlier jobs of the run have lines in the file. Every controller of this job counts from the same line.
         self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.processes import Processes, kill
 from megatron_ft.control.membership.machine import describe_returncode
 from megatron_ft.control.node.agent import AgentSpec
@@ -45,7 +45,7 @@ class LaunchContext:
 class NodeLauncher(Protocol):
     """Starts, watches and stops the agents of one job; used by the launcher's main thread.
 
-    The class is called with ``LaunchConfig`` and the environment variables. It raises ConfigError, before anything is
+    The class is called with ``JobConfig`` and the environment variables. It raises ConfigError, before anything is
     started, if it cannot be used here.
     """
 
@@ -94,14 +94,14 @@ def launcher_class(name: str) -> type[NodeLauncher]:
     return found
 
 
-def open_launcher(launch: LaunchConfig, variables: Mapping[str, str]) -> NodeLauncher:
+def open_launcher(config: JobConfig, variables: Mapping[str, str]) -> NodeLauncher:
     """Make the launcher of a job.
 
     Raises:
         ConfigError: it does not exist, or cannot be used here.
     """
-    make: Callable[[LaunchConfig, Mapping[str, str]], NodeLauncher] = launcher_class(launch.node_launcher)
-    return make(launch, variables)
+    make: Callable[[JobConfig, Mapping[str, str]], NodeLauncher] = launcher_class(config.launch.node_launcher)
+    return make(config, variables)
 
 
 @dataclass
@@ -118,8 +118,8 @@ class ProcessLauncher:
     term_seconds: ClassVar[float] = 0.0
     """Time between SIGTERM and SIGKILL; 0 kills at once."""
 
-    def __init__(self, launch: LaunchConfig, variables: Mapping[str, str]) -> None:
-        self._interface = launch.interface
+    def __init__(self, config: JobConfig, variables: Mapping[str, str]) -> None:
+        self._interface = config.control.interface
         self._nodes: dict[int, _Node] = {}
         self._context: LaunchContext | None = None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.base import LaunchContext, OnEnd
 from megatron_ft.control.node import join_file
 from megatron_ft.control.node.agent import AgentSpec
@@ -21,14 +21,14 @@ _NAMES = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"
 
 
 class SlurmArrayLauncher:
-    """Publishes what the array's tasks need to join (``node/join.py``), and starts nothing."""
+    """Publishes the data that tasks of the array need to join (``node/join.py``), and starts nothing."""
 
     starts_nodes: ClassVar[bool] = False
     is_local: ClassVar[bool] = False
 
-    def __init__(self, launch: LaunchConfig, variables: Mapping[str, str]) -> None:
-        self._allocation = read_array(variables, most_nodes=launch.most_nodes)
-        self._interface = address_of(launch.interface)
+    def __init__(self, config: JobConfig, variables: Mapping[str, str]) -> None:
+        self._allocation = read_array(variables, most_nodes=config.most_nodes)
+        self._interface = address_of(config.control.interface)
         self._script = variables.get("MFT_SCRIPT")
         self._run_dir: Path | None = None
 

@@ -74,7 +74,7 @@ class RankExited:
 
 @dataclass(frozen=True, slots=True)
 class RankHung:
-    """A rank lives but does not answer: it is to be killed. ``detail`` names the evidence."""
+    """A rank lives but does not answer and must be killed. ``detail`` names the evidence."""
 
     rank: int
     at_seconds: float
@@ -106,12 +106,12 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The job is to stop after the iteration."""
+    """The job must stop after the iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillRequested:
-    """The job is to end at once."""
+    """The job must end at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,19 +22,28 @@ from megatron_ft.control.membership.state import (
     ranks_of_all,
 )
 
+FIRST_PAUSE_SECONDS = 0.5
+"""Pause after a node's first failed start; it doubles with each further loss or failed start in a row."""
+LONGEST_PAUSE_SECONDS = 30.0
 _NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
 
 
 def register(policy: MembershipPolicy, state: State, node: int) -> State:
     """Register a node's agent."""
-    nodes = state.nodes.change(node, agent=AgentState.REGISTERED, was_registered=True)
+    nodes = state.nodes.change(
+        node,
+        agent=AgentState.REGISTERED,
+        was_registered=True,
+        has_unregistered_agent=False,
+        not_before_seconds=0.0,
+    )
     return replace(state, nodes=_want(policy, nodes, node))
 
 
 def add(policy: MembershipPolicy, state: State, node: int) -> State:
     """Record that an operator wants a node to join, however often it was lost before."""
     # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
-    nodes = state.nodes.change(node, joined_iteration=0, num_losses=0)
+    nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
     return replace(state, nodes=_want(policy, nodes, node))
 
 
@@ -58,22 +67,37 @@ def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
     return policy.restart_lost_nodes and record.num_losses <= policy.max_node_restarts
 
 
-def fail_start(policy: MembershipPolicy, state: State, node: int, reason: str, *, num_losses: int = 1) -> State:
-    """Count a failed start as one or several losses; the node is started again as often as is allowed."""
-    nodes = state.nodes.change(node, num_losses=state.nodes[node].num_losses + num_losses)
+def fail_start(
+    policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1
+) -> State:
+    """Count a failed start as one or several losses; the node is started again after a pause, as often as allowed."""
+    num_losses += state.nodes[node].num_losses
+    # Without the pause, a disturbance of a few seconds uses up all starts, and the node never returns.
+    pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
+    not_before = now.arrived_seconds + pause_seconds
+    nodes = state.nodes.change(node, num_losses=num_losses, not_before_seconds=not_before)
     starts_again = may_return(policy, nodes[node])
     nodes = nodes.change(node, is_wanted=starts_again)
     return replace(state, nodes=nodes, failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again)))
 
 
-def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
+def give_up_agent(policy: MembershipPolicy, state: State, node: int, now: Moment) -> State:
+    """Count an agent that does not register as a failed start; the next start ends it."""
+    late = f"its agent did not register (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
+    state = fail_start(policy, state, node, late, now)
+    return replace(state, nodes=state.nodes.change(node, agent=AgentState.LOST, has_unregistered_agent=True))
+
+
+def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
     """Record that a node's agent has ended, and its ranks with it."""
     record = state.nodes[node]
+    if record.has_unregistered_agent:  # counted when it was given up; the agent after it has not been started before
+        return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
     # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
     # started for ever.
     never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
     if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
-        state = fail_start(policy, state, node, reason)
+        state = fail_start(policy, state, node, reason, now)
     # ``_start`` would start a process for each node that is still wanted.
     elif not policy.restart_lost_nodes:
         state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
@@ -95,15 +119,15 @@ def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> S
     return replace(state, nodes=nodes)
 
 
-def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str) -> State:
+def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str, now: Moment) -> State:
     """Record that a rank of a node that is not a member has ended: the node cannot join with its present ranks."""
     node = policy.node_of(rank)
     state = replace(state, gone=state.gone | {rank})
-    return _dismiss(policy, state, node, reason) if node in state.nodes.waiting else state
+    return _dismiss(policy, state, node, reason, now) if node in state.nodes.waiting else state
 
 
 def drain(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that a member is to leave, unless that is impossible."""
+    """Record that a member has to leave, unless this is impossible."""
     if refuse_drain(policy, state, node) is not None:
         return state
     return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
@@ -116,13 +140,13 @@ def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | Non
     if not state.nodes.is_member(node):
         return f"node {node} is not a member"
     if policy.keeps_layout:
-        return "launch.keep_layout=true: the layout needs every node; only a lost node is replaced"
+        return "recovery.keep_layout=true: the layout needs every node; only a lost node is replaced"
     if state.nodes[node].state is NodeState.DRAINING:
         return f"node {node} is leaving already"
     # Nodes that are leaving count as gone: several drains together must not go below the minimum.
     num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
     if num_left < policy.fewest_nodes:
-        return f"only {num_left} nodes would remain, fewer than launch.min_nodes={policy.fewest_nodes}"
+        return f"only {num_left} nodes would remain, fewer than recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
@@ -131,7 +155,9 @@ def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
     if state.phase in _NOT_ALIVE or state.interrupted:
         return f"the job is {'stopping' if state.interrupted else state.phase.value}"
     if not policy.may_lose_nodes:
-        return f"launch.min_nodes={policy.min_nodes} and launch.max_nodes={policy.max_nodes}: no node can join this job"
+        return (
+            f"recovery.min_nodes={policy.min_nodes} and nodes.max_nodes={policy.max_nodes}: no node can join this job"
+        )
     if state.nodes.is_member(node):
         return f"node {node} is a member"
     if node in state.nodes.waiting or state.nodes[node].is_wanted:
@@ -156,7 +182,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return None
     if not policy.may_lose_nodes or not ranks_of_all(policy, state.members).isdisjoint(state.gone):
         return None  # ranks have done their work: the job is about to end
-    return kill_or_start(policy, state, now) or _change(policy, state, now)
+    return _give_up_agents(policy, state, now) or kill_or_start(policy, state, now) or _change(policy, state, now)
 
 
 def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
@@ -168,6 +194,8 @@ def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
         return replace(state, wake_up_seconds=now.arrived_seconds)
     waits = {NodeState.STARTING: policy.start_timeout_seconds, NodeState.READY: policy.join_window_seconds}
     times = [record.since_seconds + waits[record.state] for record in state.nodes.joining]
+    times += [record.not_before_seconds for record in state.nodes.records if record.is_wanted]
+    times += [record.agent_since_seconds + policy.start_timeout_seconds for record in _unregistered(policy, state)]
     # ``decide`` has seen all times that have passed. As wake-ups they would wake the controller without end.
     return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
@@ -177,12 +205,30 @@ def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step |
     return _kill(policy, state, now) or _start(policy, state, now)
 
 
+def _unregistered(policy: MembershipPolicy, state: State) -> list[NodeRecord]:
+    """Nodes whose agent was started by the job and has not registered; those that come by themselves have no limit."""
+    return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if policy.starts_nodes else []
+
+
+def _give_up_agents(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+    late = [
+        record.node
+        for record in _unregistered(policy, state)
+        if now.arrived_seconds >= record.agent_since_seconds + policy.start_timeout_seconds
+    ]
+    if not late:
+        return None
+    for node in late:
+        state = give_up_agent(policy, state, node, now)
+    return Step(state, Decision.WAIT, f"the processes of nodes {late} did not register")
+
+
 def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     for record in state.nodes.joining:
         is_due = now.arrived_seconds >= record.since_seconds + policy.start_timeout_seconds
         if record.state is NodeState.STARTING and is_due:
             late = f"not all of its ranks reported (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
-            state = _dismiss(policy, state, record.node, late)
+            state = _dismiss(policy, state, record.node, late, now)
     dismissed = tuple(sorted(state.nodes.dismissed))
     if not dismissed:
         return None
@@ -195,6 +241,7 @@ def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
     # Two processes with one rank number would report for each other: the last old rank has to be gone first.
     startable = [record for record in wanted if not _has_living_rank(policy, state, record)]
+    startable = [record for record in startable if record.not_before_seconds <= now.arrived_seconds]
     present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
     if present:
         return Step(
@@ -205,7 +252,8 @@ def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         )
     absent = tuple(record.node for record in startable if record.agent is not AgentState.STARTING)
     if absent:
-        state = replace(state, nodes=state.nodes.change(absent, agent=AgentState.STARTING))
+        nodes = state.nodes.change(absent, agent=AgentState.STARTING, agent_since_seconds=now.seconds)
+        state = replace(state, nodes=nodes)
         return Step(state, Decision.START_AGENTS, f"start nodes {list(absent)}, which are to join", nodes=absent)
     return None
 
@@ -260,6 +308,6 @@ def _stop_joining(nodes: Nodes, node: int) -> Nodes:
     return nodes.change(node, state=NodeState.LOST if node in nodes.members else NodeState.ABSENT)
 
 
-def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
-    state = fail_start(policy, state, node, reason)
+def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
+    state = fail_start(policy, state, node, reason, now)
     return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))

@@ -93,19 +93,19 @@ def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
         case RankReported(rank):
             return joining.connect(policy, state, rank, now)
         case RankRaised() | RankBroken() | RankExited() | RankHung():
-            return _observe_rank(policy, state, event)
+            return _observe_rank(policy, state, event, now)
         case JobHung(at_seconds, detail):
             return _fail(state, Failure(at_seconds=at_seconds, detail=detail))
         case NodeLost():
-            return _lose_node(policy, state, event)
+            return _lose_node(policy, state, event, now)
         case StopRequested() | KillRequested():
             return replace(state, interrupted=True)
     return state
 
 
-def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost) -> State:
+def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost, now: Moment) -> State:
     node, detail = event.node, event.detail
-    state = joining.lose_agent(policy, state, node, detail)
+    state = joining.lose_agent(policy, state, node, detail, now)
     if state.phase is Phase.FORMING and not policy.starts_nodes:  # it may come back, as others may still come
         return replace(state, nodes=state.nodes.change(node, was_registered=False))
     if not state.nodes.is_member(node):
@@ -115,14 +115,14 @@ def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost) -> State
 
 
 def _observe_rank(
-    policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung
+    policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung, now: Moment
 ) -> State:
     # Record an event of a rank; on nodes that are lost or not members it is not a failure of the job.
     node, rank = policy.node_of(event.rank), event.rank
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
             return state
-        return joining.lose_rank(policy, state, rank, f"its rank {rank} {describe_returncode(event.returncode)}")
+        return joining.lose_rank(policy, state, rank, f"its rank {rank} {describe_returncode(event.returncode)}", now)
     name = f"rank {policy.number_among(state.members, rank)}"
     is_lost = node in state.nodes.lost
     match event:
@@ -214,6 +214,7 @@ def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int,
             node,
             agent=AgentState.LOST if record.agent is AgentState.STARTING else record.agent,
             was_registered=record.was_registered,
+            has_unregistered_agent=record.has_unregistered_agent or record.agent is AgentState.STARTING,
         )
         if node not in members and has_left:
             found = found.change(node, state=NodeState.LEFT)

@@ -46,9 +46,9 @@ class NodeRecord:
     was_registered: bool = False
     """Its agent has registered at some time."""
     is_wanted: bool = False
-    """It is to be started and to join."""
+    """Whether the node shall be started and join."""
     is_dismissed: bool = False
-    """Its start has failed: its remaining ranks are to be killed."""
+    """Whether the start of the node has failed, so that its remaining ranks must be killed."""
     has_ranks: bool = False
     """Its ranks were started; they may have ended since."""
     since_seconds: float = 0.0
@@ -65,6 +65,12 @@ class NodeRecord:
     """It leaves by the change that was ordered in this generation."""
     joined_iteration: int = 0
     """Iteration after which it last joined."""
+    agent_since_seconds: float = 0.0
+    """Time on the controller's clock at which the start of its agent was ordered."""
+    has_unregistered_agent: bool = False
+    """Whether an agent that did not register in time may still run."""
+    not_before_seconds: float = 0.0
+    """Time on the controller's clock before which it is not started again after a failed start."""
     num_losses: int = 0
     """Losses and failed starts in a row; ``SETTLED_ITERATIONS`` iterations of training reset the count."""
 
@@ -155,7 +161,7 @@ class Nodes:
 
     @cached_property
     def draining(self) -> frozenset[int]:
-        """Return the members that are to leave."""
+        """Return the members that have to leave."""
         return frozenset({record.node for record in self.records if record.state is NodeState.DRAINING})
 
     @cached_property
@@ -165,12 +171,12 @@ class Nodes:
 
     @cached_property
     def wanted(self) -> frozenset[int]:
-        """Return the nodes that are to be started and to join."""
+        """Return the nodes that shall be started and join."""
         return frozenset({record.node for record in self.records if record.is_wanted})
 
     @cached_property
     def dismissed(self) -> frozenset[int]:
-        """Return the nodes whose remaining ranks are to be killed."""
+        """Return the nodes whose remaining ranks must be killed."""
         return frozenset({record.node for record in self.records if record.is_dismissed})
 
     @cached_property

@@ -114,7 +114,7 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
     if not state.has_reported:
         return wait
     latest = max(failure.at_seconds for failure in state.failures)  # on the clock of the deaths, not on that of ``now``
-    limit = f"(launch.position_timeout_seconds={policy.position_timeout_seconds:g})"
+    limit = f"(recovery.position_timeout_seconds={policy.position_timeout_seconds:g})"
     failures = tuple(
         Failure(
             rank=rank,
@@ -138,7 +138,8 @@ def stop_after_failure(policy: MembershipPolicy, state: State, now: Moment, reas
 def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
     unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
     names = [policy.number_among(state.members, rank) for rank in unresponsive]
-    return f"launch.reform_timeout_seconds={policy.reform_timeout_seconds:g}: timed out waiting for ranks {names}"
+    limit = f"recovery.reconfigure_timeout_seconds={policy.reconfigure_timeout_seconds:g}"
+    return f"{limit}: timed out waiting for ranks {names}"
 
 
 def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
@@ -153,7 +154,7 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
             obstacle = str(error)
     if obstacle is None:
         # The first report sets the deadline; later ones must not extend it.
-        deadline = state.deadline_seconds or now.seconds + policy.reform_timeout_seconds
+        deadline = state.deadline_seconds or now.seconds + policy.reconfigure_timeout_seconds
         return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks wait at the iteration boundary")
     state = replace(state, failures=(Failure(at_seconds=now.seconds, detail=obstacle),))
     return stop_after_failure(policy, state, now, obstacle)
@@ -202,7 +203,7 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     num_joining = len(admitted(policy, state, num_left))
     if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
         joining = f" and {num_joining} are ready to join" if num_joining else ""
-        return f"only {num_left} nodes are left{joining}, fewer than launch.min_nodes={policy.fewest_nodes}"
+        return f"only {num_left} nodes are left{joining}, fewer than recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
@@ -210,7 +211,9 @@ def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     first = state.first_failure
     assert first is not None, "no node was lost"
     # The limit of all reports counts from the first loss: a chain of losses must not extend it.
-    last = now.seconds + policy.reform_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
+    last = (
+        now.seconds + policy.reconfigure_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
+    )
     state = replace(
         state,
         phase=Phase.REFORMING,

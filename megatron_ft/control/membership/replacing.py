@@ -9,7 +9,7 @@ ranks of lost nodes whose old ranks have ended (``START_NODES``), and before tha
 
 from dataclasses import replace
 
-from megatron_ft.control.membership.joining import count_loss, fail_start, kill_or_start
+from megatron_ft.control.membership.joining import count_loss, fail_start, give_up_agent, kill_or_start
 from megatron_ft.control.membership.nodes import AgentState, NodeRecord, NodeState
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Moment, Phase, State, Step, is_late
 
@@ -59,10 +59,10 @@ def obstacle(policy: MembershipPolicy, state: State) -> str | None:
         return None
     place = next(place for place in places if state.members[place] not in coming)
     node = state.members[place]
-    why = "launch.restart_lost_nodes=false"
+    why = "nodes.restart_lost_nodes=false"
     if policy.restart_lost_nodes:
         why = (
-            f"it was lost, or failed to start, too often in a row (launch.max_node_restarts={policy.max_node_restarts})"
+            f"it was lost, or failed to start, too often in a row (nodes.max_node_restarts={policy.max_node_restarts})"
         )
     return f"node {node} (place {place}) has no replacement: no spare is left, and the node is not restarted: {why}"
 
@@ -86,12 +86,14 @@ def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
         return state
     reason = f"it did not register in time (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
     expected = _expected(policy, state)
-    # More losses than the limit: neither ``_returning`` nor ``may_return`` starts these nodes again.
     for node in sorted(state.nodes.wanted | expected):
-        state = fail_start(policy, state, node, reason, num_losses=policy.max_node_restarts + 1)
-    nodes = state.nodes.change(state.nodes.wanted, is_wanted=False)
-    starting = {record.node for record in nodes.records if record.agent is AgentState.STARTING}
-    nodes = nodes.change(expected | starting, agent=AgentState.LOST)
+        if policy.starts_nodes and state.nodes[node].agent is AgentState.STARTING:
+            state = give_up_agent(policy, state, node, now)
+        else:
+            # More losses than the limit: neither ``_returning`` nor ``may_return`` starts these nodes again.
+            state = fail_start(policy, state, node, reason, now, num_losses=policy.max_node_restarts + 1)
+    starting = {record.node for record in state.nodes.records if record.agent is AgentState.STARTING}
+    nodes = state.nodes.change(expected | starting, agent=AgentState.LOST)
     return replace(state, nodes=nodes, deadline_seconds=now.seconds + policy.start_timeout_seconds)
 
 
@@ -114,6 +116,7 @@ def set_wake_up(policy: MembershipPolicy, step: Step, now: Moment) -> State:
     """Set the time of the next action for empty places."""
     starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
     times = [record.since_seconds + policy.start_timeout_seconds for record in starting]
+    times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]
     due = min((at for at in times if at > now.arrived_seconds), default=None)
     # An order leaves the next step to a tick, which may be due at once.
     wake_up = due if step.decision is Decision.WAIT else now.arrived_seconds

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import JobConfig
 from megatron_ft.control.membership.events import RankBroken
 from megatron_ft.control.membership.nodes import Nodes
 from megatron_ft.planning.recovery.target import Position, Target
@@ -79,7 +79,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPolicy:
-    """Limits and settings of the decisions. Fields without a docstring are keys of ``launch`` of the same name."""
+    """Limits and settings of the decisions. Fields without a docstring are keys of ``launch``, ``recovery`` or
+    ``nodes`` of the same name."""
 
     num_nodes: int
     ranks_per_node: int
@@ -92,7 +93,7 @@ class MembershipPolicy:
     max_restarts: int = 0
     min_nodes: int | None = None
     position_timeout_seconds: float = 10.0
-    reform_timeout_seconds: float = 60.0
+    reconfigure_timeout_seconds: float = 60.0
     max_nodes: int | None = None
     num_spare_nodes: int = 0
     join_window_seconds: float = 5.0
@@ -104,23 +105,24 @@ class MembershipPolicy:
     """Whether the job starts agents; otherwise nodes start by themselves."""
 
     @staticmethod
-    def of(launch: LaunchConfig, *, starts_nodes: bool) -> "MembershipPolicy":
+    def of(config: JobConfig, *, starts_nodes: bool) -> "MembershipPolicy":
         """Make the policy from a configuration."""
+        launch, recovery, nodes = config.launch, config.recovery, config.nodes
         return MembershipPolicy(
             num_nodes=launch.num_nodes,
             ranks_per_node=launch.ranks_per_node,
             start_timeout_seconds=launch.start_timeout_seconds,
             stop_timeout_seconds=launch.stop_timeout_seconds,
-            max_restarts=launch.max_restarts,
-            min_nodes=launch.min_nodes,
-            position_timeout_seconds=launch.position_timeout_seconds,
-            reform_timeout_seconds=launch.reform_timeout_seconds,
-            max_nodes=launch.max_nodes,
-            num_spare_nodes=launch.num_spare_nodes,
-            join_window_seconds=launch.join_window_seconds,
-            max_node_restarts=launch.max_node_restarts,
-            restart_lost_nodes=launch.restart_lost_nodes,
-            keeps_layout=launch.keep_layout,
+            max_restarts=recovery.max_restarts,
+            min_nodes=recovery.min_nodes,
+            position_timeout_seconds=recovery.position_timeout_seconds,
+            reconfigure_timeout_seconds=recovery.reconfigure_timeout_seconds,
+            max_nodes=nodes.max_nodes,
+            num_spare_nodes=nodes.num_spare_nodes,
+            join_window_seconds=nodes.join_window_seconds,
+            max_node_restarts=nodes.max_node_restarts,
+            restart_lost_nodes=nodes.restart_lost_nodes,
+            keeps_layout=recovery.keep_layout,
             starts_nodes=starts_nodes,
         )
 

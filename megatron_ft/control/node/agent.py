@@ -63,7 +63,7 @@ class AgentSpec:
     """A rank that does not answer for this long is killed."""
 
     tls_dir: str | None = None
-    """Value of ``launch.tls_dir``."""
+    """Value of ``control.tls_dir``."""
     process_id: int | None = None
     """Process id on the launcher's machine that identifies this node there; null: the agent's own."""
     store: StoreEndpoint | None = None
@@ -113,7 +113,7 @@ class Agent:
         self._ranks = Ranks(
             spec.node, self._listener, self._selector, self._outbox, heartbeat_timeout_seconds=timeout_seconds
         )
-        self._check_life_at = self._heard_at = time.monotonic()
+        self._check_life_at = self._answered_at = time.monotonic()
         self._silence: str | None = None
         """Why the controller did not answer the last call for orders; None if it did."""
 
@@ -149,10 +149,10 @@ class Agent:
             return
         self._check_life_at = now + interval_seconds
         self._signal(self._ranks.check_life(now), signal.SIGKILL)
-        # A node that was stopped (SIGSTOP, a paused machine) could not receive answers: that time does not count.
+        # A node that was stopped (SIGSTOP, a paused machine) could receive no answer: that time does not count.
         if late_seconds > interval_seconds:
-            self._heard_at = min(now, self._heard_at + late_seconds)
-        if self._silence is not None and now - self._heard_at > self._spec.lost_controller_seconds:
+            self._answered_at = min(now, self._answered_at + late_seconds)
+        if self._silence is not None and now - self._answered_at > self._spec.lost_controller_seconds:
             raise ControllerSilent(f"the controller does not answer: {self._silence}")
 
     def _join(self) -> None:
@@ -163,7 +163,7 @@ class Agent:
             store=self._spec.store,
         )
         joined = self._client.insist("join", encode(join), timeout_seconds=_JOIN_SECONDS)
-        who, self._heard_at = {"node": self._spec.node, "session": joined["session"]}, time.monotonic()
+        who, self._answered_at = {"node": self._spec.node, "session": joined["session"]}, time.monotonic()
         orders = threading.Thread(target=self._ask_for_orders, name="orders", args=(who, joined["after"]), daemon=True)
         sender = threading.Thread(target=self._send_reports, name="sender", args=(who,), daemon=True)
         orders.start()
@@ -196,7 +196,7 @@ class Agent:
                 self._silence = str(error)
                 self._retry_pause.wait(0.2)
                 continue
-            self._heard_at, self._silence, after = time.monotonic(), None, after + len(orders)
+            self._answered_at, self._silence, after = time.monotonic(), None, after + len(orders)
             try:
                 decoded = [decode_order(order) for order in orders]
             except ControlError as error:

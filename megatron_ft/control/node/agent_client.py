@@ -147,7 +147,7 @@ class AgentClient:
 
     def _check_can_survive(self) -> None:
         if not self._can_survive:
-            raise ControlError("launch.min_nodes: this job cannot lose a node")
+            raise ControlError("recovery.min_nodes: this job cannot lose a node")
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()

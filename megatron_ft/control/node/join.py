@@ -98,7 +98,7 @@ class _Node:
         num_stays = self._stays[found.agent.token] = self._stays.get(found.agent.token, 0) + 1
         if num_stays > 1 + found.num_returns:
             limit = f"came back {found.num_returns} times" if found.num_returns else "was lost"
-            keys = "launch.restart_lost_nodes, launch.max_node_restarts"
+            keys = "nodes.restart_lost_nodes, nodes.max_node_restarts"
             raise ControlError(f"node {self.number} {limit} and does not join this job again ({keys})")
 
     def _stay(self, found: JoinFile, processes: Processes) -> int:

@@ -119,7 +119,7 @@ class Sidecars:
         return all(service.address is not None for service in self._all)
 
     def seconds_left(self) -> float | None:
-        """Return the time left for the addresses; None when all have sent theirs."""
+        """Return the time left for the addresses; None when all sidecars have sent an address."""
         return None if self.ready else max(0.0, self._deadline - time.monotonic())
 
     def check_in_time(self) -> None:

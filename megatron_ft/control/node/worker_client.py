@@ -43,7 +43,7 @@ class WorkerClient(Protocol):
 
     @property
     def can_survive(self) -> bool:
-        """Whether this rank may continue when others are lost, leave or join, see ``LaunchConfig.may_lose_nodes``."""
+        """Whether this rank may continue when others are lost, leave or join, see ``JobConfig.may_lose_nodes``."""
 
     def on_break(self, abort: Abort) -> None:
         """Register ``abort(reason)``, to be called when others are lost, so that no collective waits for them.

@@ -130,7 +130,7 @@ class BatchJob:
             )
         self._run_dir = Path(run_dir) / name
         self._num_nodes = self._count("launch.num_nodes", len(site.hosts) - site.num_spares)
-        self._most_spares = self._count("launch.num_spare_nodes", site.num_spares)
+        self._most_spares = self._count("nodes.num_spare_nodes", site.num_spares)
         self._asked: Asked | None = None
         self._has_to_forward = False
         """A signal was not forwarded to the launcher yet."""
@@ -193,7 +193,7 @@ class BatchJob:
     def _attempt(self, hosts: Sequence[str], *, is_first: bool) -> Attempt:
         # Run a launcher until it ends; none if the job was asked to stop before.
         spares = max(0, min(self._most_spares, len(hosts) - self._num_nodes))
-        words = [f"launch.num_nodes={self._num_nodes}", f"launch.num_spare_nodes={spares}"]
+        words = [f"launch.num_nodes={self._num_nodes}", f"nodes.num_spare_nodes={spares}"]
         command = [sys.executable, *self._command, *words, *([] if is_first else ["run.resume=auto"])]
         witness = Witness.begin(self._run_dir, hosts)
         if self._asked is not None:

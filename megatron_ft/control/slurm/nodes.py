@@ -84,7 +84,7 @@ def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocat
 
 
 def address_of(interface: str) -> str:
-    """Return the address for ``launch.interface``: that of the network interface with this name, or the value itself.
+    """Return the address for ``control.interface``: that of the network interface with this name, or the value itself.
 
     Raises:
         ConfigError: the interface has no address, or other machines cannot reach it.
@@ -97,11 +97,11 @@ def address_of(interface: str) -> str:
         # IPv4 first; gloo and NCCL get the interface by name and choose for themselves.
         ours = [entry for family in (socket.AF_INET, socket.AF_INET6) for entry in found if entry.family == family]
         if not ours:
-            raise ConfigError.of("launch.interface", interface, "must have an IPv4 or IPv6 address, but has none")
+            raise ConfigError.of("control.interface", interface, "must have an IPv4 or IPv6 address, but has none")
         address = ours[0].address.partition("%")[0]
     if address == "localhost" or address.startswith("127.") or address.strip("[]") == "::1":
         constraint = "must be an address that other nodes can reach, or a network interface that has one, with "
-        raise ConfigError.of("launch.interface", interface, f"{constraint}{_KEY}=srun or none")
+        raise ConfigError.of("control.interface", interface, f"{constraint}{_KEY}=srun or none")
     return address
 
 

@@ -14,7 +14,7 @@ from megatron_ft.control.slurm import calls
 from megatron_ft.control.slurm.nodes import read_allocation
 from megatron_ft.errors import ConfigError
 
-KEY = "launch.failure_domain_source"
+KEY = "topology.failure_domain_source"
 SOURCE = "slurm_topology"
 _COMMAND = ("scontrol", "show", "topology")
 _SWITCH = re.compile(r"SwitchName=(?P<name>\S+) Level=(?P<level>\d+)(?: LinkSpeed=\S+)?(?: Nodes=(?P<nodes>\S+))?")
@@ -29,13 +29,12 @@ def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> Job
     Raises:
         ConfigError: there is no allocation, no topology, or a node has no leaf switch.
     """
-    launch = config.launch
-    if launch.failure_domain_source != SOURCE:
+    if config.topology.failure_domain_source != SOURCE:
         return config
-    allocation = read_allocation(variables, most_nodes=launch.most_nodes)
-    domains = domains_of(allocation.hosts[: launch.most_nodes], read_topology(variables))
-    listed = dataclasses.replace(launch, failure_domain_source="listed", failure_domains=domains)
-    return dataclasses.replace(config, launch=listed)
+    allocation = read_allocation(variables, most_nodes=config.most_nodes)
+    domains = domains_of(allocation.hosts[: config.most_nodes], read_topology(variables))
+    listed = dataclasses.replace(config.topology, failure_domain_source="listed", failure_domains=domains)
+    return dataclasses.replace(config, topology=listed)
 
 
 def read_topology(variables: Mapping[str, str]) -> str:
@@ -55,7 +54,7 @@ def read_topology(variables: Mapping[str, str]) -> str:
         said = done.stderr.strip() or f"nothing, and ended with {done.returncode}"
         raise _refused(
             f"needs a Slurm cluster with TopologyPlugin=topology/tree; `{' '.join(_COMMAND)}` prints: {said}. "
-            "List the domains in launch.failure_domains, or leave both keys out"
+            "List the domains in topology.failure_domains, or leave both keys out"
         )
     return done.stdout
 
@@ -100,7 +99,7 @@ def _nodes_below(switch: str, nodes: str) -> list[str]:
 def summary(config: JobConfig) -> str:
     """Return one line with the domain of each node of the job."""
     nodes_of: dict[str, list[int]] = {}
-    for node, name in enumerate(config.launch.failure_domains):
+    for node, name in enumerate(config.topology.failure_domains):
         nodes_of.setdefault(name, []).append(node)
     parts = [f"{name} (nodes {', '.join(map(str, nodes))})" for name, nodes in nodes_of.items()]
     return f"failure domains from Slurm's topology: {', '.join(parts)}"

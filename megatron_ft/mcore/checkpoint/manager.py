@@ -22,7 +22,7 @@ from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA
 from megatron_ft.mcore.checkpoint.state import (
     OURS_KEY,
     RANK_STATE_KEY,
-    TrainingState,
+    DenseState,
     build_shards,
     common_state,
     install,
@@ -108,13 +108,13 @@ class CheckpointManager:
 
     # -- saving
 
-    def save(self, state: TrainingState, iteration: int) -> None:
+    def save(self, state: DenseState, iteration: int) -> None:
         """Start to save ``state`` as it is now; wait for the end unless ``checkpoint.async_save``.
 
         Before that, a save in progress is finished, and all writing for an abandoned save has ended.
         """
-        assert iteration == state.iteration, (
-            f"cannot save the state of iteration {state.iteration} as iteration {iteration}"
+        assert iteration == state.host.iteration, (
+            f"cannot save the state of iteration {state.host.iteration} as iteration {iteration}"
         )
         self.finish()
         started = time.monotonic()
@@ -148,15 +148,20 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
             self._complete(self._pending)
 
-    def abandon(self) -> None:
+    def abandon(self) -> Path | None:
         """Abandon the save in progress, if any, without communication and without waiting for storage.
 
-        It gets no manifest. The next save of this process waits until all writing for the abandoned one has ended, and
-        removes its files.
+        It gets no manifest from here on. The next save of this process waits until all writing for the abandoned one
+        has ended, and removes its files.
+
+        Returns:
+            Directory of the save. It is complete if rank 0 had written the manifest before ranks were lost.
         """
-        if self._pending is not None:
-            self._pending.job.give_up()
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.job.give_up()
+        return pending.directory
 
     def _await_given_up(self) -> None:
         # Wait until no rank writes for an abandoned save, because that may use the folder that is about to be created
@@ -179,14 +184,14 @@ class CheckpointManager:
             return None
         return self.folder / name
 
-    def _start(self, state: TrainingState, directory: Path) -> WriteJob:
+    def _start(self, state: DenseState, directory: Path) -> WriteJob:
         metadata = self._metadata()
         # A process group cannot be stored.
         content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
         tree = {
             **build_shards(state, metadata, is_loading=False),
             **common_state(state),
-            RANK_STATE_KEY: rank_state(),
+            RANK_STATE_KEY: rank_state(state.host),
             "content_metadata": content_metadata,
         }
         # Megatron's check would gather the metadata of all tensors as pickled objects at every save.
@@ -207,13 +212,14 @@ class CheckpointManager:
 
     def _complete(self, pending: _Pending) -> None:
         began = time.monotonic()
-        self._pending = None
         error = self._collectives.errors(pending.job.error)
         if error is None:
             written = self._collectives.gather(
                 {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
             )
             error, num_bytes = self._commit(pending, written)
+        # Only now: where ranks are lost in a collective above, the save is still pending, and is reported as abandoned.
+        self._pending = None
         if error is not None:
             self._discard(pending, error)
             return
@@ -273,15 +279,17 @@ class CheckpointManager:
             checkpoints.sweep(self.folder, before_iteration=pending.iteration)
             stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]
             names = [(entry.iteration, entry.path.name) for entry in stored]
-            for name in self._retention.removable(names, in_use=self._in_use(len(names))):
+            for name in self._retention.removable(names, in_use=self._in_use([name for _, name in names])):
                 checkpoints.delete(self.folder / name)
         except OSError as failure:
             self._say_failed(
                 pending.iteration, pending.directory, f"saved, but older checkpoints could not be removed: {failure}"
             )
 
-    def _in_use(self, num_complete: int) -> tuple[str, ...]:
-        return (self._resumed_from,) if self._resumed_from is not None and num_complete < 2 else ()
+    def _in_use(self, complete: list[str]) -> tuple[str, ...]:
+        """The checkpoint that this run resumed from, until two newer ones are complete; ``complete``: oldest first."""
+        # It is the only one that has been read. If the first newer one is damaged on disk, a restart needs it.
+        return tuple(name for name in complete[-2:] if name == self._resumed_from)
 
     # -- loading
 
@@ -310,7 +318,7 @@ class CheckpointManager:
         """List complete checkpoints of ``folder`` that were damaged and renamed, each with the reason."""
         return self._finder.unusable(folder)
 
-    def load(self, state: TrainingState, directory: Path) -> LoadResult:
+    def load(self, state: DenseState, directory: Path) -> LoadResult:
         """Verify ``directory``, then fill ``state`` from it; Megatron opens no file before.
 
         Raises CheckpointError when it is damaged, is from another project and ``checkpoint.trust`` is false, or does
@@ -322,29 +330,29 @@ class CheckpointManager:
         same_layout = manifest is not None and manifest.topology == self._topology
         frame = build_shards(state, self._metadata(), is_loading=True)
         # Generators belong to ranks: in another layout no rank is the one that saved them.
-        wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state(empty=True)} if same_layout else {}
+        wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
         loaded = load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
         install(state, frame, loaded)
-        if manifest is not None and manifest.iteration != state.iteration:
+        iteration = state.host.iteration
+        if manifest is not None and manifest.iteration != iteration:
             raise CheckpointError(
-                f"{directory}: contains iteration {state.iteration}, but its manifest names iteration "
-                f"{manifest.iteration}"
+                f"{directory}: contains iteration {iteration}, but its manifest names iteration {manifest.iteration}"
             )
-        self.last_saved_iteration = state.iteration
+        self.last_saved_iteration = iteration
         self._resumed_from = directory.name if directory.parent == self.folder else None
         self._tell(
             CheckpointLoaded(
-                iteration=state.iteration,
+                iteration=iteration,
                 path=str(directory),
                 seconds=time.monotonic() - began,
                 generators_restored=same_layout,
                 differences=() if manifest is None else self._finder.differences(directory, manifest),
             ).to_record()
         )
-        return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)
+        return LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
-        """Read ``TrainingState.extra`` as saved in ``directory``, without building anything.
+        """Read ``DenseState.extra`` and the history as saved in ``directory``, without building anything.
 
         Raises CheckpointError as ``load`` does; a checkpoint of another project has no such values.
         """

@@ -88,17 +88,6 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
         yield path, tree
 
 
-def scaler_state(optimizer: MegatronOptimizer) -> dict[str, Any] | None:
-    """Return the state of the dynamic loss scale, None without one."""
-    for member in sub_optimizers(optimizer):
-        scaler = getattr(member, "grad_scaler", None)
-        if scaler:
-            return {
-                key: value.clone() if torch.is_tensor(value) else value for key, value in scaler.state_dict().items()
-            }
-    return None
-
-
 def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
     """Set the optimizer's state from ``tree`` (from :func:`fill_frame`), its step count and loss scale.
 

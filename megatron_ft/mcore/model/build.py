@@ -29,7 +29,7 @@ def build_model(
     """Build the DDP-wrapped chunks of this rank, bottom first (one, or one per virtual stage).
 
     ``vocab_size`` is the padded size; ``replicas`` are the experts of each rank of the stage, None for Megatron's own
-    layout; ``router`` makes the routers of mixture layers.
+    layout; ``router`` makes the routers of MoE layers.
     """
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))

@@ -1,4 +1,4 @@
-"""Reads the counters of a rank's mixture layers: auxiliary losses and tokens per expert."""
+"""Reads the counters of a rank's MoE layers: auxiliary losses and tokens per expert."""
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker

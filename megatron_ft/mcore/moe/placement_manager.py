@@ -15,6 +15,7 @@ import torch
 
 from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
+from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
@@ -153,10 +154,10 @@ class PlacementManager:
     def single_loss_survival(self) -> float | None:
         """Probability that the job continues from replicas when one failure domain is lost; None if a lost node ends
         the job, or if there is only one domain."""
-        launch = self._config.launch
-        if launch.min_nodes is None or launch.keep_layout:
+        launch, recovery = self._config.launch, self._config.recovery
+        if recovery.min_nodes is None or recovery.keep_layout:
             return None
-        return single_loss_survival(self.plans, min_ranks=launch.min_nodes * launch.ranks_per_node)
+        return single_loss_survival(self.plans, min_ranks=recovery.min_nodes * launch.ranks_per_node)
 
     @property
     def needs_loads(self) -> bool:
@@ -212,9 +213,14 @@ class PlacementManager:
         return PlacementState(plans=self.plans, loads=self.loads).to_json()
 
     def write(self, path: Path) -> None:
-        """Write the plans in force to a file that ``placement.schedule`` can name."""
+        """Write the plans in force, durably and in one atomic step, to a file that ``placement.schedule`` can name.
+
+        Raises:
+            OSError: the write failed; a file of that name is unchanged.
+        """
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(self.to_json()))
+        fsync_folder(path.parent.parent)
+        replace_file(path, json.dumps(self.to_json()).encode())
 
     def restore(self, content: dict[str, Any] | None) -> None:
         """Continue from the values of ``to_json``.

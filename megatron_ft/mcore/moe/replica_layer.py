@@ -1,4 +1,4 @@
-"""A mixture layer with slots: any number of ranks, any number of copies of each expert."""
+"""An MoE layer with slots: any number of ranks, any number of copies of each expert."""
 
 from collections.abc import Sequence
 

@@ -95,7 +95,7 @@ class _ForcedChoice:
 
 
 def router_builder(config: JobConfig) -> RouterBuilder:
-    """Build the function that makes the routers of a job's mixture layers.
+    """Build the function that makes the routers of a job's MoE layers.
 
     Raises:
         ConfigError, DataError: a trace that cannot be read or does not fit the model.

@@ -25,16 +25,16 @@ def run_memberships(trainer: Trainer) -> None:
             ends. ConfigError: this run cannot lose nodes.
     """
     _check(trainer)
-    worker, owes_save = trainer.context.worker, False
+    worker = trainer.context.worker
     # All groups of such a job use gloo: ``_check`` has refused other devices.
     if worker.can_survive:
         waits.install()
     if trainer.context.is_joining:
-        owes_save = _form(trainer, worker.await_membership())
+        _form(trainer, worker.await_membership())
     else:
         trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
-        failure = _attempt(trainer, owes_save=owes_save)
+        failure = _attempt(trainer)
         if failure is not None:
             following: NextMembership | None = _survive(trainer, failure)
         elif trainer.ended:
@@ -43,7 +43,7 @@ def run_memberships(trainer: Trainer) -> None:
             following = _planned(trainer)
         if following is None:
             return leave(trainer)
-        owes_save = _form(trainer, following)
+        _form(trainer, following)
 
 
 def _check(trainer: Trainer) -> None:
@@ -52,11 +52,11 @@ def _check(trainer: Trainer) -> None:
     Raises:
         ConfigError: connections of this device cannot be broken.
     """
-    launch = trainer.job.launch
-    if trainer.device.type != "cpu" and launch.may_lose_nodes:
-        constraint = f"must not be set with training.device={trainer.device.type}"
-        reason = "only ranks on gloo (CPU) can be lost in this version"
-        raise ConfigError(f"{launch.why_nodes_change}: {constraint}: {reason}")
+    if trainer.device.type != "cpu" and trainer.job.may_lose_nodes:
+        raise ConfigError(
+            f"{trainer.job.why_nodes_change}: must not be set with training.device={trainer.device.type}: only ranks "
+            "on gloo (CPU) can be lost in this version"
+        )
 
 
 def leave(trainer: Trainer) -> None:
@@ -65,18 +65,18 @@ def leave(trainer: Trainer) -> None:
     dissolve_groups()
 
 
-def _attempt(trainer: Trainer, *, owes_save: bool) -> str | None:
+def _attempt(trainer: Trainer) -> str | None:
     """Train in the present membership; return the traceback of the error that broke it.
 
     The exception itself is not kept, because its frames refer to process groups that must be destroyed.
-
-    Args:
-        owes_save: a save was abandoned when the previous membership ended; the present state is saved instead.
     """
     try:
-        # One rank that has given a save up is enough: saving is collective.
-        if trainer.context.generation > 0 and trainer.collectives.any(owes_save):
+        # One rank that has abandoned a save is enough: saving is collective.
+        if trainer.context.generation > 0 and trainer.collectives.any(trainer.is_save_due):
             trainer.save()
+            # Only now: where ranks are lost before the save has begun, it is due in the next membership. One that has
+            # begun is abandoned like any other.
+            trainer.is_save_due = False
         trainer.run()
     except RuntimeError:  # of a collective, of a kernel: errors of this project's own are meant for everybody
         if not trainer.context.worker.can_survive:
@@ -109,12 +109,9 @@ def _planned(trainer: Trainer) -> NextMembership | None:
     return worker.change(position_of(trainer.engine, trainer.context.rank))
 
 
-def _form(trainer: Trainer, following: NextMembership) -> bool:
+def _form(trainer: Trainer, following: NextMembership) -> None:
     """Continue in ``following``, or, if ranks are lost while it is formed, in the first later membership that can be
     formed.
-
-    Returns:
-        Whether a save was abandoned.
 
     Raises:
         RankLost: this process lacks memory, or an import failed; the others can continue without it.

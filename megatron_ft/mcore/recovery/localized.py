@@ -57,7 +57,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     engine.build(groups)
     trainer.context = share_addresses(trainer.context, trainer.collectives)
     client = open_snapshot_client(trainer)
-    assert client is not None, "launch.keep_layout needs a snapshot.policy"
+    assert client is not None, "recovery.keep_layout needs a snapshot.policy"
     failpoints.hit("reform_move", target)
     kept = _recover(trainer, carried, plan, standings, client, votes, window_plan)
     assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"

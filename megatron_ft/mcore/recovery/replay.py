@@ -17,7 +17,6 @@ from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.restoring import Payload
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.mcore.training.iteration import RollbackRecord
 from megatron_ft.operator_state import operator_of
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import WINDOW_FIELDS, Ballot, Vote
@@ -160,7 +159,7 @@ class Replayer:
                 f"cannot replay iteration {vote.iteration}: the state is after iteration {engine.iteration}"
             )
         failpoints.hit("replay", vote.iteration)
-        undo = RollbackRecord.take(engine.model_chunks, engine.optimizer)
+        before = engine.train_state()
         unchanged = parameters_of(engine.model_chunks, operators, engine.config.model.num_layers)
         ballot = self._accumulate(vote, unchanged)
         if self._is_whole:
@@ -170,7 +169,7 @@ class Replayer:
             engine.commit(vote)
             commit.gather(engine.optimizer, engine.model_chunks)
         elif decision.action == "skip":
-            undo.restore_expert_bias(engine.model_chunks)
+            before.restore_router_bias(engine.model_chunks)
         else:
             raise RecoveryError(f"cannot replay iteration {vote.iteration}, which stopped the run: {decision.reason}")
         engine.finish(vote, decision)

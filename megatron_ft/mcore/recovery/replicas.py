@@ -36,19 +36,17 @@ from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
 from megatron_ft.runtime.transport.hang_up import Opening
-from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.checkpoints import iteration_of
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 
-def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:
+def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> None:
     """Continue ``trainer`` as a rank of ``following``, from the state after its target; collective over its ranks.
 
     The present groups may be broken, so nothing is sent through them. The trainer of a joining rank has none.
 
     Args:
         store: store of ``following``, if this process has opened it already.
-
-    Returns:
-        Whether a checkpoint in progress was abandoned.
 
     Raises:
         RecoveryError: no rank has some part of the state, which it names; or ranks would use different placements.
@@ -67,7 +65,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
     failpoints.enter(following.generation, rank=trainer.context.rank)
     groups = _join(trainer, store)
     present, fingerprints = _present(trainer, carried, groups)
-    in_place = trainer.job.launch.keep_layout
+    in_place = trainer.job.recovery.keep_layout
     key, previous = choose_holding(
         present,
         range(following.world_size) if in_place else following.nodes,
@@ -96,13 +94,13 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
     )
     if trainer.placement is not None:
         trainer.report_placement("membership")
-    if carried is None:
-        return False
-    # Rank 0 may have just joined, and know nothing of the finished iteration.
+    # Rank 0 may have just joined, and know nothing of the finished iteration and of abandoned saves.
     trainer.reporting_rank = _first(previous)
-    owes_save = _account(trainer, carried, time.monotonic() - began)
+    _report_abandoned_saves(trainer)
+    if carried is not None and carried.finished is not None:
+        finished, carried.finished = carried.finished, None
+        trainer.account(finished, time.monotonic() - began, carried.batch)
     trainer.reporting_rank = 0
-    return owes_save
 
 
 def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
@@ -115,7 +113,7 @@ def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
             trainer.config,
             trainer.context,
             device=trainer.device.type,
-            timeout_seconds=trainer.config.launch.reform_timeout_seconds,
+            timeout_seconds=trainer.config.recovery.reconfigure_timeout_seconds,
             store=store,
             opening=opening,
         )
@@ -237,15 +235,14 @@ def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[Pla
     return found
 
 
-def _account(trainer: Trainer, carried: Carried, seconds: float) -> bool:
-    finished, carried.finished = carried.finished, None
-    if finished is not None:
-        trainer.account(finished, seconds, carried.batch)
-    if carried.unsaved is not None:
-        path = str(trainer.context.run_dir / "checkpoints" / directory_name(carried.unsaved))
-        error = "ranks were lost while it was written; the next save contains the state after the recovery"
-        trainer.report(CheckpointFailed(iteration=carried.unsaved, error=error, path=path))
-    return carried.unsaved is not None
+def _report_abandoned_saves(trainer: Trainer) -> None:
+    # Every rank forgets them here, also one that reports nothing: a later membership may have another reporting rank.
+    abandoned, trainer.abandoned_saves = trainer.abandoned_saves, []
+    for path in abandoned:
+        error = "ranks were lost while it was written; the state they continue with is saved instead"
+        if (path / MANIFEST_NAME).exists():
+            error = "ranks were lost before all knew that it is complete; the state they continue with is saved as well"
+        trainer.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))
 
 
 def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import CheckpointError
-from megatron_ft.mcore.checkpoint import CheckpointManager
+from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 

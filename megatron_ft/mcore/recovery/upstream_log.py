@@ -30,7 +30,7 @@ def keep_log(trainer: "Trainer") -> None:
         ConfigError: see ``keep_room``; the same on every rank.
     """
     snapshots = trainer.snapshots
-    if not trainer.config.launch.keep_layout or snapshots is None or snapshots.plan is None:
+    if not trainer.config.recovery.keep_layout or snapshots is None or snapshots.plan is None:
         return
     keep_room(trainer, snapshots.plan)
     log, kept = trainer.engine.boundaries.log, snapshots.kept
@@ -49,7 +49,7 @@ def replay_window(trainer: "Trainer", restorer: SnapshotRestorer, window: LocalW
     Raises:
         RecoveryError: see ``SnapshotRestorer.replay``.
     """
-    if trainer.config.launch.keep_layout:
+    if trainer.config.recovery.keep_layout:
         keep_room(trainer, window.plan_in_force)
     restorer.replay(trainer.engine, window)
 

@@ -30,7 +30,7 @@ def peer_assignment(config: JobConfig) -> PeerAssignment:
     State that several ranks hold is divided among them, so ranks capture disjoint parts and no domain has a copy
     already.
     """
-    return assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies)
+    return assign_peers(config.member_domains, config.snapshot.num_peer_copies)
 
 
 def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:

@@ -41,7 +41,6 @@ class Carried:
 
     holdings: tuple[Holding, ...]
     """Holdings, oldest first; ``state`` contains the tensors that each of them gives this rank."""
-    iteration: int
     state: NamedState
     host: TrainState
     """State besides tensors."""
@@ -49,8 +48,6 @@ class Carried:
     """The iteration that was finished when the membership ended, until it is reported."""
     batch: BatchPlan
     """Batch plan of the finished iteration."""
-    unsaved: int | None
-    """Iteration of an abandoned save, until that is reported."""
     kept: WindowKey | None = None
     """The newest committed window that this rank knows of; None before the first."""
     plan: WindowPlan | None = None
@@ -65,18 +62,16 @@ class Carried:
         engine = trainer.engine
         return cls(
             holdings=(_holding(trainer, None),),
-            iteration=engine.iteration,
             state=take_state(engine.model_chunks, engine.optimizer),
             host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=trainer.rounded_off),
             finished=None,
             batch=engine.batch,
-            unsaved=None,
             **_windows(trainer),
         )
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Add what the rank carried into the membership of this capture, at the same iteration: reports and saves that
-        were due then may still be due."""
+        """Add what the rank carried into the membership of this capture, at the same iteration: reports that were due
+        then may still be due."""
         if before is None:
             return self
         return replace(
@@ -86,7 +81,6 @@ class Carried:
             host=replace(self.host, stopped=before.host.stopped),
             finished=before.finished,
             batch=before.batch,
-            unsaved=before.unsaved if self.unsaved is None else self.unsaved,
         )
 
 
@@ -157,7 +151,6 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
     stops = finished is not None and finished.decision.action == "stop"
     return Carried(
         holdings=holdings,
-        iteration=target.iteration,
         state=state,
         host=replace(
             host,
@@ -167,7 +160,6 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
         ),
         finished=finished,
         batch=engine.batch,
-        unsaved=trainer.checkpoints.pending_iteration,
         has_whole_weights=finished is None or not trainer.config.parallel.use_distributed_optimizer,
         **_windows(trainer),
     )

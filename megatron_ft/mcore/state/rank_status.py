@@ -32,7 +32,7 @@ class Holding:
     placement: PlacementState | None
     """None if experts stay where Megatron puts them."""
     changes: tuple[str, ...] = ()
-    """The memberships since the commit, as entries of ``launch.membership_schedule``."""
+    """The memberships since the commit, as entries of ``testing.membership_schedule``."""
 
     @property
     def key(self) -> Key:

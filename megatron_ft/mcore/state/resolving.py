@@ -17,7 +17,7 @@ def position_of(engine: TrainingEngine, rank: int) -> Position:
     completed, contributed, vote = engine.iteration, engine.iteration, engine.newest_vote
     in_progress = engine.in_progress
     if in_progress is not None:
-        # Some masters are updated and others are not, and the rollback record has neither.
+        # Some masters are updated and others are not, and `TrainState` has neither.
         if in_progress.update == "begun":
             raise RecoveryError(f"rank {rank}: iteration {in_progress.iteration} failed in the middle of its update")
         # Own state is complete; only parameters may not be gathered yet, which needs the others.
@@ -45,8 +45,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
         assert engine.iteration == target.iteration, (
             f"this rank is at iteration {engine.iteration}, the target is {target.iteration}"
         )
-        if in_progress is not None:
-            engine.abort(in_progress)
+        engine.abort()
         return None
     # A target without a vote was completed by all, by this rank with its own vote.
     vote = target.vote or in_progress.vote

@@ -78,7 +78,7 @@ class TrainState:
             # Megatron turns the router bias back into FP32 at the first forward only: the dtype is that of the capture.
             buffers[name].data = value.to(buffers[name].device, copy=True)
         if self.rng is not None:
-            restore_rng(dict(self.rng))
+            restore_rng(self.rng)
         scalers, groups = grad_scalers(optimizer), list(_groups(optimizer))
         if (len(scalers), len(groups)) != (len(self.grad_scalers), len(self.group_steps)):
             parts = f"{len(groups)} groups, {len(scalers)} scalers"
@@ -88,6 +88,12 @@ class TrainState:
         for group, step in zip(groups, self.group_steps, strict=True):
             if step is not None:
                 group["step"] = _copied(step)
+
+    def restore_router_bias(self, model_chunks: list[torch.nn.Module]) -> None:
+        """Put back the router bias only: all that a skipped iteration has to undo."""
+        for name, buffer in _buffers(model_chunks):
+            if name.endswith(".expert_bias"):
+                buffer.copy_(self.buffers[name])
 
     def differences(self, other: "TrainState") -> list[str]:
         """Return the names of captured fields whose bits differ from those of ``other``."""

@@ -32,7 +32,7 @@ from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.boundaries import Boundaries
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.forward import forward_step
-from megatron_ft.mcore.training.iteration import IterationResult, IterationState, Prepared, RollbackRecord
+from megatron_ft.mcore.training.iteration import IterationResult, IterationState
 from megatron_ft.mcore.training.reporting import StragglerTimer
 from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport, tally
 from megatron_ft.planning.placement.copies import StateCopyPlan
@@ -189,7 +189,7 @@ class TrainingEngine:
 
     def run_iteration(self, iteration: int) -> IterationResult:
         """Run iteration ``iteration`` (counted from 1) to its end, whatever the vote decides."""
-        # Until the vote is settled, nothing changes that the rollback record cannot put back.
+        # Until the vote is settled, nothing changes that ``IterationState.before`` cannot put back.
         vote = self.vote(self.prepare(iteration))
         result = self.decide(vote)
         self.apply(result)
@@ -216,10 +216,11 @@ class TrainingEngine:
         if result.decision.action == "commit":
             self.commit(result.vote)
         elif result.decision.action == "skip":
-            in_progress.undo.restore_expert_bias(self.model_chunks)
+            # Only the bias: the numbers that a skipped iteration drew stay drawn, and its loss scale holds.
+            in_progress.before.restore_router_bias(self.model_chunks)
         else:
             # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
-            self._roll_back(in_progress.undo)
+            self._roll_back(in_progress)
 
     def _of(self, iteration: int) -> IterationState:
         in_progress = self.in_progress
@@ -235,10 +236,10 @@ class TrainingEngine:
         # Only now may a replay read what was logged: an attempt that broke has sent a part of it.
         self.boundaries.commit(vote)
 
-    def prepare(self, iteration: int) -> Prepared:
+    def prepare(self, iteration: int) -> Ballot:
         """Run forward, backward and gradient reduction of all microbatches, and the norm; make this rank's ballot."""
-        undo = RollbackRecord.take(self.model_chunks, self.optimizer)
-        self.in_progress = in_progress = IterationState(iteration=iteration, undo=undo)
+        # Before the vote, Megatron updates the router bias with the gradients and the loss scale with their norm.
+        self.in_progress = in_progress = IterationState(iteration=iteration, before=self.train_state())
         reports = self.accumulate(iteration)
         # Summed before the vote: a survivor that finishes the iteration later has no others to sum with, and all
         # survivors must plan placements from the same loads.
@@ -247,8 +248,7 @@ class TrainingEngine:
         # Read first: ``prepare`` updates the scale, and the vote logs the one that these gradients have.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = commit.prepare(self.optimizer)
-        ballot = self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
-        return Prepared(ballot=ballot, undo=undo)
+        return self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
 
     def accumulate(self, iteration: int) -> list[torch.Tensor]:
         """Run forward, backward and gradient reduction of all microbatches; return reports of the last stage, float64
@@ -283,16 +283,16 @@ class TrainingEngine:
             **asdict(self.window_report()),
         )
 
-    def vote(self, prepared: Prepared) -> Vote:
+    def vote(self, ballot: Ballot) -> Vote:
         """Exchange ballots over the whole job and return the vote."""
-        iteration = prepared.ballot.iteration
+        iteration = ballot.iteration
         failpoints.hit("vote_before", iteration)
         in_progress = self._of(iteration)
         # Before the exchange: once the ballot may have left, others may settle the vote, and this rank must be able to
         # finish the iteration.
         in_progress.contributed = True
-        ballots = exchange(prepared.ballot, self.groups.vote)
-        in_progress.pass_seconds = tuple(ballot.pass_seconds for ballot in ballots)
+        ballots = exchange(ballot, self.groups.vote)
+        in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
         in_progress.vote = self.tally(ballots)
         failpoints.hit("vote_after", iteration)
         return in_progress.vote
@@ -333,13 +333,15 @@ class TrainingEngine:
         state.restore(self.model_chunks, self.optimizer)
         self.iteration, self.history = state.iteration, state.history
 
-    def abort(self, begun: Prepared | IterationState) -> None:
-        """Roll back an iteration that is not committed."""
-        self._roll_back(begun.undo)
+    def abort(self) -> None:
+        """Roll back the iteration in progress, if there is one; it is not committed."""
+        if self.in_progress is not None:
+            self._roll_back(self.in_progress)
         self.in_progress = None
 
-    def _roll_back(self, undo: RollbackRecord) -> None:
-        undo.restore(self.model_chunks, self.optimizer)
+    def _roll_back(self, in_progress: IterationState) -> None:
+        # No weight has changed. Gradients may stay: the next iteration zeroes their buffers when it starts.
+        self.restore(in_progress.before)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 
     # -- reading ------------------------------------------------------------------------------------------

@@ -1,95 +1,15 @@
-"""The iteration in progress and its rollback record: enough to finish or roll it back after a failure at any point."""
+"""The iteration in progress: enough to finish or roll it back after a failure at any point."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_ft.mcore.model.names import unwrap
-from megatron_ft.mcore.optimizer.commit import grad_scalers
-from megatron_ft.planning.commit import Ballot, Decision, Vote
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RollbackRecord:
-    """State before an iteration: random numbers, router bias, loss scale.
-
-    Other state needs no record. Data position and schedule are functions of the iteration. Gradients stay in their
-    buffers until the next iteration starts. Auxiliary trackers are emptied with the vote. Expert counts are zero
-    between iterations.
-    """
-
-    cpu_rng: torch.Tensor
-    device_rng: torch.Tensor
-    tracker_rng: dict[str, torch.Tensor]
-    expert_bias: list[torch.Tensor]
-    grad_scalers: list[dict[str, Any]]
-
-    @classmethod
-    def take(cls, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> "RollbackRecord":
-        """Record the present state."""
-        return cls(
-            cpu_rng=torch.get_rng_state(),
-            device_rng=torch.cuda.get_rng_state(),
-            tracker_rng=get_cuda_rng_tracker().get_states(),
-            # Megatron updates the bias in ``finalize_model_grads`` and the scale in ``prepare_grads``: before the vote.
-            expert_bias=[bias.clone() for bias in _expert_biases(model_chunks)],
-            grad_scalers=[_copied(scaler.state_dict()) for scaler in grad_scalers(optimizer)],
-        )
-
-    def restore(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-        """Restore the recorded state."""
-        torch.set_rng_state(self.cpu_rng)
-        torch.cuda.set_rng_state(self.device_rng)
-        get_cuda_rng_tracker().set_states(self.tracker_rng)
-        self.restore_expert_bias(model_chunks)
-        # ``finalize_model_grads`` empties these counts; an iteration that broke may not have reached it.
-        for counts in _expert_counts(model_chunks):
-            counts.zero_()
-        for router in _routers(model_chunks):
-            router.reset_global_aux_loss_tracker()
-        for scaler, state in zip(grad_scalers(optimizer), self.grad_scalers, strict=True):
-            scaler.load_state_dict(state)
-
-    def restore_expert_bias(self, model_chunks: list[torch.nn.Module]) -> None:
-        """Roll back only the update of the router bias: a skipped iteration has still used its random numbers."""
-        for bias, old in zip(_expert_biases(model_chunks), self.expert_bias, strict=True):
-            bias.copy_(old)
-
-
-def _expert_biases(model_chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    return _router_buffers(model_chunks, "expert_bias")
-
-
-def _expert_counts(model_chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    return _router_buffers(model_chunks, "local_tokens_per_expert")
-
-
-def _routers(model_chunks: list[torch.nn.Module]) -> list[Any]:
-    modules = [module for chunk in model_chunks for module in unwrap(chunk).modules()]
-    return [module for module in modules if getattr(module, "global_tokens_per_expert", None) is not None]
-
-
-def _router_buffers(model_chunks: list[torch.nn.Module], name: str) -> list[torch.Tensor]:
-    modules = [module for chunk in model_chunks for module in unwrap(chunk).modules()]
-    return [getattr(module, name) for module in modules if isinstance(getattr(module, name, None), torch.Tensor)]
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """An iteration whose gradients are reduced and measured; it can still be rolled back."""
-
-    ballot: Ballot
-    undo: RollbackRecord
+from megatron_ft.mcore.state.train_state import TrainState
+from megatron_ft.planning.commit import Decision, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +32,8 @@ class IterationState:
     """One iteration, from before its forward pass until its decision is carried out."""
 
     iteration: int
-    undo: RollbackRecord
+    before: TrainState
+    """State before the forward pass, to which the iteration is rolled back."""
     expert_load: torch.Tensor | None = None
     """Tokens per expert over the job, int64 [num_layers, num_moe_experts]; None if not needed."""
     contributed: bool = False

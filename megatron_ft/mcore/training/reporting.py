@@ -101,7 +101,7 @@ def metrics_record(
 
 
 def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) -> ExpertLoad:
-    """Return the tokens per expert of the mixture layers, from ``load`` [num_layers, num_moe_experts] int64."""
+    """Return the tokens per expert of the MoE layers, from ``load`` [num_layers, num_moe_experts] int64."""
     layer_numbers = tuple(number for number, mixture in enumerate(moe_layer_pattern(config.model), 1) if mixture)
     rows = tuple(tuple(load[number - 1].tolist()) for number in layer_numbers)
     return ExpertLoad(iteration=iteration, layers=rows, layer_numbers=layer_numbers)

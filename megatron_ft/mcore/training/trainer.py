@@ -2,8 +2,9 @@
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from megatron_ft.events import (
     SnapshotProblem,
     StateDigest,
 )
-from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
+from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.data_checks import check_same_data, job_identity, open_splits
 from megatron_ft.mcore.groups import Groups
@@ -94,6 +96,10 @@ class Trainer:
         """Whether the run has reached its end."""
         self.rounded_off = 0
         """Newest iteration after which all due work is done."""
+        self.abandoned_saves: list[Path] = []
+        """Directories of saves that were abandoned with their membership and are not yet reported."""
+        self.is_save_due = False
+        """Whether a save was abandoned and no later one has begun."""
         self.engine.wants_load = self._wants_load
         self.engine.change_requested = context.worker.change_requested
 
@@ -207,8 +213,10 @@ class Trainer:
         self.engine.teardown()
         failpoints.watch(None)
         checkpoints: CheckpointManager | None = self.__dict__.pop("checkpoints", None)
-        if checkpoints is not None:
-            checkpoints.abandon()
+        abandoned = None if checkpoints is None else checkpoints.abandon()
+        if abandoned is not None:
+            self.abandoned_saves.append(abandoned)
+            self.is_save_due = True
         self.__dict__.pop("collectives", None)
 
     def _tell_phase(self, iteration: int, phase: str) -> None:
@@ -326,10 +334,15 @@ class Trainer:
     def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
         """Report the placement in force from the next iteration on, and write it to a file."""
         assert self.placement is not None, "the job has no expert placement"
-        iteration = self.engine.iteration + 1
+        iteration, error = self.engine.iteration + 1, None
         if self.context.rank == 0:
-            self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
-        self.report(placement_record(iteration, self.placement, reason, change, seconds))
+            try:
+                self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
+            except OSError as failure:
+                # Training continues: checkpoints and windows have the placement too, the file is for people and tools.
+                error = f"{type(failure).__name__}: {failure}"
+        record = placement_record(iteration, self.placement, reason, change, seconds)
+        self.report(replace(record, file_error=error))
 
     def _placement_manager(self) -> PlacementManager | None:
         if self.config.placement.algorithm is None:
@@ -366,14 +379,14 @@ class Trainer:
         failpoints.hit("checkpoint", iteration)
         self.checkpoints.save(self.state(extra_state(self)), iteration)
 
-    def state(self, extra: dict[str, Any]) -> TrainingState:
+    def state(self, extra: dict[str, Any]) -> DenseState:
         """Return the state that a checkpoint saves or a load fills, with ``extra``."""
         engine = self.engine
-        return TrainingState(
+        return DenseState(
             model_chunks=engine.model_chunks,
             optimizer=engine.optimizer,
             scheduler=engine.scheduler,
-            iteration=engine.iteration,
+            host=engine.train_state(),
             consumed_samples=engine.iteration * self.config.training.global_batch_size,
             extra=extra,
         )

@@ -25,7 +25,7 @@ class StageRequest:
     ranks: tuple[int, ...]
     """Ranks of the stage, ascending."""
     layer_numbers: tuple[int, ...]
-    """Mixture layers of the stage, in Megatron's numbering, ascending."""
+    """MoE layers of the stage, in Megatron's numbering, ascending."""
     num_experts: int
     num_slots_per_rank: int
     min_replicas: int
@@ -61,10 +61,10 @@ def place_stage(
 
 
 def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
-    """Requests of all stages: ranks, mixture layers, slots."""
+    """Return a placement request for each stage: ranks, MoE layers and slots."""
     topology = Topology.of(config.parallel, world_size)
     launch, model = config.launch, config.model
-    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, launch.member_domains)
+    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, config.member_domains)
     return [
         StageRequest(
             cluster=cluster,
@@ -122,7 +122,7 @@ def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> 
             raise ConfigError.of(
                 "placement.loads_file",
                 config.placement.loads_file,
-                f"must have {request.num_experts} loads for each of {len(numbers)} mixture layers",
+                f"must have {request.num_experts} loads for each of {len(numbers)} MoE layers",
             )
     return [by_layer[number] for number in request.layer_numbers]
 

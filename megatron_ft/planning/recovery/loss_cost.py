@@ -8,7 +8,7 @@ from megatron_ft.planning.recovery.replicas import Declined
 
 Rung = Literal["replicas", "localized", "memory", "persisted", "checkpoint", "nothing"]
 RUNGS: tuple[Rung, ...] = ("replicas", "localized", "memory", "persisted", "checkpoint", "nothing")
-"""Recovery strategies in the order in which they are tried; ``localized`` only with ``launch.keep_layout``."""
+"""Recovery strategies in the order in which they are tried; ``localized`` only with ``recovery.keep_layout``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class LossCost:
     stages: tuple[int, ...] = ()
     """Pipeline stages that replay while the others keep their state; empty if all or none do."""
     restarted_by: str = "hand"
-    """Who restarts a job that has ended: ``hand`` (the user) or ``Slurm``."""
+    """Restart of a job that has ended: by ``hand`` (the user) or by ``Slurm``."""
     max_windows: int = 2
     """Upper bound of windows of iterations that run again, where ``max_iterations`` is not known."""
 

@@ -1,7 +1,7 @@
 """Cost of losing nodes: the strategy that recovers, why earlier ones cannot, and the iterations that run again.
 
 Strategies are those of the control plane. To continue on fewer nodes, the job needs a replica of everything
-(``replicas``). With ``launch.keep_layout`` other nodes take the places of lost ones, and only the stages that lost a
+(``replicas``). With ``recovery.keep_layout`` other nodes take the places of lost ones, and only the stages that lost a
 rank replay (``localized``). Otherwise all ranks restart. If only ranks died, they restart on all nodes, from windows in
 memory, persisted windows or a dense checkpoint. If nodes are lost, they restart on the remaining nodes, if there are
 enough, from a dense checkpoint, because a window can only be loaded by as many ranks as captured it. Otherwise the job
@@ -205,9 +205,9 @@ def _replicas(
     elif means.uncovered or means.placement is None:
         reason = "; ".join(means.uncovered) or "placement.algorithm=null: experts have no replicas"
     elif means.min_nodes is None:
-        reason = "launch.min_nodes=null: all nodes are needed"
+        reason = "recovery.min_nodes=null: all nodes are needed"
     elif len(remaining) < means.min_nodes:
-        reason = f"{len(remaining)} nodes are left, fewer than launch.min_nodes={means.min_nodes}"
+        reason = f"{len(remaining)} nodes are left, fewer than recovery.min_nodes={means.min_nodes}"
     elif not remaining:
         reason = "no node is left"
     if reason:
@@ -240,7 +240,7 @@ def _localized(
     elif not remaining:
         reason = "no surviving rank has the votes"
     elif is_gone and not means.restarts_lost_nodes and len(lost) > means.num_spare_nodes:
-        reason = f"launch.num_spare_nodes={means.num_spare_nodes}: too few spares, {len(lost)} nodes need a replacement"
+        reason = f"nodes.num_spare_nodes={means.num_spare_nodes}: too few spares, {len(lost)} nodes need a replacement"
     elif is_gone and alone:
         reason = f"nodes {alone} are lost, and so are the peers with copies of their windows"
     elif stored is not None and stored.memory_start is None:
@@ -307,7 +307,7 @@ def _no_memory(means: RecoveryMeans, restart: str | None, is_gone: bool) -> str:
         return "windows and peer copies of the lost nodes are lost, or no window has been committed"
     if is_gone:
         return "the loss of a node ends the job, and windows in memory are lost with it"
-    return "" if restart else "launch.max_restarts=0: the job does not restart its ranks"
+    return "" if restart else "recovery.max_restarts=0: the job does not restart its ranks"
 
 
 def _no_persisted(means: RecoveryMeans, restart: str | None, *, is_there: bool) -> str:

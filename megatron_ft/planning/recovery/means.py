@@ -36,7 +36,7 @@ def means_of(
         snapshot: estimate of its windows; None without snapshots.
         nodes: present nodes, ascending; all nodes if None.
     """
-    launch = config.launch
+    launch, recovery = config.launch, config.recovery
     present = tuple(range(launch.num_nodes) if nodes is None else nodes)
     size = launch.ranks_per_node
     # A job that has lost nodes already holds its state on fewer ranks than it was configured for.
@@ -48,13 +48,13 @@ def means_of(
         failure_domains=_domains(config, range(max(launch.num_nodes, *(node + 1 for node in present)))),
         stages=tuple(_stages(topology, range(place * size, (place + 1) * size)) for place in range(len(present))),
         operators=tuple(_held(of_present, topology, plans)),
-        min_nodes=launch.min_nodes if launch.may_lose_nodes else None,
+        min_nodes=recovery.min_nodes if config.may_lose_nodes else None,
         uncovered=_uncovered(config),
         # Continuing by replicas needs one pipeline stage.
         placement=plans[0] if len(plans) == 1 else None,
         num_slots_per_rank=config.placement.num_slots_per_rank or 0,
         expert_bytes=expert_state_bytes(config) if config.model.num_moe_experts else 0,
-        max_restarts=launch.max_restarts,
+        max_restarts=recovery.max_restarts,
         takes_snapshots=snapshot is not None,
         peers=() if snapshot is None else snapshot.peers,
         window_iterations=None if snapshot is None else snapshot.window_iterations,
@@ -62,10 +62,10 @@ def means_of(
         persist_interval_windows=config.snapshot.persist_interval_windows,
         save_interval_iterations=config.checkpoint.save_interval_iterations,
         train_iterations=config.training.train_iterations,
-        keeps_layout=launch.keep_layout and not unmet(config, KEPT_LAYOUT),
+        keeps_layout=recovery.keep_layout and not unmet(config, KEPT_LAYOUT),
         commit_lag_iterations=config.upstream_log.commit_lag_iterations,
-        num_spare_nodes=launch.num_spare_nodes,
-        restarts_lost_nodes=launch.restart_lost_nodes,
+        num_spare_nodes=config.nodes.num_spare_nodes,
+        restarts_lost_nodes=config.nodes.restart_lost_nodes,
         runs_in_slurm=launch.node_launcher != "local",
     )
 
@@ -78,18 +78,18 @@ def why_no_replicas(config: JobConfig) -> str:
     """
     if config.placement.algorithm is None:
         return "placement.algorithm=null"
-    if config.launch.min_nodes is None or not config.launch.may_lose_nodes:
-        return "launch.min_nodes=null: the loss of a node ends the job"
+    if config.recovery.min_nodes is None or not config.may_lose_nodes:
+        return "recovery.min_nodes=null: the loss of a node ends the job"
     return "; ".join(_uncovered(config))
 
 
 def idle_copies(config: JobConfig) -> tuple[str, ...]:
     """Return notes on copies that a job keeps on other nodes although no recovery from a lost node uses them."""
-    launch, notes = config.launch, []
+    notes = []
     if config.placement.state_copies is not None:
         copies = f"placement.state_copies={config.placement.state_copies}"
         notes.append(f"{copies}: no recovery uses these copies; they only cost memory and time")
-    if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not launch.keep_layout:
+    if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not config.recovery.keep_layout:
         after = "the loss of a node ends the job, and windows in memory are lost with it"
         if not why_no_replicas(config):
             after = "after the loss of a node the job continues from replicas, or from a dense checkpoint"
@@ -100,15 +100,15 @@ def idle_copies(config: JobConfig) -> tuple[str, ...]:
 
 def windows_serve(config: JobConfig) -> str:
     """Describe the failures from which the windows of a job's snapshots can recover."""
-    launch, snapshot = config.launch, config.snapshot
+    recovery, snapshot = config.recovery, config.snapshot
     served = []
-    if launch.keep_layout:
-        served.append("the loss of a rank or a node (launch.keep_layout=true)")
-    if launch.max_restarts:
-        served.append(f"the death of ranks on running nodes (launch.max_restarts={launch.max_restarts})")
+    if recovery.keep_layout:
+        served.append("the loss of a rank or a node (recovery.keep_layout=true)")
+    if recovery.max_restarts:
+        served.append(f"the death of ranks on running nodes (recovery.max_restarts={recovery.max_restarts})")
     if snapshot.persist_interval_windows:
         served.append("run.resume with the same number of ranks, from persisted windows")
-    return "; ".join(served) or "no failure: launch.max_restarts=0 and snapshot.persist_interval_windows=0"
+    return "; ".join(served) or "no failure: recovery.max_restarts=0 and snapshot.persist_interval_windows=0"
 
 
 def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -> tuple[LossCost, ...]:
@@ -134,7 +134,7 @@ def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]
 
 
 def _domains(job: JobConfig, nodes: Iterable[int]) -> tuple[str, ...]:
-    names = job.launch.failure_domains
+    names = job.topology.failure_domains
     return tuple(names[node] if node < len(names) else f"node{node}" for node in nodes)
 
 

@@ -12,7 +12,7 @@ from megatron_ft.planning.recovery.target import Target
 class NextMembership:
     """The membership of ``generation``. Ranks are renumbered, without gaps, in the order of their nodes.
 
-    With ``launch.keep_layout`` surviving ranks keep their numbers, and joining ranks take the numbers of those that
+    With ``recovery.keep_layout`` surviving ranks keep their numbers, and joining ranks take the numbers of those that
     they replace.
     """
 

@@ -26,7 +26,7 @@ class NodeMemory:
     """Bytes of windows on one node."""
 
     own_bytes: int
-    """Windows of its own ranks."""
+    """Windows of the node's own ranks."""
     copies_bytes: int
     """Copies for other nodes."""
     device_bytes: int = 0

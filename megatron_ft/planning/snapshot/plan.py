@@ -15,7 +15,7 @@ class WindowKey:
 
     start_iteration: int
     generation: int
-    """Membership that captured it: windows of two generations are never mixed."""
+    """Generation of the membership that captured the window. Windows of two generations are never mixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -85,7 +85,7 @@ def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> Sna
             iteration_seconds=snapshot.iteration_seconds,
         )
         plan, is_known = policy.plan(demand, context), True
-    assignment = assign_peers(launch.member_domains, snapshot.num_peer_copies)
+    assignment = assign_peers(config.member_domains, snapshot.num_peer_copies)
     plans_again = snapshot.replan_interval_windows > 0
     report = SnapshotReport(
         policy=type(policy).__name__,

@@ -34,13 +34,15 @@ KEY = "placement.dispatch_backend"
 
 
 class DispatchBackend(Protocol):
-    """One way to compute a dispatch. All give the same bits; inputs may lie on any device the backend supports."""
+    """Protocol of a dispatch backend. All backends give the same bits; inputs may be on any device that the backend
+    supports."""
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
         """Compute how many tokens go where, the same on every rank (Lazarus algorithm 1, in integers).
 
-        ``counts`` int64 [E, N]: tokens each rank routes to each expert. ``replicas`` int64 [E, N]: copies of
-        each expert on each rank. Returns int64 [E, N, N]: tokens of expert e on rank i for the copy on rank j.
+        ``counts`` int64 [E, N]: tokens that each rank routes to each expert. ``replicas`` int64 [E, N]: copies of each
+        expert on each rank. Returns int64 [E, N, N]: tokens of expert e on rank i for the copy on rank j.
+
         Raises ``ValueError`` for bad shapes, negative values and an expert that has tokens but no copy.
         """
         ...
@@ -50,9 +52,10 @@ class DispatchBackend(Protocol):
     ) -> DispatchHandle:
         """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [E, N, N] of this routing.
 
-        The tokens of an expert, in token order, fill its copies in the order: this rank, then the others
-        ascending. ``local_experts``: the L distinct experts this rank holds, ascending.
-        Raises ``ValueError`` when routing map, schedule and local experts do not fit each other.
+        The tokens of an expert, in token order, fill its copies in this order: the copy on this rank, then those on
+        other ranks, ascending. ``local_experts``: the L distinct experts of this rank, ascending.
+
+        Raises ``ValueError`` when routing map, schedule and local experts contradict each other.
         """
         ...
 
@@ -61,7 +64,7 @@ class DispatchBackend(Protocol):
         ...
 
     def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``rows`` [R, H] or [R] in order of arrival -> ordered by local expert, source rank, arrival."""
+        """``rows`` [R, H] or [R] in order of arrival -> the same rows by local expert, source rank, arrival."""
         ...
 
     def unsort(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -69,9 +72,9 @@ class DispatchBackend(Protocol):
         ...
 
     def unpermute(self, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle) -> torch.Tensor:
-        """``rows`` [S, H] -> [T, H]: each token's rows summed, experts ascending, weighted with ``probs`` [T, E].
+        """``rows`` [S, H] -> [T, H]: the sum of each token's rows, experts ascending, weighted with ``probs`` [T, E].
 
-        With ``probs=None`` the plain sum, for experts that weight their outputs themselves. A token without
+        With ``probs=None`` the sum has no weights, for experts that weight their outputs themselves. A token without
         rows gets zeros.
         """
         ...
@@ -82,7 +85,7 @@ class DispatchBackend(Protocol):
 
 
 def open_backend(name: str) -> DispatchBackend:
-    """The backend of ``placement.dispatch_backend``; builds its kernels at the first use.
+    """Return the backend of ``placement.dispatch_backend``; its kernels are built at the first use.
 
     Raises ``ConfigError`` for an unknown name and ``SoftwareError`` when the kernels cannot be built or run.
     """
@@ -92,4 +95,4 @@ def open_backend(name: str) -> DispatchBackend:
 
 
 BACKENDS: dict[str, type[DispatchBackend]] = {"reference": ReferenceDispatch, "cpp": CppDispatch, "cuda": CudaDispatch}
-"""Backends by the name that ``placement.dispatch_backend`` gives them."""
+"""Backends by their names in ``placement.dispatch_backend``."""

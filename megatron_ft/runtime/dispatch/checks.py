@@ -1,4 +1,5 @@
-"""Whether the arguments of a dispatch fit each other, and the sums a plan needs; notation in ``backend.py``."""
+"""Checks that the arguments of a dispatch agree, and computes the sums that a plan needs; notation in
+``backend.py``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ import torch
 
 
 def check_schedule(counts: torch.Tensor, replicas: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless both are int64 [E, N] and every token can be placed. One copy to the host."""
+    """Check that both are int64 [E, N] and every token has a copy to go to. Raises ``ValueError``. One copy to the
+    host."""
     matrices = counts.dtype == replicas.dtype == torch.int64 and counts.dim() == 2
     if not matrices or counts.shape != replicas.shape:
         both = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (counts, replicas))
@@ -24,7 +26,7 @@ def check_schedule(counts: torch.Tensor, replicas: torch.Tensor) -> None:
 
 
 def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless ``plan``'s arguments have the shapes, types and ranges it states."""
+    """Check that the arguments of ``plan`` have the documented shapes, types and ranges. Raises ``ValueError``."""
     if routing_map.dtype != torch.bool or routing_map.dim() != 2:
         raise ValueError(f"routing_map is {routing_map.dtype} {list(routing_map.shape)}: must be bool [T, E]")
     num_experts = routing_map.shape[1]
@@ -42,7 +44,7 @@ def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, loc
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Totals:
-    """The sums a plan needs on the host, checked against each other."""
+    """The sums on the host that a plan needs; they are checked against each other."""
 
     send_splits: list[int]
     recv_splits: list[int]
@@ -58,11 +60,12 @@ class Totals:
         rank: int,
         local_experts: Sequence[int],
     ) -> "Totals":
-        """Sums over ``schedule`` [E, N, N] in one copy to the host.
+        """Compute sums over ``schedule`` [E, N, N] in one copy to the host.
 
-        ``routed`` [E]: tokens this rank routes to each expert; ``max_rows_per_token`` [1]. All on one device.
-        Raises ``ValueError`` when the schedule does not send just what this rank routes, or when it sends rows to
-        this rank for an expert that is not among ``local_experts``.
+        ``routed`` [E]: tokens that this rank routes to each expert; ``max_rows_per_token`` [1]. All on one device.
+
+        Raises ``ValueError`` when the schedule sends other tokens than this rank routes, or sends rows to this rank for
+        an expert that is not among ``local_experts``.
         """
         num_experts, num_ranks = schedule.shape[0], schedule.shape[1]
         outgoing, incoming = schedule[:, rank, :], schedule[:, :, rank]

@@ -40,7 +40,7 @@ class CudaDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """A block per expert gives its tokens their rows; a warp per token lists them."""
+        """Make a plan: a block per expert gives its tokens their rows; a warp per token lists them."""
         check_plan(routing_map, schedule, rank, local_experts)
         schedule = schedule.to(routing_map.device)
         _check_ranks(schedule.shape[1])
@@ -58,7 +58,7 @@ class CudaDispatch(RowOperations):
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """``rows`` [S, H] summed as ``rows_of_token`` [T, K] lists them -> [T, H]."""
+        """Sum ``rows`` [S, H] of each token as ``rows_of_token`` [T, K] lists them -> [T, H]."""
         (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
         out = rows.new_empty((num_tokens, hidden))
         row_type = ROW_DTYPES.index(rows.dtype)
@@ -68,7 +68,7 @@ class CudaDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
+        """Compute the gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
         (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
         grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
         self._run(*("dispatch_weigh", row_type, grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots))

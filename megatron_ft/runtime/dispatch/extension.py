@@ -1,9 +1,9 @@
 """Builds the kernels of ``csrc/`` at their first use and loads them: the only place that compiles anything.
 
-The library has a plain C interface and is loaded with ctypes, so building needs a compiler and torch's headers for
-16-bit numbers, but no Python headers, build tool or download. The result lies in ``.cache/extensions/`` under a digest
-of sources, command, torch and Python; concurrent ranks wait for the first one's build. The lock is the operating
-system's, so a rank that dies while it builds leaves none behind.
+The library has a plain C interface and is loaded with ctypes. So building needs a compiler and torch's headers for
+16-bit numbers, but no Python headers, build tool or download. The result is in ``.cache/extensions/`` under a digest of
+sources, command, torch and Python; concurrent ranks wait for the first one's build. The lock belongs to the operating
+system, so a rank that dies during the build leaves no lock.
 """
 
 import ctypes
@@ -86,7 +86,7 @@ def device_architecture() -> str:
 
 
 def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
-    """Compile ``sources`` with ``command`` unless the cache has them. Returns the library.
+    """Compile ``sources`` with ``command`` unless the cache has them; return the library.
 
     A rename puts it in place, so a reader always finds a complete file. Raises ``SoftwareError``.
     """
@@ -106,7 +106,7 @@ def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fold
 
 
 def digest(command: Sequence[str], sources: Sequence[Path]) -> str:
-    """Digest everything a library depends on: sources, headers beside them, command, torch, Python, machine."""
+    """Return a digest of all inputs of a library: sources, headers beside them, command, torch, Python, machine."""
     versions = (torch.__version__, sys.version.split()[0], platform.machine())
     state = hashlib.sha256("\0".join((*command, *versions)).encode())
     headers = {path for source in sources for path in source.parent.rglob("*") if path.suffix in HEADERS}

@@ -1,6 +1,6 @@
-"""Memory files without a name: limited before they are allocated, all pages present once they are.
+"""Memory files without a name: limited before they are allocated; all their pages are present afterwards.
 
-Allocation lets other threads run, which mapping with ``MAP_POPULATE`` would not: ranks do that for themselves.
+Allocation lets other threads run, which mapping with ``MAP_POPULATE`` would not; ranks use the latter themselves.
 """
 
 import mmap
@@ -15,17 +15,17 @@ from megatron_ft.errors import ControlError
 # ``MemAvailable`` is an estimate, and beyond it the kernel kills processes, ranks among them.
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
-"""Allocated by one call; what is left of a segment counts as missing in between."""
+"""Number of bytes that one call allocates. Between calls, the rest of a segment counts as missing."""
 
 
 class Segment:
     """A mapped memory file, closed with the last reference to it; a view of it keeps the bytes, not the file."""
 
     def __init__(self, name: str, num_bytes: int, on_allocated: Callable[[int], None]) -> None:
-        """Allocate all pages. Raises OSError where there is not so much memory.
+        """Allocate all pages. Raises OSError if there is not enough memory.
 
         Args:
-            on_allocated: called with the bytes that are allocated since the last call.
+            on_allocated: Called with the number of bytes allocated since the last call.
         """
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -47,11 +47,12 @@ class Memory:
     """All segments of a process. Safe to use from threads."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """Limit all segments together to ``limit_bytes``; None: to what the machine has available each time."""
+        """Limit all segments together to ``limit_bytes``; None limits them to the available memory of the machine each
+        time."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._missing_bytes = 0
-        """Bytes of segments under allocation whose pages the machine still counts as available."""
+        """Bytes of segments that are being allocated, as far as the machine still counts the pages as available."""
         # Reentrant: garbage collection can run ``_give_back`` in a thread that holds the lock.
         self._lock = threading.RLock()
 

@@ -19,13 +19,13 @@ from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_t
 from megatron_ft.snapshot.window import Slice, Window
 
 MAX_UNAUTHENTICATED = 64
-"""Connections that may be open before they have presented the token: one more, and the oldest of them is closed."""
+"""Largest number of open connections that have not presented the token; beyond it the oldest is closed."""
 GREETING_SECONDS = 10.0
-"""A connection that has not presented the token by then is closed, also one that sends slowly."""
+"""A connection that has not presented the token after this time is closed, also one that sends slowly."""
 REPLACE_SECONDS = 10.0
 KEEPALIVE_SECONDS = 5.0
 _ARRIVING_BYTES = 1 << 20
-"""Received at a time: what is hashed next is still in the processor's cache."""
+"""Bytes received at a time; they are still in the processor's cache when they are hashed."""
 
 
 class PeerSessions:
@@ -36,10 +36,10 @@ class PeerSessions:
         """The sessions of each node that may still write, oldest first."""
         self._lock = threading.Lock()
         self._unauthenticated: dict[PeerSession, float] = {}
-        """Time of connection, the oldest first."""
+        """Time of connection of each unauthenticated connection, the oldest first."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection; the oldest unauthenticated one is closed where there are too many."""
+        """Serve a new connection; if there are too many unauthenticated ones, the oldest is closed."""
         session = PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
@@ -51,12 +51,13 @@ class PeerSessions:
         session.start()
 
     def greeted(self, session: "PeerSession") -> None:
-        """Note that a connection has presented the token, or has ended."""
+        """Record that a connection has presented the token, or has ended."""
         with self._lock:
             self._unauthenticated.pop(session, None)
 
     def expire(self) -> float | None:
-        """Close unauthenticated connections that are late; seconds until the next one is, None without any."""
+        """Close unauthenticated connections that are late; return the seconds until the next one is, None without
+        any."""
         now = time.monotonic()
         with self._lock:
             late = [session for session, since in self._unauthenticated.items() if now - since >= GREETING_SECONDS]
@@ -68,7 +69,7 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
-        """End earlier connections of a node: two must not write to one buffer. Raises ControlError if one lasts."""
+        """End earlier connections of a node: two must not write to one buffer. Raises ControlError if one remains."""
         with self._lock:
             # Also those that an earlier call could not end: one that came after them must not hide them.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
@@ -94,7 +95,7 @@ class PeerSession(threading.Thread):
         self._generation = -1
 
     def abort(self) -> None:
-        """End the connection, from another thread."""
+        """End the connection; called from another thread."""
         self._wire.abort()
 
     def run(self) -> None:
@@ -161,10 +162,10 @@ class PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Receive, verify and acknowledge an announced slice; a failure leaves the copy without it.
+        """Receive, verify and acknowledge an announced slice; after a failure the copy does not contain it.
 
-        A slice that ``waits`` may need memory: its bytes follow ``go``. Those of others follow the announcement. The
-        hashes come last: bytes travel while they are computed.
+        A slice that ``waits`` may need memory: its bytes follow ``go``. The bytes of other slices follow the
+        announcement. Hashes come last, so that bytes can be sent while they are computed.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
@@ -258,7 +259,8 @@ class PeerSession(threading.Thread):
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """The message before the bytes of a slice. Only the first slice's has topology and plan."""
+    """Return the message that precedes the bytes of a slice. Only the message of the first slice has topology and
+    plan."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}
@@ -268,10 +270,10 @@ def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> 
 
 
 def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
-    """Inverse of ``announce``: the window without slices, and the slice without hashes.
+    """Read the result of ``announce``: the window without slices, and the slice without hashes.
 
     Raises:
-        ControlError, CheckpointError: a field is missing or cannot be.
+        ControlError, CheckpointError: a field is missing or invalid.
     """
     window = Window.from_json(message.get("window"), whole=False)
     # Later windows supersede by generation: one of a generation that is yet to come would outlive them.

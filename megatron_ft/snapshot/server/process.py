@@ -1,6 +1,7 @@
 """The process of a node's snapshot server: serves ranks of its node and other nodes' servers until its parent ends.
 
-The main thread only accepts; every connection, the hashing, each peer and the storage have threads of their own.
+The main thread only accepts connections. Every connection, the hashing, each peer and the storage have separate
+threads.
 """
 
 import ctypes
@@ -46,11 +47,11 @@ class KeeperSpec:
     """Secret of the job; every connection must present it first."""
     node: int
     memory_limit_bytes: int | None = None
-    """Limit of arenas and copies together; None: what the machine has available when they are allocated."""
+    """Limit of arenas and copies together; None: the available memory of the machine when they are allocated."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "KeeperSpec":
-        """Read and check. Raises MegatronFtError for a value that is missing or cannot be."""
+        """Read and check the settings. Raises MegatronFtError for a missing or invalid value."""
         token, limit = text(content, "token"), content.get("memory_limit_bytes")
         if len(token) < MIN_TOKEN_LENGTH:
             raise ControlError(f"token: must have at least {MIN_TOKEN_LENGTH} characters")
@@ -67,7 +68,7 @@ class KeeperSpec:
 
 
 class Keeper:
-    """The main thread: listeners, and one sender for each peer."""
+    """The main thread: listening sockets, and one sender for each peer."""
 
     def __init__(self, spec: KeeperSpec) -> None:
         """Listen. Raises ControlError if an address or the socket's directory cannot be used."""
@@ -129,10 +130,10 @@ class Keeper:
 
 
 def check_interface(interface: str) -> str:
-    """Remove brackets. Raises ConfigError for an address that means every interface."""
+    """Return the address without brackets. Raises ConfigError for an address that means every interface."""
     # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, not all interfaces")
+        raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
     return interface.strip("[]")
 
 
@@ -159,7 +160,7 @@ def _listen_for_peers(interface: str) -> socket.socket:
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ControlError(f"launch.interface={interface}: cannot listen: {error}") from error
+        raise ControlError(f"control.interface={interface}: cannot listen: {error}") from error
     return listener
 
 
@@ -191,7 +192,7 @@ def _end_with_traceback(arguments: threading.ExceptHookArgs) -> None:
 
 
 def main() -> int:
-    """Run the process; its exit code."""
+    """Run the process; return its exit code."""
     # Ctrl-C reaches the whole process group, and ranks still persist their newest window after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.excepthook = _end_with_traceback

@@ -1,4 +1,4 @@
-"""Serves one process of this node on behalf of a rank: one request, one answer, in a thread of its own."""
+"""Serves one rank's process: one request, one answer, in a separate thread."""
 
 import os
 import socket
@@ -41,7 +41,7 @@ class RankSession(threading.Thread):
         self._rank_listens = True
 
     def run(self) -> None:
-        """Answer until the rank's process has ended or is replaced."""
+        """Answer requests until the rank's process has ended or is replaced."""
         try:
             closed = False
             while not closed:
@@ -61,7 +61,7 @@ class RankSession(threading.Thread):
                 self._reader.close()
 
     def abort(self) -> None:
-        """End the connection, from another thread."""
+        """End the connection; called from another thread."""
         abort(self._sock)
 
     def _serve(self, message: Message) -> None:
@@ -254,10 +254,10 @@ class RankSession(threading.Thread):
 
 
 def fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
-    """Fetch a window that another server holds into memory of its own; the rank that asked verifies it.
+    """Fetch a window of another server into newly allocated memory; the rank that asked verifies it.
 
     Raises:
-        ControlError, OSError: it is not there, or does not arrive.
+        ControlError, OSError: the server does not have it, or it does not arrive.
     """
     wire, _ = connect(address, greeting)
     try:
@@ -272,10 +272,10 @@ def fetch_window(address: str, greeting: Message, request: Message, memory: Memo
 
 
 def read_settings(message: Message) -> Settings:
-    """A rank's greeting, checked.
+    """Read and check a rank's first message.
 
     Raises:
-        ControlError, CheckpointError: a field is missing or cannot be.
+        ControlError, CheckpointError: a field is missing or invalid.
     """
     world_size = fields.integer(message, "world_size", least=1, most=fields.MAX_RANK)
     origin = Origin(

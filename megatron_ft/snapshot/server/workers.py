@@ -59,7 +59,7 @@ class _Write:
 
 
 class Persister(threading.Thread):
-    """Writes requested windows in order, from the memory they were captured into: pinned from the request on."""
+    """Writes requested windows in order, from the memory of their capture, which is pinned from the request on."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="persister", daemon=True)
@@ -67,7 +67,7 @@ class Persister(threading.Thread):
         self._due: deque[_Write] = deque()
 
     def request(self, own: OwnRank, window: HeldWindow) -> None:
-        """Write a window soon, unless it is about to be. The store's lock must be held."""
+        """Request a window unless it is already requested. The store's lock must be held."""
         assert own.windows is not None and own.settings.persist_url is not None, (
             "no window, or no storage is configured"
         )
@@ -81,7 +81,7 @@ class Persister(threading.Thread):
         own.publish()
 
     def is_due(self, own: OwnRank) -> bool:
-        """Whether a window of this rank has yet to be written. The store's lock must be held."""
+        """Whether a window of this rank is still to be written. The store's lock must be held."""
         return any(due.own is own for due in self._due)
 
     def run(self) -> None:

@@ -16,7 +16,7 @@ from megatron_ft.errors import CheckpointError, MegatronFtError
 from megatron_ft.snapshot.storage.files import fsync_directory, naming, write_atomically
 
 ATOMIC_PUTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
-"""Protocols whose objects appear whole or not at all."""
+"""Protocols whose objects appear completely or not at all."""
 
 TRASH_PREFIX = ".deleted_"
 """Prefix of directories whose deletion has begun."""
@@ -25,7 +25,7 @@ Chunks = Iterable[bytes | memoryview]
 
 
 class LocalBackend:
-    """A folder of the local file system, or of one that is mounted. Directories are one name, or empty for itself."""
+    """A folder of a local or mounted file system. Directories are one name, or empty for the folder itself."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,7 +35,7 @@ class LocalBackend:
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Write a file; readers see all of it or its former content. Raises OSError, and what the chunks raise."""
+        """Write a file; readers see all of it or its former content. Raises OSError, and the errors of the chunks."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what belongs to it, checksummed, written last.
+"""The manifest of a checkpoint: its files and their checksums, written last.
 
-A directory with a readable manifest is a complete checkpoint. It is JSON, carries its own checksum,
-and is verified (sizes, then checksums of all files) before anything else opens a file: the data
-files hold pickle, which must never be read from bytes without a verified checksum.
+A directory with a readable manifest is a complete checkpoint. The manifest is JSON, contains a checksum of itself, and
+is verified (sizes, then checksums of all files) before anything else opens a file: the data files contain pickle, which
+must never be read from bytes without a verified checksum.
 """
 
 import json
@@ -24,7 +24,7 @@ from megatron_ft.strict_json import decode
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 64 << 20
-"""A larger manifest is refused before it is read."""
+"""Largest size of a manifest; a larger one is refused before it is read."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -35,17 +35,17 @@ class Manifest:
     """A checkpoint: its run, its iteration, and its files byte for byte."""
 
     run_id: str
-    """Random name of the run that wrote it; in format 1, which has none, the name of its folder."""
+    """Random id of the run that wrote it; in format 1, which has none, the name of its folder."""
     run_name: str
     """Name of the run's folder."""
     generation: int
-    """Membership the writers had agreed on."""
+    """Membership of the ranks that wrote it."""
     topology: dict[str, int]
-    """Parallel sizes of the writers, ``world_size`` among them."""
+    """Parallel sizes of the ranks that wrote it, including ``world_size``."""
     iteration: int
-    """Iterations whose updates it holds."""
+    """Newest iteration whose update it contains."""
     consumed_samples: int
-    """Samples read up to there."""
+    """Samples read up to that iteration."""
     settings: Settings
     """The run's data, model, optimizer and schedule: concern to key to value; empty in format 1."""
     software: dict[str, str]
@@ -56,7 +56,7 @@ class Manifest:
     """Version of this layout."""
 
     def validate(self) -> None:
-        """Raises CheckpointError when a name, size or checksum cannot be one of this project."""
+        """Check that names, sizes and checksums are possible in this project. Raises CheckpointError."""
         seen: set[str] = set()
         for entry in self.files:
             check_name(entry.name)
@@ -69,7 +69,7 @@ class Manifest:
             raise CheckpointError("manifest has a negative iteration, sample count or generation")
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         total = sum(entry.num_bytes for entry in self.files)
         return (
             f"iteration {self.iteration}, {len(self.files)} files, {total} bytes, "
@@ -77,14 +77,14 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """JSON whose last field is the checksum of everything before it."""
+        """Return JSON whose last field is the checksum of everything before it."""
         body = asdict(self)
         body["manifest_xxh3_128"] = _body_checksum(body)
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Inverse of ``to_bytes``. Raises CheckpointError for anything else."""
+        """Read the result of ``to_bytes``. Raises CheckpointError for anything else."""
         body = parse_object(content)
         claimed = body.pop("manifest_xxh3_128", None)
         version = body.get("format_version")
@@ -113,7 +113,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def check_name(name: str) -> None:
-    """Raises CheckpointError unless ``name`` is a plain path below the checkpoint directory."""
+    """Check that ``name`` is a plain path below the checkpoint directory. Raises CheckpointError."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
         raise CheckpointError(f"file name {name!r} is not a plain path inside the checkpoint")
 

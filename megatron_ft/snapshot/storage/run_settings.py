@@ -73,7 +73,7 @@ def other_window(window: Window, where: str, settings: Settings, *, ignores_data
     try:
         found = _differences(parse_json(window.slices[0].header[SETTINGS]), settings, ignores_data=ignores_data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{where}: must have the settings it was captured with: {error!r}") from None
+        raise CheckpointError(f"{where}: must contain readable settings of its job: {error!r}") from None
     if not found:
         return None
     return (

@@ -32,20 +32,20 @@ _ZEROS = bytes(1 << 16)
 
 
 def window_name(key: WindowKey) -> str:
-    """Directory of a window. A generation that captures it again never touches what an earlier one wrote."""
+    """Return the directory name of a window. A later generation that captures it again uses another name."""
     return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
 
 
 def rank_name(rank: int) -> str:
-    """Name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.window"
 
 
 def write_window(folder: Path | str, window: Window, payload: Sequence[memoryview]) -> int:
     """Write a rank's part of a window below ``folder``, a path or a URL; durable when this returns.
 
-    Padding is written as zeros, whatever the buffers hold there. A sound file that is there already is left as it
-    is; a damaged one is replaced.
+    Padding is written as zeros, whatever the buffers contain there. An existing valid file is kept; a damaged one is
+    replaced.
 
     Args:
         payload: the bytes of each slice, ``window.slices[i].num_bytes`` of them.
@@ -54,8 +54,8 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
         bytes of the file.
 
     Raises:
-        CheckpointError: the storage fails, the bytes are not those of the window, or a sound file of other content
-            has the name. What was there is left as it was.
+        CheckpointError: the storage fails, the bytes do not match the window, or a valid file with other content has
+            the name. An existing file is then unchanged.
     """
     head = _head(window)
     sizes = [view.nbytes for view in payload]
@@ -76,10 +76,10 @@ def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None)
     """Open a rank's window file, given as a path or URL. Checks manifest and sizes; does not read the payload yet.
 
     Args:
-        expect: fields of the window and the values they must have, e.g. ``{"run_id": "a", "rank": 3}``.
+        expect: fields of the window and the values that they must have, e.g. ``{"run_id": "a", "rank": 3}``.
 
     Raises:
-        CheckpointError: not a sound file, or not the one expected; the message begins with the path.
+        CheckpointError: the file is invalid, or not the expected one; the message begins with the path.
     """
     parent, _, name = str(path).rpartition("/")
     backend = open_backend(parent or ".")

@@ -1,4 +1,5 @@
-"""The page of a run: heading, alerts, loss, goodput, recoveries, loads and placement; a table beside each drawing."""
+"""Page of a run: heading, alerts, loss, goodput, recoveries, loads and placement. Each drawing has a table beside
+it."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
@@ -33,7 +34,7 @@ _SHARES = (
     ("between_jobs_seconds", "between", "between jobs"),
     ("other_seconds", "rest", "starts, evaluations, time between iterations"),
 )
-"""Field of the figures, class of its colour, and its words."""
+"""Field of ``Goodput``, class of the colour, and description."""
 _ETTR = (
     "ETTR, the effective training time ratio, is the time of iterations that count divided by wall time. The "
     "formula (MoEvement, section 2.4) uses this run's waiting time per iteration, mean time between "
@@ -59,10 +60,10 @@ _COLUMNS = (
 
 
 def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
-    """The page as HTML that fetches nothing; it is well-formed XML, too.
+    """Return the page as HTML that loads nothing else; the text is also well-formed XML.
 
     Args:
-        refresh_seconds: how often a browser reads it again; None where it does not change.
+        refresh_seconds: Interval at which a browser reads the page again; None if the page does not change.
     """
     again = None if refresh_seconds is None else str(refresh_seconds)
     head = element(

@@ -1,4 +1,4 @@
-"""Records as lines of ``metrics.jsonl`` and ``events.jsonl``."""
+"""Writes records as lines of ``metrics.jsonl`` and ``events.jsonl``."""
 
 import json
 import os
@@ -11,19 +11,19 @@ from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
-"""Lines kept in memory while the disk refuses them; beyond that the oldest are lost, and counted."""
+"""Limit of lines kept in memory while the disk refuses them. Above it, the oldest are dropped and counted."""
 
 
 class JsonlSink(Sink):
-    """One line per record, passed to the operating system when ``write`` returns.
+    """Appends one line per record; the operating system has it when ``write`` returns.
 
-    Durable records (see ``events.Record.durable``) are forced to disk, with all lines before them. When the disk
-    refuses, lines wait in memory and every later ``write`` tries again; a line is never half written. Appends to a file
-    of an older attempt; a half line that a crash left at its end is cut off.
+    Durable records (see ``events.Record.durable``) are forced to disk with all lines before them. If the disk refuses,
+    lines wait in memory and every later ``write`` tries again. A line is never half written. If a crash left a half
+    line at the end of the file, ``open`` removes it.
     """
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
-        """``metrics``: take metrics records only; otherwise everything else.
+        """Open the file. ``metrics``: take metrics records only; otherwise take all others.
 
         Raises:
             OSError: the file cannot be opened.
@@ -42,7 +42,7 @@ class JsonlSink(Sink):
         return cls(context.run_dir / (METRICS_FILE if metrics else EVENTS_FILE), metrics=metrics)
 
     def write(self, record: Record) -> None:
-        """Append one line, after the lines that wait; retry these whatever ``record`` is.
+        """Append one line after the lines that wait. Any record makes them try again.
 
         Raises:
             OSError: the disk refused; all lines wait for the next call.
@@ -62,7 +62,7 @@ class JsonlSink(Sink):
         return reports
 
     def close(self, outcome: Outcome) -> None:
-        """Write what waits and force it to disk.
+        """Write the lines that wait and force them to disk.
 
         Raises:
             OSError: some lines could not be written.

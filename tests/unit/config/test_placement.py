@@ -43,9 +43,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"placement.min_replicas": 0}, "placement.min_replicas"),
     ({"placement.state_copies": 4}, "placement.state_copies"),
     ({"placement.state_copies": 0}, "placement.state_copies"),
-    ({"placement.min_replicas": 3, "launch.failure_domains": ["a", "a", "b"]}, "placement.min_replicas"),
+    ({"placement.min_replicas": 3, "topology.failure_domains": ["a", "a", "b"]}, "placement.min_replicas"),
     (
-        {"parallel.pipeline_model_parallel_size": 3, "launch.failure_domains": ["a", "b", "c"]},
+        {"parallel.pipeline_model_parallel_size": 3, "topology.failure_domains": ["a", "b", "c"]},
         "placement.min_replicas",
     ),
     ({"placement.rebalance_interval_iterations": -1}, "placement.rebalance_interval_iterations"),

@@ -128,7 +128,7 @@ def test_exit_codes() -> None:
 
 
 def test_the_advice_repeats_the_command_without_its_faults() -> None:
-    command = ["python", "pretrain_moe.py", "a.b=1 2", "run.name=old", "+launch.failpoints=[x]", "run.resume=never"]
+    command = ["python", "pretrain_moe.py", "a.b=1 2", "run.name=old", "+testing.failpoints=[x]", "run.resume=never"]
     advice = resume_advice(command, RUN, has_checkpoint=True)
     assert advice.endswith("python pretrain_moe.py 'a.b=1 2' run.dir=/runs run.name=x run.resume=must")
     assert "run.resume=auto" in resume_advice(command, RUN, has_checkpoint=False)
@@ -171,7 +171,7 @@ def test_a_hung_rank_is_named_with_how_that_is_known() -> None:
 @pytest.mark.parametrize("exit_is_known", [False, True])
 def test_a_rank_that_was_killed_for_not_reporting_is_an_event(exit_is_known: bool) -> None:
     """Its node was killed by the control plane; the exit may be known when the others go on, or not yet."""
-    why = "rank 1 did not report its position (launch.position_timeout_seconds=10)"
+    why = "rank 1 did not report its position (recovery.position_timeout_seconds=10)"
     deaths = (Failure(rank=0, at_seconds=10.0), Failure(rank=2, number=1, at_seconds=10.0, detail=why))
     step = Step(State(generation=2, survived=(deaths,)), Decision.REFORM, "rank 0 was killed by SIGKILL")
     details = died(0, 10.0, -9, number=0)

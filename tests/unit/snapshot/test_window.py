@@ -99,8 +99,8 @@ def test_a_bad_hash_is_refused(digest: Any) -> None:
     [
         ([piece(), piece(component="weight", offset=39)], "overlaps"),
         ([piece(offset=64), piece(component="weight")], "out of order"),
-        ([piece(), piece(offset=64)], "element 10 of 'a.b' 'master' is occurs twice"),
-        ([piece(), piece(offset=64, start=19, stop=29)], "element 19 of 'a.b' 'master' is occurs twice"),
+        ([piece(), piece(offset=64)], "element 10 of 'a.b' 'master' occurs twice"),
+        ([piece(), piece(offset=64, start=19, stop=29)], "element 19 of 'a.b' 'master' occurs twice"),
         ([piece(offset=4057)], "ends at 4097, outside the slice"),
         ([piece(start=10, stop=10, num_bytes=4), piece(start=10, stop=10, num_bytes=4, offset=64)], "occurs twice"),
     ],

@@ -85,6 +85,18 @@ def test_panel_fits_a_small_terminal(num_layers: int, height: int) -> None:
     assert sum("busiest" in line for line in lines) >= 4
 
 
+def test_panel_shows_whole_process_ids_in_80_columns() -> None:
+    process_ids = tuple(range(4_000_000, 4_000_008))
+    note = events.RanksReady(seconds=12.3, world_size=8, process_ids=process_ids).describe()
+    console = Console(file=io.StringIO(), width=80, height=40, force_terminal=False, legacy_windows=False)
+    style = PanelStyle(title="t", width=80, height=40, symbols=BLOCKS)
+    told = [TimedNote(time_unix_seconds=1000.0, note=note)]
+    console.print(panel(fold(some_records()), told, style, now_seconds=1030.0))
+    lines = console.file.getvalue().splitlines()
+    assert all(str(process_id) in "\n".join(lines) for process_id in process_ids)
+    assert len(lines) == len(render(fold(some_records()), width=80)) and {len(line) for line in lines} == {80}
+
+
 def test_panel_says_how_well_the_run_goes_so_far() -> None:
     def at(seconds: float, record: dict[str, object]) -> Record:
         return Record.from_record({"time_unix_seconds": 1_700_000_000.0 + seconds} | record)
@@ -270,7 +282,7 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
         (
             events.UpstreamLogPlanned(iteration=3, iterations_kept=12, log_bytes=3_200_000, node_bytes=12_800_000),
             "info",
-            "upstream log: 12 iterations, 3.2 MB a rank",
+            "upstream log: keeps 12 iterations, 3.2 MB per rank",
         ),
         (
             events.UpstreamLogFull(iteration=16, iterations_kept=12),

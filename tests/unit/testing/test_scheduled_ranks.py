@@ -41,13 +41,13 @@ def test_a_node_that_leaves_and_joins_at_once_has_nothing() -> None:
     ],
 )
 def test_a_schedule_that_cannot_begin_is_refused(device: str, iteration: int, constraint: str) -> None:
-    launch = SimpleNamespace(membership_schedule=["lose(nodes=[1],before_iteration=5)"])
+    testing = SimpleNamespace(membership_schedule=["lose(nodes=[1],before_iteration=5)"])
     engine: Any = SimpleNamespace(iteration=iteration)
     trainer: Any = SimpleNamespace(
-        job=SimpleNamespace(launch=launch), engine=engine, device=SimpleNamespace(type=device)
+        job=SimpleNamespace(testing=testing), engine=engine, device=SimpleNamespace(type=device)
     )
     schedule: Any = SimpleNamespace(next=SimpleNamespace(target=SimpleNamespace(iteration=4)))
-    with pytest.raises(ConfigError, match=rf"^launch\.membership_schedule=.*lose.*: {constraint}"):
+    with pytest.raises(ConfigError, match=rf"^testing\.membership_schedule=.*lose.*: {constraint}"):
         scheduled_ranks._check(trainer, schedule)
     engine.iteration, trainer.device.type = 4, "cpu"
     scheduled_ranks._check(trainer, schedule)

@@ -60,7 +60,7 @@ class FakeJob:
     def _drain(self, request: Message) -> Message:
         self.asked.append(("drain", request))
         if request["node"] == 0:
-            raise ControlError("node 0: 1 nodes would be left of launch.min_nodes=2")
+            raise ControlError("node 0: 1 nodes would be left of recovery.min_nodes=2")
         threading.Event().wait(self.seconds_to_answer)
         return {}
 
@@ -102,12 +102,12 @@ def test_an_answer_that_is_none_is_said_to_be(job: FakeJob, monkeypatch: pytest.
 def test_drain_and_add_name_the_node(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert drain.main([str(job.folder), "1"]) == 0 and add_node.main([str(job.folder), "2"]) == 0
     assert job.asked == [("drain", {"node": 1}), ("add", {"node": 2})]
-    assert "node 1 leaves" in capsys.readouterr().out
+    assert "node 1 is to leave" in capsys.readouterr().out
 
 
 def test_a_refusal_says_why(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert drain.main([str(job.folder), "0"]) == ControlError.exit_code
-    assert "1 nodes would be left of launch.min_nodes=2" in capsys.readouterr().err
+    assert "1 nodes would be left of recovery.min_nodes=2" in capsys.readouterr().err
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -116,7 +116,7 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_folder_without_a_job_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no job runs there: it has no controller.json" in refusal(tmp_path, capsys)
+    assert "no job runs there: the folder has no controller.json" in refusal(tmp_path, capsys)
     assert "there is no such folder" in refusal(tmp_path / "none", capsys)
 
 

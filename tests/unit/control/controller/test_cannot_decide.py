@@ -70,7 +70,7 @@ class Job:
         assert self.last_order(1, after=after)["op"] == "end"
         self.thread.join(timeout=20)
         assert self.result is not None and self.result.outcome is Outcome.FAILED
-        assert "the run's folder was deleted or moved away" in self.result.reason
+        assert "was deleted or moved away" in self.result.reason
 
 
 @pytest.fixture

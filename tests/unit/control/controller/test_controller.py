@@ -519,7 +519,7 @@ def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> No
             job.call("drain", **body)
     assert job.call("drain", node=0) == {"epoch": 1}
     assert job.order(2)["leaving"] == [0]
-    for node, reason in ((0, "leaving already"), (1, "only 0 nodes would remain, fewer than launch.min_nodes=1")):
+    for node, reason in ((0, "leaving already"), (1, "only 0 nodes would remain, fewer than recovery.min_nodes=1")):
         with pytest.raises(RpcError, match=reason):
             job.call("drain", node=node)
     assert job.call("status")["draining"] == [0]
@@ -545,7 +545,7 @@ def test_a_process_that_ends_before_it_registers_is_started_again(job: Running) 
     assert await_step(job, Decision.START_AGENTS).nodes == (2,), "of one whose predecessor was given up"
     job.controller.post(NodeLost(2, 4.0, "its process ended", 73))
     assert eventually(lambda: not of_agents(job.controller.state, AgentState.STARTING)), (
-        "as often as launch.max_node_restarts=3 allows"
+        "as often as nodes.max_node_restarts=3 allows"
     )
     assert 2 not in job.controller.state.nodes.wanted
 
@@ -565,8 +565,10 @@ def test_what_came_of_starts_is_passed_on_once(job: Running) -> None:
     job.call("add", node=2)
     await_step(job, Decision.START_AGENTS)
     job.controller.post(NodeLost(2, 1.0, "exited with code 8: no memory", 70))
-    first = await_step(job, Decision.START_AGENTS)
+    first = job.steps.get(timeout=10)
+    assert first.decision is Decision.WAIT, "there is a pause before the next start"
     assert first.state.failed_starts == (FailedStart(2, "exited with code 8: no memory", starts_again=True),)
+    assert await_step(job, Decision.START_AGENTS).state.failed_starts == ()
     job.controller.post(NodeLost(2, 1.0, "was killed by SIGKILL", 71))
     last = job.steps.get(timeout=10)
     assert last.decision is Decision.WAIT

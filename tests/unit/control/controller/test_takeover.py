@@ -1,6 +1,5 @@
 """A controller that takes over stands where its predecessor stood, wherever that one ended."""
 
-import contextlib
 import json
 import threading
 from dataclasses import replace
@@ -160,7 +159,7 @@ def test_time_goes_on_where_it_was() -> None:
 
 
 def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fence() -> None:
-    newer_is_in = threading.Event()
+    is_read, newer_is_in = threading.Event(), threading.Event()
 
     class Late(ControllerClient):
         """The thread ``late`` is held up when it has read the epoch, until the other one has its answer, or waits."""
@@ -169,6 +168,7 @@ def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fenc
         def _epoch(self) -> int:
             known = self._known
             if threading.current_thread().name == "late":
+                is_read.set()
                 newer_is_in.wait(0.5)
             return known
 
@@ -181,17 +181,13 @@ def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fenc
     server = RpcServer("Controller", methods, interface="127.0.0.1", token=TOKEN)
     server.start()
     client = Late(server.address, token=TOKEN)
-
-    def call_late() -> None:
-        with contextlib.suppress(RpcError):  # the other thread was faster all the way
-            client.call("join", {}, timeout_seconds=20)
-
-    late = threading.Thread(target=call_late, name="late")
+    late = threading.Thread(target=client.call, args=("join", {}), kwargs={"timeout_seconds": 20}, name="late")
     late.start()
+    assert is_read.wait(20)
     client.call("poll", {}, timeout_seconds=20)
     newer_is_in.set()
     late.join()
-    with pytest.raises(RpcError, match="of epoch 1, which 2 has ended"):
+    with pytest.raises(RpcError, match="of epoch 1, which epoch 2 has replaced"):
         client.call("join", {}, timeout_seconds=20)
     server.stop()
 

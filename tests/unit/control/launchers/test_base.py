@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.base import LaunchContext, ProcessLauncher
 from megatron_ft.control.launchers.processes import Processes
 from megatron_ft.control.node.agent import AgentSpec
@@ -38,7 +38,7 @@ class Launcher(ProcessLauncher):
 
 
 def test_nodes_are_stopped_together(tmp_path: Path) -> None:
-    launcher = Launcher(LaunchConfig(), {})
+    launcher = Launcher(JobConfig(), {})
     (tmp_path / "logs").mkdir()
     processes = Processes(tmp_path, tmp_path / "logs")
     spec = AgentSpec(controller_address="", token="", node=0, runtime_dir="", forkserver_socket="")

@@ -135,7 +135,7 @@ def test_a_run_that_ends_well(play: Play) -> None:
     assert play.run([{"exit_code": 0}], "launch=slurm", MFT_SPARE_NODES="1") == (0, "job 17: end: " + PLANNED)
     assert play.marker == {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True}
     (told,) = play.told
-    assert told["words"] == ["launch=slurm", "launch.num_nodes=3", "launch.num_spare_nodes=1"]
+    assert told["words"] == ["launch=slurm", "launch.num_nodes=3", "nodes.num_spare_nodes=1"]
     assert told["SLURM_NTASKS"] is None and told["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
     assert play.calls == []
 
@@ -149,7 +149,7 @@ def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has
     code, _ = play.run(acts, nodes_now="n[0,2-3]", MFT_SPARE_NODES="1")
     assert code == 0
     second = play.told[1]
-    assert second["words"] == ["launch.num_nodes=3", "launch.num_spare_nodes=0", "run.resume=auto"]
+    assert second["words"] == ["launch.num_nodes=3", "nodes.num_spare_nodes=0", "run.resume=auto"]
     assert (second["SLURM_JOB_NODELIST"], second["SLURM_JOB_NUM_NODES"]) == ("n0,n2,n3", "3")
     attempts = [json.loads(line) for line in (play.folder / "run/slurm/attempts.jsonl").read_text().splitlines()]
     assert [attempt["lost_hosts"] for attempt in attempts] == [["n1"], []]
@@ -236,7 +236,7 @@ def test_a_warning_before_a_console_has_begun_starts_none(play: Play) -> None:
     earlier.release()
     assert process.returncode == 130
     assert not (play.folder / "run" / "told.jsonl").exists()
-    assert play.marker is not None and "warned" in play.marker["reason"]
+    assert play.marker is not None and "warning signal" in play.marker["reason"]
 
 
 def test_a_requeued_job_goes_on_and_takes_back_its_marker(play: Play) -> None:

@@ -73,7 +73,7 @@ def test_the_script_that_ran_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interface", ["lo", "localhost", "127.0.0.1", "::1", "[::1]"])
 def test_other_machines_do_not_reach_a_loopback(interface: str) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.interface=.*other nodes can reach"):
+    with pytest.raises(ConfigError, match=r"control\.interface=.*other nodes can reach"):
         address_of(interface)
 
 

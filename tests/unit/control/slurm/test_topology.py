@@ -9,6 +9,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.slurm.topology import domains_of, read_topology, summary, with_failure_domains
 from megatron_ft.errors import ConfigError
+from tests.helpers.keys import grouped
 from tests.helpers.programs import write_program
 
 TREE = """\
@@ -34,9 +35,9 @@ def printing(text: str) -> str:
     return f"cat <<'END'\n{text}END"
 
 
-def job(num_nodes: int, **launch: object) -> JobConfig:
+def job(num_nodes: int, **keys: object) -> JobConfig:
     about = {"node_launcher": "srun", "failure_domain_source": "slurm_topology"}
-    return from_dict({"launch": {"num_nodes": num_nodes, **about, **launch}})
+    return from_dict(grouped(**{"num_nodes": num_nodes, **about, **keys}))
 
 
 def test_a_nodes_domain_is_its_leaf_switch() -> None:
@@ -59,7 +60,7 @@ def test_a_nodes_domain_is_its_leaf_switch() -> None:
     ],
 )
 def test_a_node_without_one_leaf_switch_is_refused(topology: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^launch\.failure_domain_source=slurm_topology: needs .*{said}"):
+    with pytest.raises(ConfigError, match=rf"^topology\.failure_domain_source=slurm_topology: .*{said}"):
         domains_of(["node0", "node1", "node2", "node3"], topology)
 
 
@@ -88,8 +89,8 @@ def test_lines_are_read_whole(tmp_path: Path) -> None:
 
 def test_domains_are_of_the_nodes_of_the_job_and_its_spares(tmp_path: Path) -> None:
     config = with_failure_domains(job(2, num_spare_nodes=1), site(tmp_path, printing(TREE)))
-    assert config.launch == job(2, num_spare_nodes=1, failure_domain_source="listed", failure_domains=[*"aab"]).launch
-    assert config.launch.member_domains == ["a", "a"]
+    assert config == job(2, num_spare_nodes=1, failure_domain_source="listed", failure_domains=[*"aab"])
+    assert config.member_domains == ["a", "a"]
     assert summary(config) == "failure domains from Slurm's topology: a (nodes 0, 1), b (nodes 2)"
 
 

@@ -60,7 +60,6 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
         nodes=(0, 1, 2),
         context=SimpleNamespace(rank=rank, generation=generation),
         rounded_off=4,
-        checkpoints=SimpleNamespace(pending_iteration=None),
     )
 
 
@@ -99,7 +98,7 @@ def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeyp
 
     before = carry(trainer_at(monkeypatch, moved=True), TARGET)
     assert before is not None
-    before.unsaved, before.state = 4, {"gone": "old"}
+    before.state = {"gone": "old"}
     for carried, generations in ((before, [1, 1, 2]), (None, [2])):
         trainer = trainer_at(monkeypatch, moved=True, generation=2)
         trainer.previous_placement = None
@@ -108,7 +107,6 @@ def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeyp
         assert found is not None and [held.generation for held in found.holdings] == generations
         assert found.holdings[-1].changes == ("join(...)",)
         assert found.state == {**({} if carried is None else {"gone": "old"}), "router": "new"}
-        assert found.unsaved == (None if carried is None else 4)
 
 
 # -- what ranks go on from ------------------------------------------------------------------------------------

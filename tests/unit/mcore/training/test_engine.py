@@ -71,7 +71,8 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
             assert engine.run_iteration(iteration).decision.action == "commit"
         engine.expert_load()
         # Where the state is between two iterations: the learning rate of the next is set as it begins.
-        engine.abort(engine.prepare(3))
+        engine.prepare(3)
+        engine.abort()
         engine.expert_load()
         before = {**engines.digests(engine), **volatile_state(engine)}
         history = engine.history
@@ -90,6 +91,24 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
     with engines.engine_of(config) as engine:
         losses = [engine.run_iteration(iteration).vote.loss for iteration in (1, 2, 3)]
         assert losses[2] == again.vote.loss
+
+
+def test_an_aborted_iteration_draws_no_number_of_any_generator() -> None:
+    """Neither Megatron nor the samples draw from Python's and numpy's, but a user's transform may."""
+    import random
+
+    import numpy as np
+
+    with engines.engine_of(engines.micro_config(EVERYTHING)) as engine:
+        engine.run_iteration(1)
+        engine.stop_requested = lambda: random.random() + np.random.random() < 0
+        before = engine.train_state()
+        engine.prepare(2)
+        assert "rng" in engine.train_state().differences(before)
+        engine.abort()
+        assert engine.train_state().differences(before) == []
+        engine.abort()  # nothing is in progress
+        assert engine.run_iteration(2).decision.action == "commit"
 
 
 def test_evaluation_changes_nothing() -> None:

@@ -139,7 +139,7 @@ def test_an_allocation_of_a_replaced_process_does_not_count(tmp_path: Path, gene
         client = served.client(generation=generation)
         later = pool.submit(client.allocate, 4 * PAGE)
         memory.gate.set()
-        with pytest.raises(ControlError, match="the connection is lost"):
+        with pytest.raises(ControlError, match="the connection was lost"):
             earlier.result(60)
         served.sessions[0].join(60)
         arena = later.result(60)

@@ -132,7 +132,7 @@ def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
             open_window(path)
     path.write_bytes(content)
     os.truncate(path, 1 << 40)
-    with pytest.raises(CheckpointError, match="1099511627776 bytes, its manifest says"):
+    with pytest.raises(CheckpointError, match="1099511627776 bytes, but the manifest says"):
         open_window(path)
 
 
