@@ -85,7 +85,7 @@ def _trainer_with_a_save_due(*, saves: list[bool]) -> Any:
     return SimpleNamespace(
         is_save_due=True,
         save=save,
-        run=lambda before: None,
+        run=lambda: None,
         collectives=SimpleNamespace(any=lambda flag: flag),
         context=SimpleNamespace(generation=1, worker=SimpleNamespace(can_survive=True)),
     )
@@ -94,7 +94,7 @@ def _trainer_with_a_save_due(*, saves: list[bool]) -> Any:
 def test_an_abandoned_save_is_due_until_another_has_begun() -> None:
     saves = [False, True]
     trainer = _trainer_with_a_save_due(saves=saves)
-    assert "Connection closed by peer" in (coordinator._attempt(trainer, None) or "")
+    assert "Connection closed by peer" in (coordinator._attempt(trainer) or "")
     assert trainer.is_save_due
-    assert coordinator._attempt(trainer, None) is None and not trainer.is_save_due
-    assert coordinator._attempt(trainer, None) is None and saves == []
+    assert coordinator._attempt(trainer) is None and not trainer.is_save_due
+    assert coordinator._attempt(trainer) is None and saves == []
