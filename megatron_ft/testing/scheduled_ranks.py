@@ -1,8 +1,8 @@
-"""Ranks whose memberships change by ``testing.membership_schedule``, without faults: the reference for jobs with faults.
+"""Ranks that change memberships by ``testing.membership_schedule``, without faults.
 
-``run_rank`` is their entry point. The ranks stay in their processes and follow the schedule, which all of them know;
-the controller sees one job without losses. They meet at the store of generation 0, which lives in the process of the
-job's first rank as long as a membership is still to begin.
+Jobs with faults are compared with such jobs. ``run_rank`` is the entry point of their ranks. The ranks stay in their
+processes and follow the schedule, which all of them know; the controller sees one job without losses. All memberships
+connect through the store of generation 0, which the job's first rank serves until the last membership has formed.
 """
 
 import contextlib
