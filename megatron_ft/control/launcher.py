@@ -1,4 +1,4 @@
-"""The launcher of ``launch.mode=local``: the process that a user's command becomes.
+"""The launcher of ``launch.mode=local``, which runs in the process of the user's command.
 
 It claims the run folder, starts the controller, a fork server and one agent per node, feeds the sinks, and leaves no
 process behind. The ``NodeLauncher`` of ``launch.node_launcher`` decides where and how agents start.
