@@ -33,7 +33,8 @@ class Use:
     """Use of a folder of sockets by this process, until ``end`` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Begin to use the folder. A folder that ``make_runtime_dir`` did not make is never removed."""
+        """Begin to use the folder. A folder without a lock file, which ``make_runtime_dir`` did not make, is removed
+        only when it is empty."""
         self._path = path
         self.descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):
@@ -108,7 +109,7 @@ def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
 
 
 def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
-    """Remove the sockets of earlier agents of ``node`` and of their sidecars; call it before the agent has any.
+    """Remove the sockets of earlier agents of ``node`` and of their sidecars; call it before the agent makes its own.
 
     Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment, but no rank
     connects to it any more, because the ranks of the node end with the agent.

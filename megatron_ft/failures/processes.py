@@ -21,7 +21,7 @@ _RANK_LOG = re.compile(r"rank-([0-9]{5,})\.log")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldProcess:
-    """A process that existed when it was found."""
+    """A process, identified by a descriptor that never refers to another process."""
 
     process_id: int
     log: str
@@ -29,7 +29,8 @@ class HeldProcess:
     _descriptor: int
 
     def send(self, number: signal.Signals) -> bool:
-        """Send it a signal; return False if it has ended. Raises PermissionError if it belongs to another user."""
+        """Send the process a signal; return False if it has ended. Raises PermissionError if it belongs to another
+        user."""
         try:
             signal.pidfd_send_signal(self._descriptor, number)
         except ProcessLookupError:
@@ -37,15 +38,15 @@ class HeldProcess:
         return True
 
     def has_ended(self, patience_seconds: float = 0.0) -> bool:
-        """Return whether it has ended within the given time: it is a zombie or gone."""
+        """Return whether the process ends within ``patience_seconds``; a zombie has ended."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(patience_seconds * 1000))
 
     @property
     def state(self) -> str:
-        """Return the kernel's letter for its state, see proc(5): ``T`` while a signal has stopped it; empty
-        when gone."""
+        """Return the kernel's letter for the state of the process, see proc(5): ``T`` while a signal has stopped it;
+        empty if it has ended."""
         try:
             stat = Path(f"/proc/{self.process_id}/stat").read_text()
         except OSError:

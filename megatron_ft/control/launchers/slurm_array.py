@@ -64,7 +64,7 @@ class SlurmArrayLauncher:
 
 
 def read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
-    """Read the array that contains this process; its nodes start by themselves and have no names here.
+    """Read the Slurm array that contains this process. The result has no hosts, because nodes start by themselves.
 
     Args:
         most_nodes: largest number of nodes, spares included.

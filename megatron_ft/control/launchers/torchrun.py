@@ -1,8 +1,8 @@
-"""Ranks that ``torchrun`` or ``srun`` started, read from their environment variables. Pure.
+"""Reads the rank of a process that ``torchrun`` or ``srun`` started, from its environment variables. Pure.
 
 Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section
-"OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``: its ``ft_launcher`` is
-torchrun's successor and sets torchrun's variables and two of its own.
+"OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``: whose ``ft_launcher``
+extends torchrun and sets two variables in addition to torchrun's.
 """
 
 import re
@@ -19,7 +19,7 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """A rank that another launcher started. ``attempt`` counts the restarts that its node took part in."""
+    """A rank that another launcher started. ``attempt`` is the number of restarts in which its node took part."""
 
     launcher: str
     rank: int
@@ -35,7 +35,7 @@ class RankEnvironment:
     store_is_served: bool = False
     """Whether the launcher already serves a ``TCPStore`` at the master's address, which outlives an attempt."""
     program: str = ""
-    """The launcher's own name: ``ft_launcher`` works like ``torchrun``."""
+    """Name of the command: ``torchrun``, ``ft_launcher`` (which works like torchrun) or ``srun``."""
 
     @property
     def node(self) -> int:
@@ -57,7 +57,7 @@ class RankEnvironment:
             )
             then = then if self.max_restarts else "ends the job"
         return (
-            f"this process is a rank of {self.program}: {self.num_nodes} nodes x {self.local_world_size} ranks. "
+            f"this process is a rank of {self.program}. Ranks: {self.world_size}, per node: {self.local_world_size}. "
             f'There is no controller and no agent: the loss of a rank {then} (docs/launch.md, section "Other '
             'launchers")'
         )
@@ -71,14 +71,14 @@ def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
     would start over in another folder.
 
     Raises:
-        ConfigError: the configuration does not name it.
+        ConfigError: the configuration does not name the run, or has ``run.resume=never``.
     """
     # A single start never has to find the run again, and a store that outlives the attempt remembers its name.
     if environment.store_is_served or not (environment.max_restarts or environment.attempt):
         return
     reason = (
-        f"{environment.program} restarts ranks (start {environment.attempt}, {environment.max_restarts} "
-        "restarts), and its store does not survive to keep the run's name"
+        f"{environment.program} may restart the ranks (restarts: {environment.attempt}, limit: "
+        f"{environment.max_restarts}), and its store does not keep the run's name until then"
     )
     if run.name is None:
         raise ConfigError.of("run.name", "null", f"must be given, with run.resume=auto: {reason}")
@@ -182,7 +182,7 @@ def expand_nodelist(name: str, text: str) -> list[str]:
     """Expand a Slurm nodelist, e.g. ``a[01-03,7],b`` to ``a01 a02 a03 a7 b``, in its order.
 
     Args:
-        name: source of the text, e.g. the variable.
+        name: where the text comes from, e.g. an environment variable; used in messages.
 
     Raises:
         ConfigError: the text is not a nodelist.
@@ -229,7 +229,7 @@ def expand_counts(name: str, text: str) -> list[int]:
     """Expand Slurm's tasks per node, e.g. ``2(x3),1`` to ``2 2 2 1``.
 
     Args:
-        name: source of the text, e.g. the variable.
+        name: where the text comes from, e.g. an environment variable; used in messages.
 
     Raises:
         ConfigError: the text is not such a list.

@@ -1,4 +1,4 @@
-"""Reports of an agent in order, kept until the controller has them."""
+"""Queue of an agent's reports, in order, which keeps each report until the controller has received it."""
 
 import json
 import threading

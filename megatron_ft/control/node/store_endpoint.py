@@ -7,7 +7,7 @@ from megatron_ft.control.ports import free_port
 from megatron_ft.serde import Between, Length
 
 NUM_PORTS = 16
-"""Number of consecutive generations with different ports."""
+"""Number of consecutive generations whose stores have different ports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StoreEndpoint:
 
 
 def find_store_endpoint(address: str) -> StoreEndpoint:
-    """Find different unused ports at an address of this machine."""
+    """Find ``NUM_PORTS`` unused ports at an address of this machine."""
     ports: set[int] = set()
     while len(ports) < NUM_PORTS:
         ports.add(free_port(address))

@@ -21,7 +21,7 @@ _SWITCH = re.compile(r"SwitchName=(?P<name>\S+) Level=(?P<level>\d+)(?: LinkSpee
 
 
 def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> JobConfig:
-    """Return ``config`` with the failure domains from Slurm, as if they had been listed.
+    """Return ``config`` with failure domains read from Slurm, as if the user had listed them.
 
     Args:
         variables: the environment of this process, which runs in the job's allocation.
@@ -66,8 +66,8 @@ def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
         topology: output of ``scontrol show topology``.
 
     Raises:
-        ConfigError: a line does not describe a switch, or its nodes cannot be read, or a host has no leaf switch or
-            two.
+        ConfigError: a line does not describe a switch, the nodes of a switch cannot be read, or a host does not have
+            exactly one leaf switch.
     """
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for line in filter(None, map(str.strip, topology.splitlines())):
