@@ -53,7 +53,7 @@ def _number(rank: int, details: Message) -> int:
 def _last_lines(details: Message) -> str:
     hint = ""
     if details.get("returncode") == -9:
-        hint = "SIGKILL was sent by a kill command, by a failpoint, or by the kernel for lack of memory (see dmesg).\n"
+        hint = "SIGKILL was sent by a kill command, by a failpoint, or by the kernel when out of memory (see dmesg).\n"
     lines = details.get("log_tail", "").splitlines()[-_TAIL_LINES:]
     return hint + "\n".join(["The last lines of its log:", *lines] if lines else ["Its log is empty."])
 

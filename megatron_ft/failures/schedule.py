@@ -104,7 +104,7 @@ class FailureSchedule:
         fewest = min((self.num_initial_nodes, *self.num_nodes_after()))
         return (
             f"{self.source}: nodes at the start: {self.num_initial_nodes} of {self.most_nodes}; departures: "
-            f"{self.num_leaves} (at once up to {self.most_lost_at_once}, remaining at least {fewest}); arrivals: "
+            f"{self.num_leaves} (most at once: {self.most_lost_at_once}, fewest nodes: {fewest}); arrivals: "
             f"{self.num_joins}, ignored arrivals: {self.num_ignored_arrivals}; events: {len(self.events)} in "
             f"{self.duration_seconds:g} s"
         )

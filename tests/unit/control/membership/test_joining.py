@@ -217,7 +217,7 @@ def test_a_spare_keeps_a_job_going_that_needs_all_nodes() -> None:
     job.die(0)
     assert job.say(2, 3, 4, 5).decision is REFORM
     step = job.die(2)
-    assert (step.decision, step.reason) == (Decision.STOP, "only 2 nodes are left, fewer than recovery.min_nodes=3")
+    assert (step.decision, step.reason) == (Decision.STOP, "too few nodes are left: 2, below recovery.min_nodes=3")
 
 
 def test_a_lost_spare_is_no_failure_and_a_node_beyond_the_job_is_started_by_request() -> None:
@@ -387,7 +387,7 @@ def test_a_newcomer_that_is_late_is_killed_and_started_again() -> None:
     assert lose(job, 1, completed=20).decision is Decision.START_NODES
     step = job.tick(100.0)
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
-    reason = "not all of its ranks reported (launch.start_timeout_seconds=100)"
+    reason = "not all ranks connected in time (launch.start_timeout_seconds=100)"
     assert step.state.failed_starts == (FailedStart(1, reason, starts_again=True),)
     job.die(2)
     job.die(3)
