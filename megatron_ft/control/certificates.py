@@ -1,7 +1,7 @@
 """Certificates for jobs that encrypt the control channel with mutual TLS (``control.tls_dir``).
 
 The folder contains ``ca.pem`` (the authority that both sides trust), ``cert.pem`` (this machine's certificate, for the
-name or address that others call) and ``key.pem`` (its private key, mode 0600 or 0400).
+name or address by which other machines call it) and ``key.pem`` (its private key, mode 0600 or 0400).
 """
 
 import os

@@ -83,7 +83,7 @@ def launch(
         entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``.
         preload: modules to import, or ``module:function`` to call, before ranks are forked; default: by device.
         command: the user's command, shown in the advice on how to resume; default: the command of this process.
-        sidecars: name to module of the processes that every node runs beside its ranks, see ``node/sidecars.py``.
+        sidecars: maps names to modules of the processes beside the ranks of every node, see ``node/sidecars.py``.
 
     Raises:
         ConfigError: the run folder, the interface or the launcher cannot be used. Nothing was started.

@@ -204,7 +204,7 @@ class LaunchSpec:
     """Part of a rank's specification that all ranks of one ``Start`` order share."""
 
     entry: str
-    """``package.module:function``."""
+    """Function that each rank runs, as ``package.module:function``."""
     config: dict[str, Any]
     """JSON of ``JobConfig``."""
     run_dir: str
@@ -234,12 +234,12 @@ class Start(Order, LaunchSpec):
     start: Count
     generation: Count
     ranks: dict[str, list[Count]]
-    """Node number (as text) to the numbers of the ranks to start on that node."""
+    """Maps node numbers (as text) to the numbers of the ranks to start on each node."""
     nodes: list[Count]
     """Node of each rank in the membership, in rank order."""
     is_joining: bool
     sidecars: dict[str, dict[str, str]]
-    """Sidecar name to node number (as text) to the address of that sidecar."""
+    """Maps the name of each sidecar to its address on each node, whose number is given as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The random id of a run (``run_id.json``), made when its folder is first claimed.
+"""The random id of a run (``run_id.json``), made when the run's folder is first claimed.
 
 A folder can be renamed and another run can get the same name; the random id still distinguishes runs.
 """
@@ -22,7 +22,7 @@ class RunId:
     """Identity of a run."""
 
     run_id: str
-    """32 hexadecimal digits."""
+    """The random id as 32 hexadecimal digits."""
     is_older: bool = False
     """Whether the run already had checkpoints or windows when it got this id; they have format 1."""
 

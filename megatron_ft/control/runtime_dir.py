@@ -21,8 +21,8 @@ from pathlib import Path
 from megatron_ft.errors import ConfigError
 
 _MAX_PARENT_BYTES = 55
-"""Limit for the parent's path: a socket's path has at most 107 bytes, which must also contain ``/megatron-ft-XXXXXXXX``
-and the longest name of a socket."""
+"""Largest length of the path of the folder's parent. A socket's path has at most 107 bytes, which must also contain
+``/megatron-ft-XXXXXXXX`` and the longest name of a socket."""
 _PREFIX = "megatron-ft-"
 _LOCK_FILE = ".in-use"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -57,7 +57,8 @@ class Use:
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """Make a directory of mode 0700 for sockets, among temporary files, and remove unused ones of earlier jobs.
+    """Make a directory of mode 0700 for sockets in the folder of temporary files, and remove unused ones of earlier
+    jobs.
 
     Raises:
         ConfigError: the path of temporary files is too long for sockets.

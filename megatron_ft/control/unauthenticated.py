@@ -1,10 +1,10 @@
 """Limits the number and the age of connections to a gRPC server that have not presented the token.
 
 A gRPC server accepts every connection and keeps it, whether or not a call with the token ever comes. Each connection
-uses a descriptor, so they could use up all descriptors of the process. gRPC limits the number of its connections, but
-does not know which are authenticated. This module does: a call with the right token identifies its connection by the
-peer's address; all other connections of the server's port are unauthenticated. If there are too many of these, or
-they are too old, the oldest are shut down; gRPC then closes them as if the peer had done so.
+uses a descriptor, so connections could use up all descriptors of the process. gRPC limits the number of its
+connections, but does not know which are authenticated. This module does: a call with the right token identifies its
+connection by the peer's address; all other connections of the server's port are unauthenticated. If there are too many
+of these, or they are too old, the oldest are shut down; gRPC then closes them as if the peer had done so.
 """
 
 import contextlib
@@ -46,14 +46,14 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections() -> int:
-    """Return the limit of a server's connections that leaves enough descriptors for everything else."""
+    """Return how many connections a server may have, so that enough descriptors are left for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Counted now: sockets and pipes that the process has already are not available to the server.
     return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
 
 
 def check_descriptors(num_nodes: int) -> None:
-    """Refuse a job with more agents than could be connected.
+    """Refuse a job that has more agents than this process can have connections.
 
     Raises:
         ControlError: the limit of descriptors is too low for so many nodes.

@@ -77,7 +77,7 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
 
 @contextlib.contextmanager
 def controllers_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
-    """Find the living process of the job's controller; the list is empty while another one is being started."""
+    """Find the living process of the job's controller; the list is empty while a new controller is being started."""
     with _held(run_dir, lambda log: log == CONTROLLER_LOG) as held:
         yield held
 

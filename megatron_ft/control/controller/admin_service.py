@@ -1,4 +1,4 @@
-"""Calls of administrators to the controller: read the status, let a node leave or join."""
+"""Serves the calls of administrators: read the job's status, let a node leave or join."""
 
 from collections.abc import Callable
 

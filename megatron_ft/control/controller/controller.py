@@ -89,7 +89,7 @@ class Controller:
         self._members = {0: self._state.members}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
-        """Node to the number of its newest start of ranks; reports of ranks with an older number are dropped."""
+        """Maps each node to the number of its newest ``Start`` order; reports of ranks of older orders are dropped."""
         detection = detection or DetectorPolicy()
         self._check_seconds = detection.heartbeat_interval_seconds
         self._detector = Detector(policy, detection)
@@ -127,7 +127,7 @@ class Controller:
 
     @property
     def details(self) -> dict[int, Message]:
-        """Rank number to details of how that rank of this generation ended, see ``JobResult.details``."""
+        """Maps each rank of this generation that has ended to details of its end, see ``JobResult.details``."""
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:

@@ -13,8 +13,8 @@ from megatron_ft.framing import Message
 
 
 class Origin(NamedTuple):
-    """Identity of an item that an agent delivered: the node, the agent's session, and the item's number in it, from
-    0."""
+    """Identity of an item that an agent delivered: node, session of the agent, and number of the item in the
+    session."""
 
     node: int
     session: int

@@ -22,8 +22,8 @@ class JobResult:
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """Number of a rank at its start to details of how the rank ended, as far as known: ``number`` (in the membership),
-    ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
+    """Maps a rank's number at its start to details of how the rank ended, as far as known: ``number`` (in the
+    membership), ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
     survived: tuple[str, ...] = ()
     """Reason for the end of each earlier generation."""
     num_reforms: int = 0

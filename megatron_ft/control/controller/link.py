@@ -66,7 +66,7 @@ class ControllerLink:
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
-        """Node to session and number of the last record that was passed on."""
+        """Maps each node to session and number of its last record that was passed on."""
         self._to_grant: bytes | None = None
         """Content for the access file that has not been written yet."""
         self._num_events = 0

@@ -1,9 +1,9 @@
 """The controller's process: ``python -m megatron_ft.control.controller.main``.
 
-It reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher has ended.
-Inputs are in the journal before they have any effect, so the launcher can replace the process at any time. A Unix
-socket connects the process to the launcher. It receives events, and sends records and decisions with numbers, by which
-the launcher drops duplicates.
+The process reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher
+has ended. Inputs are in the journal before they have any effect, so the launcher can replace the process at any time. A
+Unix socket connects the process to the launcher. The process receives events, and sends records and decisions with
+numbers, by which the launcher drops duplicates.
 """
 
 import contextlib

@@ -51,7 +51,7 @@ class NodeLauncher(Protocol):
     """
 
     starts_nodes: ClassVar[bool]
-    """Whether this launcher starts agents; otherwise nodes start by themselves with what ``publish`` gives them."""
+    """Whether this launcher starts agents; otherwise nodes start by themselves, with the data from ``publish``."""
     is_local: ClassVar[bool]
     """Whether agents run on this machine and share its fork server."""
 
@@ -60,7 +60,8 @@ class NodeLauncher(Protocol):
         """Return the address of this machine that the controller binds to."""
 
     def publish(self, context: LaunchContext, spec: AgentSpec) -> None:
-        """Prepare for a job that has claimed its run folder; publish what nodes need that start by themselves.
+        """Prepare for a job that has claimed its run folder, and publish the data by which nodes that start by
+        themselves join.
 
         Args:
             spec: spec of node 0; specs of other nodes differ only in values that their machine knows.
@@ -74,7 +75,7 @@ class NodeLauncher(Protocol):
         """
 
     def stop(self, patience_seconds: float) -> None:
-        """Wait for all agents, end those that are left, and remove what was published."""
+        """Wait for all agents, end those that are left, and remove what ``publish`` has published."""
 
     def finish(self, exit_code: int, reason: str) -> None:
         """Process the result of the job, e.g. to inform the scheduler."""

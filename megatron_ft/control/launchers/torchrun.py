@@ -1,7 +1,7 @@
 """Reads the rank of a process that ``torchrun`` or ``srun`` started, from its environment variables. Pure.
 
 Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section
-"OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``: whose ``ft_launcher``
+"OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``, whose ``ft_launcher``
 extends torchrun and sets two variables in addition to torchrun's.
 """
 
@@ -31,7 +31,7 @@ class RankEnvironment:
     job_id: str
     attempt: int = 0
     max_restarts: int = 0
-    """Number of times that the launcher restarts all ranks."""
+    """Largest number of times that the launcher restarts all ranks."""
     store_is_served: bool = False
     """Whether the launcher already serves a ``TCPStore`` at the master's address, which outlives an attempt."""
     program: str = ""
@@ -48,12 +48,12 @@ class RankEnvironment:
         return self.world_size // self.local_world_size
 
     def summary(self) -> str:
-        """Describe this start, and the consequence of a lost rank."""
+        """Describe the launcher of this rank, and the consequence of a lost rank."""
         then = "ends the job step (srun --kill-on-bad-exit=1)"
         if self.launcher == "torchrun":
             then = (
-                f"makes {self.program} start all ranks again from the newest checkpoint, at most "
-                f"{self.max_restarts} times"
+                f"makes {self.program} start all ranks again from the newest checkpoint "
+                f"(max_restarts={self.max_restarts})"
             )
             then = then if self.max_restarts else "ends the job"
         return (
@@ -139,7 +139,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
     per_node = expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_node) != len(nodes) or sum(per_node) != world_size:
         raise ConfigError.of(
-            _KEY, "srun", f"{len(nodes)} nodes and {world_size} tasks contradict the tasks per node {per_node}"
+            _KEY, "srun", f"nodes: {len(nodes)}, tasks: {world_size}; this contradicts the tasks per node: {per_node}"
         )
     if len(set(per_node)) != 1:
         raise ConfigError.of(
@@ -167,9 +167,10 @@ def _check(environment: RankEnvironment) -> None:
             raise ConfigError.of(_KEY, environment.launcher, constraint)
 
     rank, world_size, local = environment.rank, environment.world_size, environment.local_world_size
+    per_node = f"{local} (ranks per node)"
     require(world_size >= 1 and 0 <= rank < world_size, f"rank {rank} must lie within world size {world_size}")
-    require(local >= 1 and world_size % local == 0, f"world size {world_size} must be a multiple of {local} per node")
-    require(0 <= environment.local_rank < local, f"local rank {environment.local_rank} must be below {local} per node")
+    require(local >= 1 and world_size % local == 0, f"world size {world_size} must be a multiple of {per_node}")
+    require(0 <= environment.local_rank < local, f"local rank {environment.local_rank} must be below {per_node}")
     require(
         # ``node`` divides the rank by the ranks per node, which is wrong for tasks that are dealt cyclically.
         rank % local == environment.local_rank,
@@ -179,7 +180,7 @@ def _check(environment: RankEnvironment) -> None:
 
 
 def expand_nodelist(name: str, text: str) -> list[str]:
-    """Expand a Slurm nodelist, e.g. ``a[01-03,7],b`` to ``a01 a02 a03 a7 b``, in its order.
+    """Expand a Slurm nodelist, e.g. ``a[01-03,7],b`` to ``a01 a02 a03 a7 b``, in the order of the list.
 
     Args:
         name: where the text comes from, e.g. an environment variable; used in messages.

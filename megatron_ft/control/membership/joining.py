@@ -42,7 +42,7 @@ def register(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def add(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that an operator wants a node to join, however often it was lost before."""
+    """Record that an operator wants a node to join, regardless of how often it was lost before."""
     # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
     nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
     return replace(state, nodes=_want(policy, nodes, node))
@@ -71,8 +71,8 @@ def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
 def fail_start(
     policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1
 ) -> State:
-    """Count a failed start as ``num_losses`` losses. The node is started again after a pause, unless it has too
-    many."""
+    """Count a failed start as ``num_losses`` losses; the node is started again after a pause unless it was lost too
+    often."""
     num_losses += state.nodes[node].num_losses
     # Without the pause, a disturbance of a few seconds uses up all starts, and the node never returns.
     pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
@@ -138,7 +138,7 @@ def drain(policy: MembershipPolicy, state: State, node: int) -> State:
 def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | None:
     """Return the reason why a node cannot leave; None if it can."""
     if state.phase in _NOT_ALIVE or state.interrupted:
-        return f"the job is {'stopping' if state.interrupted else state.phase.value}"
+        return f"no node can leave while the job is {'stopping' if state.interrupted else state.phase.value}"
     if not state.nodes.is_member(node):
         return f"node {node} is not a member"
     if policy.keeps_layout:
@@ -155,7 +155,7 @@ def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | Non
 def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
     """Return the reason why a node cannot be added; None if it can."""
     if state.phase in _NOT_ALIVE or state.interrupted:
-        return f"the job is {'stopping' if state.interrupted else state.phase.value}"
+        return f"no node can join while the job is {'stopping' if state.interrupted else state.phase.value}"
     if not policy.may_lose_nodes:
         return (
             f"recovery.min_nodes={policy.min_nodes} and nodes.max_nodes={policy.max_nodes} fix the number of nodes, so "

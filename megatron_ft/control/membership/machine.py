@@ -40,7 +40,7 @@ from megatron_ft.control.membership.state import (
     ranks_of_all,
 )
 
-_REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "asked to stop"}
+_REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "the job was asked to stop"}
 
 Transition = Callable[[MembershipPolicy, State, MachineEvent, Moment], Step | None]
 """A rule: takes the state after the event was recorded, and returns a step, or None if the rule does not apply."""
@@ -260,7 +260,7 @@ def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
         return None
-    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "killed on request")
+    return _killing(policy, state, now, "the ranks did not stop in time" if overdue else "killed on request")
 
 
 def _killing(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
@@ -283,11 +283,11 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     deadline = now.seconds + policy.stop_timeout_seconds
     if state.phase is not Phase.CHANGING:
         state = replace(state, phase=Phase.STOPPING, deadline_seconds=deadline)
-        return Step(state, Decision.STOP, "asked to stop")
+        return Step(state, Decision.STOP, "the job was asked to stop")
     # Ranks may stand at the boundary already: the next membership begins first, and stops at once.
     if state.deadline_seconds is None:
         state = replace(state, deadline_seconds=deadline)
-        return Step(state, Decision.WAIT, "asked to stop while ranks finish the iteration before a change of nodes")
+        return Step(state, Decision.WAIT, "the job was asked to stop during a change of nodes")
     return None
 
 

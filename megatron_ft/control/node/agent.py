@@ -52,7 +52,7 @@ class AgentSpec:
     """A controller that does not answer for this long is lost, and the node ends its ranks: a new controller would have
     taken over by then. Only time in which the node itself runs counts."""
     sidecars: dict[str, str] = field(default_factory=dict)
-    """Name to module of the processes that the node runs beside its ranks, see ``sidecars``."""
+    """Maps names to modules of the processes that the node runs beside its ranks, see ``sidecars``."""
     interface: str = ""
     """Address that the sidecars bind to."""
     log_dir: str = ""

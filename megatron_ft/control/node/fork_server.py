@@ -1,9 +1,9 @@
 """Starts ranks by forking a process that has already imported the modules that ranks need.
 
 ``python -m megatron_ft.control.node.fork_server --socket PATH --preload MODULE ...`` imports the modules once and then
-serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. It receives
-the process id, and later the exit. Ranks belong to the connection that started them: when it closes, they are killed.
-When the server's standard input closes, the server and all ranks end.
+serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. In answer,
+it receives the rank's process id, and later the exit code. Ranks belong to the connection that started them: when it
+closes, they are killed. When the server's standard input closes, the server and all ranks end.
 
 The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, but not initialised.
 """

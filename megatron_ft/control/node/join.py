@@ -1,11 +1,11 @@
 """The process of a node that no launcher starts: ``python -m megatron_ft.control.node.join RUN_DIR --node N --job
 ARRAY_JOB_ID``.
 
-It waits until a launcher has published how nodes join (``join_file``), its controller answers, and no living process
-has the node's number. Then it starts ``node.main`` with the spec on standard input. When this process ends in any way,
-that pipe closes and the node ends. The token is in no command line and no environment. If the node's process ends
-before the job, it joins again in the same way: with the same launcher as often as that allows, or with the next
-launcher, which has another token. When the marker of the job's end exists, it exits with 0.
+This process waits until a launcher has published how nodes join (``join_file``), the launcher's controller answers, and
+no living process has the node's number. Then it starts ``node.main`` and writes the spec, which contains the job's
+token, to its standard input. When this process ends for any reason, that pipe closes and the node ends. If the node
+ends before the job, this process starts it again: with the same launcher as often as that launcher allows, or with the
+next launcher, which has another token. When the marker of the job's end exists, this process exits with 0.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class _Node:
     job_id: str
     patience_seconds: float
     _stays: dict[str, int] = field(default_factory=dict)
-    """Token of a launcher to the number of times that the node has joined that launcher's job."""
+    """Maps the token of a launcher to the number of times that the node has joined the launcher's job."""
     _ended: set[str] = field(default_factory=set)
     """Tokens of launchers whose job has ended for this node; their files are stale."""
     _complaint: str = ""

@@ -127,7 +127,7 @@ def main() -> int:
         return run(spec)
     except agent.ControllerSilent as error:
         if spec.batch_job is None:
-            print(f"node: its ranks were ended: {error}", file=sys.stderr, flush=True)
+            print(f"node: the ranks of this node were ended: {error}", file=sys.stderr, flush=True)
             return ControlError.exit_code
         return _watch_batch_host(spec, spec.batch_job, f"ranks were ended: {error}")
     except (MegatronFtError, OSError) as error:

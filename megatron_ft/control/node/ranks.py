@@ -1,6 +1,6 @@
 """The connections of a node's agent to the ranks of the node: sockets, messages, exits.
 
-In the control plane a rank keeps the number with which it was started, whatever number later memberships give it.
+In the control plane a rank keeps the number with which it was started, also if later memberships number it differently.
 """
 
 import contextlib
@@ -118,8 +118,8 @@ class Ranks:
         """Ping ranks that have answered their last ping, and forward the progress of all ranks. Return unresponsive
         ranks, which must be killed.
 
-        Must be called several times within the timeout. While no ranks are read, none counts as unresponsive. A rank
-        that does not answer but uses processor time counts as alive, because it may only block its other threads.
+        Must be called several times within the timeout. While reading from the ranks is paused, none counts as
+        unresponsive. A rank that uses processor time counts as alive, because one thread may block its other threads.
 
         Args:
             now: present time, on the same clock in all calls.
@@ -170,7 +170,7 @@ class Ranks:
         del self._ranks[state.rank]
 
     def resume(self) -> None:
-        """Continue to read ranks if that was paused and the outbox has space."""
+        """Continue to read from the ranks, if reading was paused and the outbox has space."""
         if self._paused and not self._outbox.is_full:
             self._paused = False
             for state in self._ranks.values():

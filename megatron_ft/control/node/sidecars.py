@@ -100,7 +100,7 @@ class Sidecars:
         """Start the sidecars. Call this before the process has other threads, because it forks.
 
         Args:
-            modules: name of a sidecar to its Python module.
+            modules: maps the name of each sidecar to its Python module.
             start_seconds: longest wait for the sidecars' addresses.
         """
         self._token = token
@@ -160,7 +160,7 @@ class Sidecars:
         """Return the sidecars in the form that this node's ranks receive, see ``RankContext.sidecars``.
 
         Args:
-            addresses: sidecar name to node number (as text) to address.
+            addresses: maps sidecar name and node number (as text) to an address.
         """
         return {
             service.name: {

@@ -131,13 +131,13 @@ class RankContext:
 
 
 class StopFlag:
-    """A flag that signals set to ask a rank to stop."""
+    """A flag that signals set, so that a rank stops."""
 
     def __init__(self) -> None:
         self._requested = False
 
     def install(self, *signals: signal.Signals) -> None:
-        """Let ``signals`` set the flag. Main thread only."""
+        """Let ``signals`` set the flag. Call this in the main thread."""
         for number in signals:
             signal.signal(number, self._set)
 

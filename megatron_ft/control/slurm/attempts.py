@@ -93,7 +93,7 @@ def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str, is_
     """Write the job's exit code and reason to ``slurm/JOB.json`` atomically, and return when they are on disk.
 
     Args:
-        is_final: no other job needs to try: the run is complete, or can continue only after a repair.
+        is_final: whether no other job needs to continue the run: it is complete, or needs a repair first.
     """
     path = marker_of(run_dir, job_id)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@ allocation.
 
 ``python -m megatron_ft.control.slurm.batch_job pretrain_moe.py OVERRIDES...`` starts ``python pretrain_moe.py
 OVERRIDES...`` as a child. ``SIGUSR1`` means that the nodes will be taken away (``sbatch --signal=B:USR1@300``): the
-launcher writes a checkpoint and ends, the job is requeued. ``SIGTERM`` means that the job is to end.
+launcher then writes a checkpoint and ends, and the job is requeued. ``SIGTERM`` means that the job is to end.
 """
 
 import os

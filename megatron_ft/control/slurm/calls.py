@@ -32,7 +32,7 @@ class JobView:
     hosts: tuple[str, ...]
     """Hosts of the job's nodes."""
     num_restarts: int = 0
-    """Number of requeues, increased at once, while the job's processes are still ending."""
+    """Number of requeues. Slurm increases it immediately, while the job's processes are still ending."""
     excluded: tuple[str, ...] = ()
     """Hosts that are excluded from the job."""
 

@@ -179,7 +179,7 @@ def test_ft_launcher_is_torchrun_by_another_name() -> None:
         (
             "torchrun",
             FT_LAUNCHER,
-            "rank of ft_launcher. Ranks: 8, per node: 4. .* ft_launcher start all ranks again .* 3 times",
+            "rank of ft_launcher. Ranks: 8, per node: 4. .* ft_launcher start all ranks again .*max_restarts=3",
         ),
         ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun: .* ends the job"),
         ("srun", SRUN, "rank of srun. Ranks: 6, per node: 2. .* ends the job step"),

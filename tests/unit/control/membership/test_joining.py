@@ -455,7 +455,7 @@ def test_a_stop_request_waits_for_the_membership_whose_change_was_ordered() -> N
     assert job.see(StopRequested()).decision is WAIT
     assert stand(job, 0, 1, 2, 3).decision is REFORM
     step = job.tick(0.0)
-    assert (step.decision, step.reason) == (Decision.STOP, "asked to stop")
+    assert (step.decision, step.reason) == (Decision.STOP, "the job was asked to stop")
     job = Job(POLICY)
     ready(job, 3)
     assert job.see(StopRequested()).decision is Decision.STOP

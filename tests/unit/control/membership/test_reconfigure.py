@@ -289,7 +289,7 @@ def test_a_stop_request_waits_for_the_next_membership() -> None:
     assert job.say(0, 1, 4, 5).decision is Decision.REFORM
     assert job.state.deadline_seconds == job.now
     step = job.tick(0.0)
-    assert (step.decision, step.reason) == (Decision.STOP, "asked to stop")
+    assert (step.decision, step.reason) == (Decision.STOP, "the job was asked to stop")
     for rank in (0, 1, 4, 5):
         step = job.see(RankExited(rank, 0, job.now, done=True))
     assert (step.decision, step.state.outcome) == (Decision.END, Outcome.INTERRUPTED)
