@@ -111,7 +111,7 @@ class Inbox:
             return self._queue.get(timeout=max(0.0, until_seconds - self._clock())), until_seconds
         except queue.Empty:
             pass
-        with self._arriving:  # an item may have got its time and not yet its place
+        with self._arriving:  # an item may have its arrival time and not be in the queue yet
             now = max(self._clock(), until_seconds)
             return (None if self._queue.empty() else self._queue.get()), now
 

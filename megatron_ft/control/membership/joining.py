@@ -93,7 +93,7 @@ def give_up_agent(policy: MembershipPolicy, state: State, node: int, now: Moment
 def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
     """Record that a node's agent has ended, and its ranks with it."""
     record = state.nodes[node]
-    if record.has_unregistered_agent:  # counted when it was given up; the agent after it has not been started before
+    if record.has_unregistered_agent:  # its failed start was counted when it was given up
         return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
     # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
     # started for ever.
@@ -166,9 +166,7 @@ def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
     if node in state.nodes.waiting or state.nodes[node].is_wanted:
         return f"node {node} is waiting to join already"
     if not policy.starts_nodes and node not in state.nodes.registered:
-        return (
-            f"node {node} has no agent, and launch.node_launcher=none cannot start one; start the node, and it joins"
-        )
+        return f"node {node} has no agent, and launch.node_launcher=none cannot start one; start the node, and it joins"
     return None
 
 

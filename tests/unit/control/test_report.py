@@ -143,9 +143,7 @@ def test_ranks_go_by_their_number_in_the_membership_that_failed() -> None:
     assert "RANK 1 FAILED FIRST (node 1, iteration 7, phase update)" in screen
     assert "rank 0, 0.500 s later" in screen
     assert "rank-00003.log" in screen, "its log keeps the number it was started with"
-    assert (
-        "(restarts of all ranks: 0, changes of nodes without a restart: 1):\n  generation 0: rank 0 was" in screen
-    )
+    assert "(restarts of all ranks: 0, changes of nodes without a restart: 1):\n  generation 0: rank 0 was" in screen
     assert [(event.rank, event.node) for event in failed_records(end, POLICY)] == [(1, 1), (0, 1)]
 
 
