@@ -303,7 +303,7 @@ class _Job:
             kill(self._fork_server)
 
     def exit_code(self, result: JobResult) -> int:
-        """Return the job's exit code; records of failed ranks go to the sinks."""
+        """Return the job's exit code, and write records of failed ranks to the sinks."""
         if result.outcome is Outcome.FAILED:
             for event in report.end_records(result, self._policy):
                 self._sinks.write(event.to_record())

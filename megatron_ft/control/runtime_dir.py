@@ -105,7 +105,7 @@ def _remove_unused(path: Path, lock: int) -> None:
 
 
 def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
-    """Return the socket path of this process as the agent of ``node``, or of one of its sidecars."""
+    """Return the path of the socket of this process, the agent of ``node``, or of its sidecar ``service``."""
     return runtime_dir / (f"{node:03d}-{os.getpid()}" + (f"-{service}" if service else "") + ".sock")
 
 

@@ -144,7 +144,7 @@ class Injector:
             raise self._refused("drain", [node], str(error)) from None
 
     def add(self, node: int, **about: Any) -> None:
-        """Start the node; if the controller still considers it present, wait until it has detected the loss.
+        """Start the node, as soon as the controller has detected the loss of an earlier process of the node.
 
         Raises:
             NotInjected: the controller still refuses after ``patience_seconds``.

@@ -1,8 +1,8 @@
 """Finds the processes of a job's nodes by the logs that they write; sends signals only to these processes.
 
 A node's agent and its ranks write their standard output to files in the run's ``logs``, whichever process started them.
-A sidecar writes its standard error there, because its standard output is a pipe to the agent. Each process is held by a
-descriptor (``pidfd_open``), so its number cannot pass to another process between the check and the signal.
+A sidecar writes its standard error there, because its standard output is a pipe to the agent. Each process is
+identified by a descriptor (``pidfd_open``), so a signal never reaches another process that has got the same process id.
 """
 
 import contextlib

@@ -140,7 +140,7 @@ class Controller:
         self._server.post(event, number)
 
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobResult:
-        """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread.
+        """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_step`` for decisions.
 
         When ``on_step`` receives a restart or the next membership, ``details`` still describe the generation that ends.
         A new controller first repeats the decisions of its predecessors, and passes them to ``on_step``.

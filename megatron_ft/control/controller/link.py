@@ -89,7 +89,7 @@ class ControllerLink:
         self._reader, self._num_told = FrameReader(mine), 0
 
     def run(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult:
-        """Serve until the job has ended; records of ranks and events go to the callbacks, in this thread.
+        """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_event`` for events.
 
         Raises:
             ControlError: several controllers in a row ended without progress.

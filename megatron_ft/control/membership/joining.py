@@ -64,7 +64,7 @@ def count_loss(record: NodeRecord, iteration: int) -> int:
 
 
 def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
-    """Whether a lost node is started again."""
+    """Whether the policy allows to start a lost node again."""
     return policy.restart_lost_nodes and record.num_losses <= policy.max_node_restarts
 
 
@@ -129,7 +129,7 @@ def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str, no
 
 
 def drain(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that a member has to leave, unless this is impossible."""
+    """Record that a member has to leave, unless ``refuse_drain`` gives a reason against it."""
     if refuse_drain(policy, state, node) is not None:
         return state
     return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))

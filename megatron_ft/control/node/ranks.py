@@ -82,7 +82,7 @@ class Ranks:
         return sorted(self._ranks)
 
     def expect(self, rank: int, *, start: int, generation: int, log: Path) -> None:
-        """Expect a connection from a rank that the ``Start`` order with the number ``start`` is about to start."""
+        """Expect a connection from a rank that is about to start; ``start`` is the number of its ``Start`` order."""
         self.generation = generation
         self._ranks[rank] = _Rank(rank, start, log)
 

@@ -51,7 +51,7 @@ def read_topology(variables: Mapping[str, str]) -> str:
     except calls.SlurmError as error:
         raise _refused(f"`{' '.join(_COMMAND)}` failed: {error}") from None
     if done.returncode != 0 or not done.stdout.strip():  # without a plugin it ends with 0 and prints nothing
-        said = done.stderr.strip() or f"nothing, and ended with {done.returncode}"
+        said = done.stderr.strip() or f"nothing (exit code {done.returncode})"
         raise _refused(
             f"needs a Slurm cluster with TopologyPlugin=topology/tree; `{' '.join(_COMMAND)}` prints: {said}. "
             "List the domains in topology.failure_domains, or leave both keys out"
