@@ -93,7 +93,7 @@ def test_who_started_this_process() -> None:
         ("torchrun", {"LOCAL_RANK": "4"}, "local rank 4"),
         ("torchrun", {"LOCAL_RANK": "2"}, "node by node"),
         ("srun", {"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST"),
-        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "2 nodes and 6 tasks contradict"),
+        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "nodes: 2, tasks: 6; this contradicts"),
         ("srun", {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"}, "same number of tasks on every node"),
         ("srun", {"SLURM_LOCALID": "0"}, "node by node"),
     ],
@@ -181,7 +181,7 @@ def test_ft_launcher_is_torchrun_by_another_name() -> None:
             FT_LAUNCHER,
             "rank of ft_launcher. Ranks: 8, per node: 4. .* ft_launcher start all ranks again .*max_restarts=3",
         ),
-        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun: .* ends the job"),
+        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun. .* ends the job"),
         ("srun", SRUN, "rank of srun. Ranks: 6, per node: 2. .* ends the job step"),
     ],
 )

@@ -373,7 +373,7 @@ def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
     job.see(RankReported(2))
     step = job.die(2)
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
-    assert step.state.failed_starts == (FailedStart(1, "its rank 2 was killed by SIGKILL", starts_again=True),)
+    assert step.state.failed_starts == (FailedStart(1, "rank 2 was killed by SIGKILL", starts_again=True),)
     assert job.die(3).decision is WAIT
     step = after_pause(job, 1.0)
     assert (step.decision, step.nodes, step.state.failed_starts) == (Decision.START_NODES, (1,), ())
@@ -445,7 +445,7 @@ def test_a_stop_request_does_not_wait_for_a_boundary_for_ever() -> None:
     assert job.state.wake_seconds == 20.0
     assert job.tick(19.0).decision is WAIT
     step = job.tick(1.0)
-    assert (step.decision, step.reason) == (Decision.KILL, "ranks did not stop in time")
+    assert (step.decision, step.reason) == (Decision.KILL, "the ranks did not stop in time")
 
 
 def test_a_stop_request_waits_for_the_membership_whose_change_was_ordered() -> None:
