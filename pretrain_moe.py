@@ -411,7 +411,7 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
         raise ConfigError.of(
             "limits.host_memory_bytes",
             "null",
-            f"must allow {needed} bytes, the estimated need of {nodes_here} local nodes; this machine has "
+            f"must allow {needed} bytes, the estimated need of all nodes on this machine ({nodes_here}); it has "
             f"{total}; choose a smaller model or fewer ranks",
         )
 

@@ -1,1 +1,1 @@
-"""Starts, watches and stops the processes of a job, and decides who belongs to it. No torch."""
+"""Starts, watches and stops the processes of a job, and decides which nodes belong to it. Imports no torch."""

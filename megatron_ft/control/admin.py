@@ -1,6 +1,6 @@
 """Client for administrators of a running job: reads its status, lets nodes leave or join.
 
-A running job keeps ``controller.json`` (mode 0600) in its folder: address and token of its controller.
+The folder of a running job contains ``controller.json`` (mode 0600), with the address and token of its controller.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ CONTROLLER_FILE = "controller.json"
 STATUS_SECONDS = 10.0
 """Longest wait for a status; on a busy machine the controller may accept a connection late."""
 REQUEST_SECONDS = ACCEPT_SECONDS + 10.0
-"""Longest wait for the answer to a request, which a busy controller answers late."""
+"""Longest wait for the answer to a request; a busy controller answers late."""
 
 
 class JobNotRunning(ControlError):
@@ -34,7 +34,7 @@ class ControllerAddress:
     address: Annotated[str, Length(1, 1024)]
     token: Annotated[str, Length(1, 1024)]
     epoch: int
-    """Rises with each controller of the job."""
+    """Number of the controller; each controller of the job has a higher one than all before."""
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
 
@@ -70,7 +70,7 @@ class AdminClient:
     """Calls the controller of a running job. A context manager, which closes the connection at its end.
 
     Raises:
-        ControlError: as ``read_address``.
+        ControlError: see ``read_address``.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -88,7 +88,7 @@ class AdminClient:
         self._client.close()
 
     def status(self) -> Message:
-        """Return ``generation, phase, members, waiting, lost, draining, nodes, num_reforms, epoch``."""
+        """Return the job's ``generation, phase, members, waiting, lost, draining, nodes, num_reforms, epoch``."""
         return self._call("status", {}, STATUS_SECONDS)
 
     def drain(self, node: int) -> None:
@@ -104,13 +104,13 @@ class AdminClient:
 
         Raises:
             JobNotRunning: no controller answers.
-            ControlError: the controller refuses, with its reason.
+            ControlError: the controller refuses the call; the message gives the reason.
         """
         try:
             return self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=True)
         except RpcError as error:
             if error.refused:
-                raise ControlError(f"{method}: refused: {error}") from None
+                raise ControlError(f"the controller refused {method}: {error}") from None
             note = "" if method == "status" else "; the request may still take effect, see tools/status.py"
             raise JobNotRunning(
                 f"run_dir={self._run_dir}: the job's controller does not answer{note}; "

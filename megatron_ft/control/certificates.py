@@ -1,7 +1,7 @@
-"""Certificates of the control channel, for jobs that encrypt it (``control.tls_dir``): mutual TLS.
+"""Certificates for jobs that encrypt the control channel with mutual TLS (``control.tls_dir``).
 
 The folder contains ``ca.pem`` (the authority that both sides trust), ``cert.pem`` (this machine's certificate, for the
-name or address that others call) and ``key.pem`` (its private key, mode 0600 or 0400).
+name or address by which other machines call it) and ``key.pem`` (its private key, mode 0600 or 0400).
 """
 
 import os
@@ -19,7 +19,7 @@ _MAX_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Certificate and key that a process presents, and the authority that it trusts; PEM."""
+    """Certificate and key that a process presents, and the authority that it trusts, in PEM format."""
 
     authority: bytes
     certificate: bytes
@@ -36,7 +36,7 @@ class Certificates:
 
 
 def read_certificates(folder: str | None) -> Certificates | None:
-    """Read the certificates of ``control.tls_dir``; None if that is null.
+    """Read the certificates in the folder ``control.tls_dir``; return None if the key is null.
 
     Raises:
         ConfigError: a file is missing, too long or not PEM, or other users can read the private key.
@@ -49,14 +49,14 @@ def read_certificates(folder: str | None) -> Certificates | None:
 def _read(path: Path, folder: str) -> bytes:
     try:
         with path.open("rb") as file:
-            # Of the open file: the path may name another file a moment later.
+            # The mode is that of the open file: the path may name another file a moment later.
             mode, content = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError.of(_KEY, folder, f"must hold {path.name}: {error.strerror}") from None
+        raise ConfigError.of(_KEY, folder, f"must contain {path.name}: {error.strerror}") from None
     if path.name == "key.pem" and mode & 0o077:
         raise ConfigError.of(
             _KEY, folder, f"must not let other users read {path.name}: its mode is {mode:04o}, must be 0600"
         )
     if len(content) > _MAX_BYTES or b"-----BEGIN" not in content:
-        raise ConfigError.of(_KEY, folder, f"must hold {path.name} in PEM format, at most {_MAX_BYTES} bytes")
+        raise ConfigError.of(_KEY, folder, f"must contain {path.name} in PEM format, at most {_MAX_BYTES} bytes")
     return content

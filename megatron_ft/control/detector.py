@@ -1,5 +1,5 @@
-"""Detects nodes and ranks that are lost although their processes exist: no heartbeat, no progress. Pure: takes the
-clock."""
+"""Detects lost nodes and ranks whose processes still exist, by missing heartbeats or missing progress. Pure: callers
+pass the time."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class DetectorPolicy:
 
 
 class SignsOfLife(Generic[Key]):
-    """Finds keys without a heartbeat for too long. All times are on one clock of the caller."""
+    """Finds keys that have had no heartbeat for too long. The caller passes all times, from one clock."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -30,7 +30,7 @@ class SignsOfLife(Generic[Key]):
         self._asked_at: float | None = None
 
     def hear(self, key: Key, now: float) -> None:
-        """Record a heartbeat; from now on more are expected. Safe in any thread."""
+        """Record a heartbeat of a key, and expect further ones. Safe in any thread."""
         self._heard[key] = now
 
     def forget(self, key: Key) -> None:
@@ -43,7 +43,7 @@ class SignsOfLife(Generic[Key]):
         return None if heard is None else now - heard
 
     def silent(self, now: float) -> list[Key]:
-        """Return the keys that are overdue. Must be called several times within the timeout.
+        """Return the keys whose heartbeat is overdue. Must be called several times within the timeout.
 
         If the caller is late, it was blocked itself and may have missed heartbeats: every key gets the whole time
         again.
@@ -51,7 +51,7 @@ class SignsOfLife(Generic[Key]):
         held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
         if held_up:
-            # A copy: other threads take in signs of life meanwhile.
+            # A copy: other threads record heartbeats meanwhile.
             for key in list(self._heard):
                 self.hear(key, now)
         return [key for key, heard in list(self._heard.items()) if now - heard >= self._timeout_seconds]
@@ -59,7 +59,7 @@ class SignsOfLife(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Progress of a rank: the ``step``-th report of an iteration, counted from 1."""
+    """Progress of a rank; ``step`` counts its reports within the iteration, from 1."""
 
     iteration: int
     phase: str
@@ -95,14 +95,14 @@ class Detector:
         return self._places.get(rank)
 
     def seconds_since_word(self, node: int, now: float) -> float | None:
-        """Return the seconds since the last call of a node's agent; None without an agent."""
+        """Return the seconds since the last call of a node's agent; None if the node has no agent."""
         return self._nodes.seconds_since(node, now)
 
     def look(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
         """Return the losses found since the last call.
 
         Args:
-            now: on the clock of all other calls.
+            now: present time, on the same clock as in all other calls.
             at_seconds: the same time in seconds since 1970.
         """
         found: list[NodeLost | RankHung | JobHung] = []
@@ -144,4 +144,4 @@ def _order(place: Place | None) -> tuple[int, int]:
 
 
 def _where(place: Place | None) -> str:
-    return "before their first iteration" if place is None else f"in iteration {place.iteration}, phase {place.phase}"
+    return "before the first iteration" if place is None else f"in iteration {place.iteration}, phase {place.phase}"

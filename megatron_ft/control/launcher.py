@@ -1,7 +1,7 @@
-"""The launcher of ``launch.mode=local``: the process that a user's command becomes.
+"""The launcher of ``launch.mode=local``, which runs in the process of the user's command.
 
-It claims the run folder, starts the controller, a fork server and one agent per node, feeds the sinks, and leaves no
-process behind. The ``NodeLauncher`` of ``launch.node_launcher`` decides where and how agents start.
+The launcher claims the run folder, starts the controller, a fork server and one agent per node, feeds the sinks, and
+leaves no process behind. The ``NodeLauncher`` of ``launch.node_launcher`` decides where and how agents start.
 """
 
 import contextlib
@@ -55,10 +55,10 @@ class Sinks(Protocol):
     """Protocol of a destination of records, such as ``megatron_ft.telemetry.SinkSet``."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take one record."""
+        """Write one record to the destination."""
 
     def close(self, exit_code: int, reason: str) -> None:
-        """End the run's records."""
+        """Close the destination after the run's last record."""
 
 
 class OpenSinks(Protocol):
@@ -81,11 +81,12 @@ def launch(
     """Run the job and return its exit code (``errors.EXIT_CODES``).
 
     Args:
-        config_yaml: the resolved configuration, kept in the run folder.
-        entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``; default: training.
-        preload: modules imported (``module:function``: called) before ranks are forked; default: those of the device.
-        command: the user's command, for the advice how to resume; default: that of this process.
-        sidecars: name to module of processes that every node has beside its ranks, see ``node/sidecars.py``.
+        config_yaml: the resolved configuration, which is stored in the run folder.
+        entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``;
+            default: the entry for training.
+        preload: modules to import, or ``module:function`` to call, before ranks are forked; default: by device.
+        command: the user's command, shown in the advice on how to resume; default: the command of this process.
+        sidecars: maps names to modules of the processes beside the ranks of every node, see ``node/sidecars.py``.
 
     Raises:
         ConfigError: the run folder, the interface or the launcher cannot be used. Nothing was started.
@@ -127,7 +128,7 @@ def _check_places(config: JobConfig, *, is_local: bool) -> None:
     free_port(config.control.interface)
     path, other = config.launch.forkserver_socket, config.launch.node_launcher
     if path is not None and not is_local:
-        constraint = f"must be null with launch.node_launcher={other}: its nodes are other machines"
+        constraint = f"must be null with launch.node_launcher={other}: its nodes run on other machines"
         raise ConfigError.of("launch.forkserver_socket", path, constraint)
     if path is not None and not Path(path).is_socket():
         raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
@@ -307,7 +308,7 @@ class _Job:
             kill(self._fork_server)
 
     def exit_code(self, result: JobResult) -> int:
-        """Return the job's exit code; records of failed ranks go to the sinks."""
+        """Return the job's exit code, and write records of failed ranks to the sinks."""
         if result.outcome is Outcome.FAILED:
             for event in report.end_records(result, self._policy):
                 self._sinks.write(event.to_record())
@@ -337,10 +338,10 @@ class _Job:
 
 
 def exit_code_of(result: JobResult, *, run_finished: bool) -> int:
-    """Exit code for the end of a job.
+    """Return the exit code of a job.
 
-    The code of the first failure is passed on when it is an error of this project's own. A stop request that came
-    when the run had finished changes nothing.
+    If this project raised the first failure, the result is the exit code of that error. A stop request that arrived
+    after the run had finished changes nothing.
     """
     if result.outcome is Outcome.FINISHED or (result.outcome is Outcome.INTERRUPTED and run_finished):
         return EXIT_OK

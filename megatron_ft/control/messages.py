@@ -1,8 +1,8 @@
 """Types of every message between agents and the controller; other messages are refused.
 
 An agent registers (``Join``), fetches orders (``Poll`` -> ``Order``) and delivers reports of its ranks (``Deliver`` ->
-``Report``). On the wire and in the journal, a message is a JSON object with its kind as ``op``. Ranks have the number
-with which they were started, whatever number memberships give them.
+``Report``). On the wire and in the journal, a message is a JSON object with its kind as ``op``. A rank is named by the
+number with which it was started, not by its number in a membership, which can change.
 """
 
 import json
@@ -19,12 +19,12 @@ from megatron_ft.serde import Between, decode, encode
 
 # The rest of the frame is for the message around the record.
 MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
-"""Limit of the JSON of a report with a record: it is forwarded to the launcher in one message."""
+"""Largest JSON, in bytes, of a ``RecordWritten`` report, which is forwarded to the launcher in one message."""
 MAX_REPORT_BYTES = 1024 * 1024
-"""Limit of the JSON of every other report: it is written to the journal, and details of an end are forwarded to the
-launcher."""
+"""Largest JSON, in bytes, of every other report. These are written to the journal, and the details of how a rank ended
+are forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
-"""Limit of the JSON of a registration: every node receives a part of it."""
+"""Largest JSON, in bytes, of a registration (``Join``); every node receives the sidecar addresses in it."""
 # JSON has integers of any size, and a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1
 
@@ -39,7 +39,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SidecarAddress:
-    """Address of a sidecar of a node."""
+    """Address of a sidecar, a process that a node runs beside its ranks."""
 
     address: str
     socket: str | None = None
@@ -47,7 +47,7 @@ class SidecarAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """An agent registers."""
+    """Call by which an agent registers with the controller."""
 
     node: Integer
     process_id: Integer
@@ -57,23 +57,23 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poll:
-    """An agent waits for orders."""
+    """Call by which an agent fetches new orders; it waits for the next order if there is none."""
 
     node: Integer
     session: Count
     after: Count
-    """Number of orders that the agent has."""
+    """Number of orders to skip: the agent has them, or they are older than its registration."""
     wait_seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
-    """An agent delivers reports."""
+    """Call by which an agent delivers reports of its ranks, in order."""
 
     node: Integer
     session: Count
     first: Count
-    """Number of the first report."""
+    """Number of the first report in ``items``; an agent numbers its reports from 0."""
     items: list[Any]
 
 
@@ -87,13 +87,13 @@ class Report:
     op: ClassVar[str] = ""
     rank: Count
     start: Count
-    """Number of the start that made the rank's process; reports of processes of earlier starts are stale."""
+    """Number of the ``Start`` order that created the rank's process. Reports with an older number are dropped."""
     generation: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordWritten(Report):
-    """A metrics or event record for the sinks; changes no state."""
+    """A metrics or event record for the sinks; the controller forwards it and changes no state."""
 
     op: ClassVar[str] = "record"
     record: dict[str, Any]
@@ -101,7 +101,7 @@ class RecordWritten(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Report):
-    """Progress of a rank; changes no state."""
+    """Progress of a rank; only the hang detector uses it."""
 
     op: ClassVar[str] = "progress"
     iteration: Count
@@ -121,7 +121,7 @@ class Reported(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndReport(Report):
-    """A rank fails or has ended; fields that are null are unknown."""
+    """A report of how a rank failed or ended; a field is null if its value is unknown."""
 
     at_seconds: Seconds
     node: Count | None = None
@@ -130,7 +130,7 @@ class EndReport(Report):
     error: str | None = None
     traceback: str | None = None
     exit_code: Integer | None = None
-    """Exit code of the rank's own error."""
+    """Exit code of an error of this project that the rank raised; null for other errors."""
     log: str | None = None
     log_tail: str | None = None
 
@@ -156,7 +156,7 @@ class Raised(EndReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken(EndReport):
-    """A rank's iteration ended, with an error or at a boundary; the rank waits for the next membership."""
+    """A rank stopped with an error, or (``planned``) after an iteration; it waits for the next membership."""
 
     op: ClassVar[str] = "broken"
     position: Position
@@ -201,10 +201,10 @@ _REPORTS: dict[object, type[Report]] = {
 
 @dataclass(frozen=True, kw_only=True)  # without slots: ``Start`` has a second base
 class LaunchSpec:
-    """Part of a rank's spec that is the same for all ranks of a start."""
+    """Part of a rank's specification that all ranks of one ``Start`` order share."""
 
     entry: str
-    """``package.module:function``."""
+    """Function that each rank runs, as ``package.module:function``."""
     config: dict[str, Any]
     """JSON of ``JobConfig``."""
     run_dir: str
@@ -234,17 +234,17 @@ class Start(Order, LaunchSpec):
     start: Count
     generation: Count
     ranks: dict[str, list[Count]]
-    """Numbers of the ranks to start, by node (as text)."""
+    """Maps node numbers (as text) to the numbers of the ranks to start on each node."""
     nodes: list[Count]
-    """Node of each rank of the membership."""
+    """Node of each rank in the membership, in rank order."""
     is_joining: bool
     sidecars: dict[str, dict[str, str]]
-    """Addresses by service and node (as text)."""
+    """Maps the name of each sidecar to its address on each node, whose number is given as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Break(Order):
-    """The membership has ended: kill ranks of ``lost`` nodes, order the others to stop and report their positions."""
+    """End the membership: kill the ranks of ``lost`` nodes; all other ranks stop and report their positions."""
 
     op: ClassVar[str] = "break"
     generation: Count
@@ -253,7 +253,7 @@ class Break(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change(Order):
-    """Order ranks to stop at the next boundary and report their positions."""
+    """Order ranks to stop at the next iteration boundary and report positions, because nodes join or leave."""
 
     op: ClassVar[str] = "change"
     generation: Count
@@ -272,7 +272,7 @@ class Reform(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Order):
-    """Ask ranks to stop; ``survivors_end``: ranks that wait for a next membership end, too."""
+    """Ask ranks to stop; with ``survivors_end``, also ranks that wait for the next membership."""
 
     op: ClassVar[str] = "stop"
     survivors_end: bool
@@ -288,7 +288,7 @@ class Kill(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End(Order):
-    """The job has ended."""
+    """Order agents to end, because the job has ended."""
 
     op: ClassVar[str] = "end"
 
@@ -300,7 +300,7 @@ _ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, C
 
 
 def to_message(value: Report | Order) -> Message:
-    """Return the JSON object of a message; fields that are null are left out."""
+    """Return the JSON object of a report or order, without the fields that are null."""
     # Absent instead of null: most reports have few of their fields, and a job's orders are sent to every node.
     return {"op": value.op, **{name: item for name, item in encode(value).items() if item is not None}}
 
@@ -309,7 +309,7 @@ def decode_call(kind: type[Kind], content: Message) -> Kind:
     """Read a call of an agent.
 
     Raises:
-        ControlError: it is malformed.
+        ControlError: the call is malformed.
     """
     return _decode(kind, content, f"malformed {kind.__name__.lower()}")
 
@@ -318,7 +318,7 @@ def decode_report(content: object) -> Report:
     """Read a report.
 
     Raises:
-        ControlError: unknown kind, malformed, or too large.
+        ControlError: the report is malformed or too large, or its kind is unknown.
     """
     kind, rest = _kind_of(_REPORTS, content, "report")
     report = _decode(kind, rest, f"malformed report {kind.op}")
@@ -335,7 +335,7 @@ def decode_order(content: Message) -> Order:
     """Read an order.
 
     Raises:
-        ControlError: unknown kind, or malformed, because the controller is of another version.
+        ControlError: the order is malformed or of an unknown kind, because the controller has another version.
     """
     kind, rest = _kind_of(_ORDERS, content, "order")
     return _decode(kind, rest, f"malformed order {kind.op}")
@@ -343,7 +343,7 @@ def decode_order(content: Message) -> Order:
 
 def _kind_of(kinds: dict[object, type[Kind]], content: object, what: str) -> tuple[type[Kind], Message]:
     if not isinstance(content, dict):
-        raise ControlError(f"malformed {what} {content!r:.100}: must be an object")
+        raise ControlError(f"malformed {what} {content!r:.100}: must be a JSON object")
     op = content.get("op")
     kind = kinds.get(op) if isinstance(op, str) else None
     if kind is None:
@@ -363,7 +363,7 @@ _EVENTS = {kind.__name__: kind for kind in get_args(events.MachineEvent)}
 
 
 def event_to_json(event: events.MachineEvent) -> Message:
-    """Return the JSON of a machine event for the launcher and the journal, with its name as ``event``."""
+    """Return a machine event as JSON for the launcher and the journal, with its class name as ``event``."""
     return {"event": type(event).__name__, **encode(event)}
 
 
@@ -371,7 +371,7 @@ def event_from_json(content: Message) -> events.MachineEvent:
     """Read the JSON of ``event_to_json``.
 
     Raises:
-        ControlError: unknown or malformed.
+        ControlError: the event is unknown or malformed.
     """
     fields = {name: value for name, value in content.items() if name != "event"}
     name = content.get("event")

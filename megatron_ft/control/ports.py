@@ -7,7 +7,7 @@ import socket
 from megatron_ft.errors import ConfigError, ControlError
 
 PORTS = range(20000, 32000)
-"""Range below the ports that Linux chooses for outgoing connections (32768-60999)."""
+"""Ports to choose from, below the ports that Linux chooses for outgoing connections (32768-60999)."""
 _PORT_TRIES = 100
 
 
@@ -18,6 +18,7 @@ def free_port(interface: str) -> int:
 
     Raises:
         ConfigError: this machine does not have the address.
+        ControlError: no unused port was found.
     """
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

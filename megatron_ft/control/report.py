@@ -15,7 +15,7 @@ _WIDTH = 100
 _MAX_LINES = 40
 _TAIL_LINES = 15
 _ENDING_FAULTS = ("kill", "exit", "raise")
-"""Actions of failpoints that end the process, and its node's membership with it."""
+"""Actions of failpoints that end the process, so that its node leaves the membership."""
 # The advice names the run itself. Faults would be injected again, and the fork server may be gone.
 _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "launch.forkserver_socket=")
 
@@ -53,7 +53,7 @@ def _number(rank: int, details: Message) -> int:
 def _last_lines(details: Message) -> str:
     hint = ""
     if details.get("returncode") == -9:
-        hint = "SIGKILL comes from outside: a kill command, a failpoint, or the kernel out of memory (see dmesg).\n"
+        hint = "SIGKILL was sent by a kill command, by a failpoint, or by the kernel when out of memory (see dmesg).\n"
     lines = details.get("log_tail", "").splitlines()[-_TAIL_LINES:]
     return hint + "\n".join(["The last lines of its log:", *lines] if lines else ["Its log is empty."])
 
@@ -96,14 +96,14 @@ def _others(end: JobResult, first: int | None) -> str:
     ended = sorted(_number(rank, about) for rank, about in ours.items())
     if ended:
         lines.append(f"  killed by the launcher: {'ranks' if len(ended) > 1 else 'rank'} {_ranges(ended)}")
-    return "\n".join(["The others:", *lines]) if lines else ""
+    return "\n".join(["The other ranks:", *lines]) if lines else ""
 
 
 def _survived(end: JobResult) -> str:
     lines = [f"  generation {number}: {reason}" for number, reason in enumerate(end.survived)][-8:]
-    again = f"Before that, all ranks had been restarted {len(end.survived) - end.num_reforms} times"
-    went_on = f" and the job had continued with changed nodes {end.num_reforms} times" if end.num_reforms else ""
-    return "\n".join([f"{again}{went_on}:", *lines]) if lines else ""
+    again = f"Earlier generations (restarts of all ranks: {len(end.survived) - end.num_reforms}"
+    went_on = f", changes of nodes without a restart: {end.num_reforms}" if end.num_reforms else ""
+    return "\n".join([f"{again}{went_on}):", *lines]) if lines else ""
 
 
 def _ranges(ranks: Sequence[int]) -> str:
@@ -137,10 +137,10 @@ def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool
 
 
 def restart_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """Return the failures of the generation that ended, and the restart of its ranks.
+    """Return records of the failures that ended a generation, and of the restart of its ranks.
 
     Args:
-        details: how its ranks ended, see ``JobResult``.
+        details: how the ranks of that generation ended, see ``JobResult.details``.
     """
     state = step.state
     first = first_of(state.survived[-1])
@@ -157,10 +157,11 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
 
 
 def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """Return the deaths that ended a membership whose other ranks continue, without the errors that they caused.
+    """Return records of the failures that ended a membership, without the errors that they caused in the other ranks,
+    which continue.
 
     Args:
-        details: how its ranks ended, see ``JobResult``.
+        details: how the ranks of that membership ended, see ``JobResult.details``.
     """
     failures = step.state.survived[-1]
     dead = {
@@ -171,14 +172,15 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
 
 
 class InjectedFaults:
-    """Injected faults that have ended a process of a job, from its records."""
+    """Injected faults that have ended a process of the job, collected from the job's records."""
 
     def __init__(self) -> None:
         self._fired: set[tuple[str, int]] = set()
-        """Failpoint as configured, and the node whose process it ended."""
+        """Pairs of a failpoint, as configured, and the node whose process it ended."""
 
     def is_news(self, record: Message) -> bool:
-        """Process a record; False if it reports a fault as not injected that has ended an earlier process.
+        """Process a record. Return False if it says that a fault was not injected although the fault has ended an
+        earlier process.
 
         The process that replaces the ended one has the same failpoint, but cannot know of the first hit.
         """
@@ -227,7 +229,8 @@ def _death(failure: Failure, details: Message | None) -> Message:
 
 
 def failed_records(end: JobResult, policy: MembershipPolicy) -> list[RankFailed]:
-    """Return one event for each rank that failed, the first one first, without ranks that the launcher ended."""
+    """Return a record for each rank that failed, beginning with the first failure, without ranks that the launcher
+    ended."""
     first = end.first_failure.rank if end.first_failure else None
     failed = [item for item in end.details.items() if not item[1]["caused_by_us"] and not item[1].get("done")]
     return [

@@ -28,7 +28,8 @@ Method = Callable[[Message], Message | bytes]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
-"""Limit of the time for which a busy controller holds a call that waits for an effect. The caller then tries again."""
+"""Longest time for which a busy controller lets a call wait until its content is processed; the caller then tries
+again."""
 HANDSHAKE_SECONDS = 10
 """Connections without an HTTP/2 handshake after this time are closed."""
 _TOKEN_KEY = "x-megatron-ft-token"
@@ -50,7 +51,7 @@ def check_interface(interface: str) -> None:
 
 
 def join_address(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
+    """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
@@ -69,7 +70,7 @@ class RpcServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         certificates: Certificates | None = None,
     ) -> None:
-        """Bind; ``start`` begins to serve.
+        """Bind the address; ``start`` begins to serve.
 
         Args:
             certificates: encrypt the channel, and refuse callers without a certificate of the same authority; None does
@@ -106,7 +107,7 @@ class RpcServer:
         self._unauthenticated = handlers.unauthenticated = UnauthenticatedConnections(bound, max_connections=most)
 
     def start(self) -> None:
-        """Serve, in threads of its own."""
+        """Begin to serve, in separate threads."""
         self._server.start()
         self._unauthenticated.start()
 
@@ -159,7 +160,7 @@ def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
 
 
 class RpcError(ControlError):
-    """A call without an answer. ``refused``: the peer answered with a refusal."""
+    """A failed call; ``refused`` is true if the peer refused it, and false if there was no answer."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
@@ -212,7 +213,7 @@ class RpcClient:
         """Call ``method`` and wait for its answer; with ``wait_for_peer`` also for a peer that does not listen yet.
 
         Raises:
-            RpcError: no answer in time, peer gone, or refused.
+            RpcError: the peer did not answer in time, is gone, or refused the call.
         """
         stub = self._channel.unary_unary(f"/{self._service}/{method}")
         try:

@@ -1,4 +1,4 @@
-"""The random id of a run (``run_id.json``), made when its folder is first claimed.
+"""The random id of a run (``run_id.json``), made when the run's folder is first claimed.
 
 A folder can be renamed and another run can get the same name; the random id still distinguishes runs.
 """
@@ -22,9 +22,9 @@ class RunId:
     """Identity of a run."""
 
     run_id: str
-    """32 hexadecimal digits."""
+    """The random id as 32 hexadecimal digits."""
     is_older: bool = False
-    """Whether the run had checkpoints or windows before it had this id: those have format 1."""
+    """Whether the run already had checkpoints or windows when it got this id; they have format 1."""
 
 
 def make_run_id(run_dir: Path, *, is_older: bool) -> RunId:
@@ -33,7 +33,7 @@ def make_run_id(run_dir: Path, *, is_older: bool) -> RunId:
 
     Raises:
         ConfigError: the file exists and is damaged.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if (run_dir / RUN_ID_NAME).exists():
         return read_run_id(run_dir)

@@ -31,7 +31,7 @@ class RunDir:
 
     path: Path
     resume_from: Path | None
-    """``checkpoints`` if the run is continued, else ``None``."""
+    """The folder ``checkpoints`` if this job continues the run, otherwise None."""
     _lock: int
 
     @property
@@ -77,14 +77,14 @@ class RunDir:
 
 
 def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
-    """Create or reopen the folder that ``run`` names, lock it, write the run's random id and ``config.yaml``.
+    """Create or reopen the folder that ``run`` names, lock it, and write the run's random id and ``config.yaml``.
 
-    Without ``run.name`` the next free ``<model_name>-001`` is taken. If the configuration differs from that of an
-    earlier attempt, the earlier one is kept as ``config-001.yaml`` (and so on).
+    Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If the
+    configuration of an earlier job differs, its file is renamed to ``config-001.yaml`` and so on.
 
     Raises:
         ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job uses
-            it.
+            the folder.
     """
     _check(run)
     parent = Path(run.dir).absolute()
@@ -113,7 +113,7 @@ def _check(run: RunConfig) -> None:
         raise ConfigError.of("run.resume", run.resume, f"must be one of {', '.join(_RESUME)}")
     if run.name is None:
         if run.resume == "must":
-            raise ConfigError.of("run.name", None, "must name the run that run.resume=must continues")
+            raise ConfigError.of("run.name", None, "must name the run to continue, because run.resume=must is set")
         return
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", run.name) or run.name.strip(".") == "":
         raise ConfigError.of("run.name", run.name, "must have 1 to 128 of the characters A-Z a-z 0-9 . _ -")
@@ -145,7 +145,7 @@ def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
 
 def _take(run: RunConfig, path: Path) -> tuple[Path, bool]:
     if run.resume == "must" and not path.is_dir():
-        raise ConfigError.of("run.name", run.name, f"must exist in {path.parent}, because run.resume=must")
+        raise ConfigError.of("run.name", run.name, f"must be a folder in {path.parent}, because run.resume=must")
     try:
         path.mkdir()
     except FileExistsError:
@@ -154,7 +154,7 @@ def _take(run: RunConfig, path: Path) -> tuple[Path, bool]:
 
 
 def is_claimed(path: Path) -> bool:
-    """Whether a job has claimed the folder of a run; the folder may not exist."""
+    """Whether a running job has claimed the run's folder ``path``; False if the folder does not exist."""
     try:
         descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -189,7 +189,7 @@ def _resume(run: RunConfig, path: Path) -> Path | None:
     if has_state(path):
         return checkpoints
     if run.resume == "must":
-        raise ConfigError.of("run.resume", "must", f"there is no checkpoint in {checkpoints}")
+        raise ConfigError.of("run.resume", "must", f"needs a checkpoint to continue from, but {checkpoints} has none")
     return None
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from megatron_ft.errors import ConfigError
 
 _MAX_PARENT_BYTES = 55
-"""Limit for the parent's path: a socket's path has at most 107 bytes, which must also contain ``/megatron-ft-XXXXXXXX``
-and the longest name of a socket."""
+"""Largest length of the path of the folder's parent. A socket's path has at most 107 bytes, which must also contain
+``/megatron-ft-XXXXXXXX`` and the longest name of a socket."""
 _PREFIX = "megatron-ft-"
 _LOCK_FILE = ".in-use"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -33,7 +33,8 @@ class Use:
     """Use of a folder of sockets by this process, until ``end`` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Begin to use the folder. A folder that ``make_runtime_dir`` did not make is never removed."""
+        """Begin to use the folder. A folder without a lock file, which ``make_runtime_dir`` did not make, is removed
+        only when it is empty."""
         self._path = path
         self.descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):
@@ -56,7 +57,8 @@ class Use:
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """Make a directory of mode 0700 for sockets, among temporary files, and remove unused ones of earlier jobs.
+    """Make a directory of mode 0700 for sockets in the folder of temporary files, and remove unused ones of earlier
+    jobs.
 
     Raises:
         ConfigError: the path of temporary files is too long for sockets.
@@ -103,12 +105,12 @@ def _remove_unused(path: Path, lock: int) -> None:
 
 
 def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
-    """Return the socket path of this process as the agent of ``node``, or of one of its sidecars."""
+    """Return the path of the socket of this process, the agent of ``node``, or of its sidecar ``service``."""
     return runtime_dir / (f"{node:03d}-{os.getpid()}" + (f"-{service}" if service else "") + ".sock")
 
 
 def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
-    """Remove the sockets of earlier agents of ``node`` and of their sidecars; call it before the agent has any.
+    """Remove the sockets of earlier agents of ``node`` and of their sidecars; call it before the agent makes its own.
 
     Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment, but no rank
     connects to it any more, because the ranks of the node end with the agent.

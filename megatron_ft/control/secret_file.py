@@ -1,4 +1,4 @@
-"""Files that hold a job's token: owned by the job's user, mode 0600, replaced atomically."""
+"""Files that contain a job's token: owned by the job's user, mode 0600, replaced atomically."""
 
 import os
 import stat
@@ -11,16 +11,16 @@ MAX_BYTES = 64 * 1024
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file in place of an earlier one; it is on disk when this returns."""
+    """Write a file, which replaces an earlier one, and return when it is on disk."""
     replace_file(path, content, mode=0o600)
 
 
 def read_secret(path: Path) -> bytes:
-    """Read a file.
+    """Read a file that ``write_secret`` has written.
 
     Raises:
-        FileNotFoundError: there is none.
-        ControlError: other users can read or write it, it belongs to another user, or is too large.
+        FileNotFoundError: the file does not exist.
+        ControlError: the file belongs to another user, others can access it, it is no regular file, or is too large.
     """
     try:
         # No link to a file elsewhere, and no wait for the writer of a pipe.

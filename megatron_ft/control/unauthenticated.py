@@ -1,10 +1,10 @@
-"""Limits of number and time for connections to a gRPC server that have not presented the token.
+"""Limits the number and the age of connections to a gRPC server that have not presented the token.
 
 A gRPC server accepts every connection and keeps it, whether or not a call with the token ever comes. Each connection
-uses a descriptor, so they could use up all descriptors of the process. gRPC limits the number of its connections, but
-does not know which are authenticated. This module does: a call with the right token identifies its connection by the
-peer's address; all other connections of the server's port are unauthenticated. If there are too many of these, or their
-time is over, the oldest are shut down; gRPC then closes them as if the peer had.
+uses a descriptor, so connections could use up all descriptors of the process. gRPC limits the number of its
+connections, but does not know which are authenticated. This module does: a call with the right token identifies its
+connection by the peer's address; all other connections of the server's port are unauthenticated. If there are too many
+of these, or they are too old, the oldest are shut down; gRPC then closes them as if the peer had done so.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ AUTHENTICATION_SECONDS = 10.0
 """Connections that have not presented the token after this time are closed."""
 LOOK_SECONDS = 0.25
 PRESSED_LOOK_SECONDS = 0.02
-"""Interval of checks while there are too many of them, so that the free descriptors are not used up before the next
-check."""
+"""Interval of checks while there are too many unauthenticated connections, so that they do not use up all descriptors
+before the next check."""
 RESERVED_DESCRIPTORS = 64
 """Descriptors that are kept free for other files and sockets of the process."""
 _LEAST_CONNECTIONS = 16
 _DESCRIPTORS = "/proc/self/fd"
 
 Peer = tuple[str, int]
-"""Address and port."""
+"""Address and port of a peer."""
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of descriptors to the hard limit; return the number."""
+    """Raise this process's limit of descriptors to the hard limit, and return that limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -46,14 +46,14 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections() -> int:
-    """Return the limit of a server's connections that leaves enough descriptors for everything else."""
+    """Return how many connections a server may have, so that enough descriptors are left for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Counted now: sockets and pipes that the process has already are not available to the server.
     return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
 
 
 def check_descriptors(num_nodes: int) -> None:
-    """Refuse a job with more agents than could be connected.
+    """Refuse a job that has more agents than this process can have connections.
 
     Raises:
         ControlError: the limit of descriptors is too low for so many nodes.
@@ -77,16 +77,16 @@ class _Connection(NamedTuple):
 
 
 class UnauthenticatedConnections:
-    """Watches one port that this process listens on."""
+    """Watches the connections to one port of this process, and shuts down unauthenticated ones."""
 
     def __init__(
         self, port: int, *, max_connections: int, authentication_seconds: float = AUTHENTICATION_SECONDS
     ) -> None:
-        """``start`` begins to watch.
+        """Store the limits; ``start`` begins to watch.
 
         Args:
-            max_connections: limit of the server. Half of what authenticated agents leave may be unauthenticated: a new
-                agent can connect, and has time to present the token before its connection is the oldest of them.
+            max_connections: limit of the server. Half of the connections that authenticated agents leave free may be
+                unauthenticated, so a new agent has time to present the token before its connection is the oldest.
             authentication_seconds: longest time that a connection may be unauthenticated.
         """
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
@@ -97,7 +97,7 @@ class UnauthenticatedConnections:
         self._since: dict[_Connection, float] = {}
         """Unauthenticated connections, in the order in which they were first seen."""
         self._others: set[tuple[int, int]] = set()
-        """Descriptors with their inodes that are not connections to the port."""
+        """Pairs of a descriptor and its inode that are not connections to the port."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="unauthenticated", daemon=True)
 

@@ -1,7 +1,7 @@
 """Injects kills, stops, partitions, disk errors, drains and joins into a running job; each is recorded on disk first.
 
-``<run>/injected.jsonl`` has a line for each fault, written and synced before the fault, and a second one if it could
-not be injected.
+``<run>/injected.jsonl`` has a line for each fault, written and synced before the fault, and a second line if the fault
+could not be injected.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from megatron_ft.failures.schedule import FailureSchedule
 
 INJECTED_FILE = "injected.jsonl"
 PATIENCE_SECONDS = 30.0
-"""Longest wait for a node to have processes, and for the controller to accept a node whose loss it has not detected
-yet."""
+"""Longest wait until a node has processes, or until the controller has detected the loss of a node and accepts it
+again."""
 _PAUSE_SECONDS = 0.05
 
 
@@ -36,10 +36,10 @@ class Operator(Protocol):
     """Client of a job's controller, e.g. ``megatron_ft.control.admin.AdminClient``."""
 
     def drain(self, node: int) -> None:
-        """Drain a node. Raises ControlError."""
+        """Let a node leave the job. Raises ControlError if the controller refuses."""
 
     def add(self, node: int) -> None:
-        """Start a node. Raises ControlError."""
+        """Start a node, so that it joins the job. Raises ControlError if the controller refuses."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Injector:
     run_dir: Path
     ranks_per_node: int
     connect: Callable[[], contextlib.AbstractContextManager[Operator]]
-    """Opens a connection to the present controller, which may be another one each time."""
+    """Opens a connection to the present controller, which may have been replaced since the last call."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep
     patience_seconds: float = PATIENCE_SECONDS
@@ -66,10 +66,10 @@ class Injector:
                 raise self._refused("kill", nodes, "all processes of these nodes had ended before")
 
     def stop(self, nodes: Sequence[int], seconds: float | None, **about: Any) -> list[str]:
-        """Send SIGSTOP to every process of the nodes; SIGCONT after ``seconds``, unless None.
+        """Stop every process of the nodes with SIGSTOP; continue them with SIGCONT after ``seconds``, or never if None.
 
         Returns:
-            Logs of the processes that had ended before SIGCONT.
+            Names of the logs of processes that had ended before SIGCONT.
 
         Raises:
             NotInjected: a node has no process.
@@ -87,7 +87,7 @@ class Injector:
     def partition(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
         """Disconnect the nodes' network for ``seconds``; all their processes stay alive.
 
-        Each node needs a network namespace of its own, as nodes on machines and in containers have (``links``).
+        Each node needs a network namespace of its own, as nodes on machines and in containers have, see ``links``.
 
         Raises:
             NotInjected: a node has no process, or its network cannot be disconnected from here.
@@ -109,8 +109,8 @@ class Injector:
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
         """Let every write of the nodes' processes to a file fail with EFBIG, for ``seconds``.
 
-        Their limit on the size of files (RLIMIT_FSIZE, see setrlimit(2)) is 0 meanwhile, for files in memory too;
-        reading, sockets and pipes are not affected. A process that they start meanwhile keeps the limit.
+        The processes' limit on file sizes (RLIMIT_FSIZE, see setrlimit(2)) is 0 during this time, also for files in
+        memory; reading, sockets and pipes are not affected. A process that they start during this time keeps the limit.
 
         Raises:
             NotInjected: a node has no process, or the processes belong to another user.
@@ -135,7 +135,7 @@ class Injector:
                             resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, limits)
 
     def drain(self, node: int, **about: Any) -> None:
-        """Drain the node at the next boundary. Raises NotInjected."""
+        """Let the node leave at the next iteration boundary. Raises NotInjected if the controller refuses."""
         self._write({"action": "drain", "nodes": [node], **about})
         try:
             with self.connect() as operator:
@@ -144,7 +144,7 @@ class Injector:
             raise self._refused("drain", [node], str(error)) from None
 
     def add(self, node: int, **about: Any) -> None:
-        """Start the node; if the controller still considers it present, wait until it has detected the loss.
+        """Start the node, as soon as the controller has detected the loss of an earlier process of the node.
 
         Raises:
             NotInjected: the controller still refuses after ``patience_seconds``.
@@ -162,18 +162,18 @@ class Injector:
             self.pause(_PAUSE_SECONDS)
 
     def replay(self, schedule: FailureSchedule, *, until: Callable[[], bool] | None = None) -> list[str]:
-        """Inject every event at its time from now on, departures as kills, then wait for the schedule's end.
+        """Inject the events of a schedule that begins now, and wait for its end. Nodes that leave are killed.
 
         Args:
             until: ends the replay when it returns true, e.g. because the job has ended.
 
         Returns:
-            Events that could not be injected; empty if there are none.
+            Messages about events that could not be injected; empty if all events were injected.
         """
         began, problems = self.clock(), []
 
         def wait_until(seconds: float) -> bool:
-            """Wait for a time; return False if the replay ended before."""
+            """Wait until ``seconds`` of the schedule; return False if the replay ended before."""
             while (left := began + seconds - self.clock()) > 0:
                 if until is not None and until():
                     return False
@@ -203,7 +203,7 @@ class Injector:
 
     @contextlib.contextmanager
     def _held(self, action: str, nodes: Sequence[int], about: dict[str, Any]) -> Iterator[list[HeldProcess]]:
-        """Yield all processes of the nodes after the fault is recorded. Raises NotInjected."""
+        """Record the fault, then yield all processes of the nodes. Raises NotInjected if a node has none."""
         nodes, deadline = list(dict.fromkeys(nodes)), self.clock() + self.patience_seconds
         while True:
             # Found again each time: a node that is starting has no process yet.

@@ -1,8 +1,9 @@
-"""Disconnects and reconnects a node with a network namespace of its own.
+"""Disconnects and reconnects a node that has its own network namespace.
 
-A node is reached through pairs of virtual links, see veth(4): one end is in its namespace, the other one here. Taking
-the ends here down is like pulling a cable: in the node links have no carrier; packets of open connections and of new
-ones vanish without an answer. Processes that share this process's namespace cannot be disconnected this way.
+A node is reached through pairs of virtual links, see veth(4): one end is in the node's namespace, the other end is in
+the namespace of this process. Taking the ends in this namespace down is like pulling a cable: the node's links have no
+carrier, and packets of open and of new connections vanish without an answer. Processes that share this process's
+namespace cannot be disconnected this way.
 """
 
 import json
@@ -21,10 +22,10 @@ class CannotCut(ControlError):
 
 
 def links_to(process_ids: Iterable[int]) -> list[str]:
-    """List the ends in this process's network namespace of all links that lead to the namespaces of the processes.
+    """Return the names of the links in this process's network namespace that lead to the namespaces of the processes.
 
     Raises:
-        CannotCut: a process shares this namespace or has ended, no link leads there from here, or the programs ``ip``
+        CannotCut: a process shares this namespace or has ended, no link leads to its namespace, or the programs ``ip``
             and ``nsenter`` are missing or not allowed.
     """
     here = os.readlink("/proc/self/ns/net")
@@ -49,13 +50,13 @@ def links_to(process_ids: Iterable[int]) -> list[str]:
     # A link whose other end is elsewhere stays up: the node would be cut off in part.
     if len(names) < len(far):
         raise CannotCut(
-            f"{len(far) - len(names)} of {len(far)} links of the nodes lead to another network namespace than this one"
+            f"links of the nodes that do not lead to this network namespace: {len(far) - len(names)} of {len(far)}"
         )
     return sorted(names)
 
 
 def switch(links: Sequence[str], *, on: bool) -> None:
-    """Take these links up or down; continue with the others if one fails. Raises CannotCut."""
+    """Take all ``links`` up or down, also after one of them has failed. Raises CannotCut if any has failed."""
     failed = []
     for name in links:
         try:

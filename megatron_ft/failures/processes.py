@@ -1,8 +1,8 @@
 """Finds the processes of a job's nodes by the logs that they write; sends signals only to these processes.
 
 A node's agent and its ranks write their standard output to files in the run's ``logs``, whichever process started them.
-A sidecar writes its standard error there, because its standard output is a pipe to the agent. Each process is held by a
-descriptor (``pidfd_open``), so its number cannot pass to another process between the check and the signal.
+A sidecar writes its standard error there, because its standard output is a pipe to the agent. Each process is
+identified by a descriptor (``pidfd_open``), so a signal never reaches another process that has got the same process id.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _RANK_LOG = re.compile(r"rank-([0-9]{5,})\.log")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldProcess:
-    """A process that existed when it was found."""
+    """A process, identified by a descriptor that never refers to another process."""
 
     process_id: int
     log: str
@@ -29,7 +29,8 @@ class HeldProcess:
     _descriptor: int
 
     def send(self, number: signal.Signals) -> bool:
-        """Send it a signal; return False if it has ended. Raises PermissionError if it belongs to another user."""
+        """Send the process a signal; return False if it has ended. Raises PermissionError if it belongs to another
+        user."""
         try:
             signal.pidfd_send_signal(self._descriptor, number)
         except ProcessLookupError:
@@ -37,15 +38,15 @@ class HeldProcess:
         return True
 
     def has_ended(self, patience_seconds: float = 0.0) -> bool:
-        """Return whether it has ended within the given time: it is a zombie or gone."""
+        """Return whether the process ends within ``patience_seconds``; a zombie has ended."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(patience_seconds * 1000))
 
     @property
     def state(self) -> str:
-        """Return the kernel's letter for its state, see proc(5): ``T`` while a signal has stopped it; empty
-        when gone."""
+        """Return the kernel's letter for the state of the process, see proc(5): ``T`` while a signal has stopped it;
+        empty if it has ended."""
         try:
             stat = Path(f"/proc/{self.process_id}/stat").read_text()
         except OSError:
@@ -76,7 +77,7 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
 
 @contextlib.contextmanager
 def controllers_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
-    """Find the living process of the job's controller; the list is empty while another one is being started."""
+    """Find the living process of the job's controller; the list is empty while a new controller is being started."""
     with _held(run_dir, lambda log: log == CONTROLLER_LOG) as held:
         yield held
 

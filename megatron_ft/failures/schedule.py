@@ -23,24 +23,24 @@ class MembershipEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSchedule:
-    """Membership changes of nodes. At the beginning the nodes 0 to ``num_initial_nodes`` - 1 are present."""
+    """Planned departures and arrivals of nodes. At first the nodes 0 to ``num_initial_nodes`` - 1 are present."""
 
     source: str
     """Origin of the schedule, for messages."""
     most_nodes: int
-    """Number of node numbers, which start at 0."""
+    """Largest number of nodes; their numbers are 0 to ``most_nodes`` - 1."""
     num_initial_nodes: int
     duration_seconds: float
     events: tuple[MembershipEvent, ...]
     """Events by ascending time, all before ``duration_seconds``."""
     num_ignored_arrivals: int = 0
-    """Number of arrivals in the source that found no free number, also at its beginning."""
+    """Number of arrivals in the source, also at its beginning, for which no node number was free."""
 
     def validate(self) -> None:
         """Check that times ascend, that leaving nodes are present and that joining nodes are not.
 
         Raises:
-            ConfigError: naming the event and the field.
+            ConfigError: a value is invalid; the message names the event and the field.
         """
         if not 0 <= self.num_initial_nodes <= self.most_nodes or self.most_nodes < 1:
             constraint = f"must be from 0 to most_nodes={self.most_nodes}, which is at least 1"
@@ -60,7 +60,7 @@ class FailureSchedule:
             present, before = self._after(present, number, event), event.seconds
 
     def _after(self, present: set[int], number: int, event: MembershipEvent) -> set[int]:
-        """Return the nodes that are present after an event. Raises ConfigError."""
+        """Return the nodes that are present after an event. Raises ConfigError if the event does not fit."""
         leaves, joins = set(event.leaves), set(event.joins)
         for name, given, known in (("leaves", event.leaves, leaves), ("joins", event.joins, joins)):
             if list(given) != sorted(known):
@@ -78,21 +78,21 @@ class FailureSchedule:
 
     @property
     def num_leaves(self) -> int:
-        """Departures over all events."""
+        """Number of departures in all events."""
         return sum(len(event.leaves) for event in self.events)
 
     @property
     def num_joins(self) -> int:
-        """Arrivals after the beginning, over all events."""
+        """Number of arrivals in all events, without the nodes that are present at the beginning."""
         return sum(len(event.joins) for event in self.events)
 
     @property
     def most_lost_at_once(self) -> int:
-        """Most departures in one event."""
+        """Largest number of departures in one event."""
         return max((len(event.leaves) for event in self.events), default=0)
 
     def num_nodes_after(self) -> tuple[int, ...]:
-        """Count the nodes after each event."""
+        """Return the number of present nodes after each event."""
         counts, count = [], self.num_initial_nodes
         for event in self.events:
             count += len(event.joins) - len(event.leaves)
@@ -100,13 +100,13 @@ class FailureSchedule:
         return tuple(counts)
 
     def summary(self) -> str:
-        """Return one line for a log."""
+        """Describe the schedule in one line for a log."""
         fewest = min((self.num_initial_nodes, *self.num_nodes_after()))
         return (
-            f"{self.source}: starts with {self.num_initial_nodes} of {self.most_nodes} nodes; {self.num_leaves} "
-            f"leave (up to {self.most_lost_at_once} at once, {fewest} nodes remain at least) and {self.num_joins} "
-            f"join in {len(self.events)} events over {self.duration_seconds:g} s; {self.num_ignored_arrivals} "
-            "arrivals are ignored"
+            f"{self.source}: nodes at the start: {self.num_initial_nodes} of {self.most_nodes}; departures: "
+            f"{self.num_leaves} (most at once: {self.most_lost_at_once}, fewest nodes: {fewest}); arrivals: "
+            f"{self.num_joins}, ignored arrivals: {self.num_ignored_arrivals}; events: {len(self.events)} in "
+            f"{self.duration_seconds:g} s"
         )
 
     def to_json(self) -> dict[str, Any]:

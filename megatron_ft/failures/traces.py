@@ -1,6 +1,6 @@
-"""Recorded membership of preemptible nodes, read strictly, and the schedule made from it.
+"""Reads recorded traces of preemptible nodes, rejects malformed ones, and makes schedules from traces.
 
-The format is that of Bamboo (NSDI '23): ``milliseconds,add|remove,node`` per line, any line end.
+The format is that of Bamboo (NSDI '23): each line is ``milliseconds,add|remove,node`` and ends with LF or CRLF.
 """
 
 import heapq
@@ -27,7 +27,7 @@ class Instant:
     """Milliseconds since the first row."""
     removed: tuple[str, ...]
     added: tuple[str, ...]
-    """Nodes in the order of the rows."""
+    """Added nodes in the order of their rows; nodes get their numbers in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +37,23 @@ class MembershipTrace:
     source: str
     """File name."""
     instants: tuple[Instant, ...]
-    """Changes in order of time. The nodes of the first are present at the beginning."""
+    """Changes in order of time. The nodes that the first instant adds are present at the beginning."""
     num_repeated_rows: int = 0
     """Number of repeated rows; they count once."""
 
     def schedule(self, *, most_nodes: int, minutes: float | None = None, scale: float = 1.0) -> FailureSchedule:
         """Make a schedule for a job from the trace.
 
-        Each trace node gets the lowest free number; one that arrives while none is free is ignored permanently. A freed
-        number goes to later instants only.
+        Each node of the trace gets the lowest free node number. A node that arrives while no number is free is ignored
+        until it arrives again. A number that becomes free is used at later instants only.
 
         Args:
-            most_nodes: node numbers available.
-            minutes: length of the trace that is used, from its beginning, its end excluded; None for all of it.
+            most_nodes: number of node numbers.
+            minutes: length of the part of the trace that is used, from its beginning; None uses all of it.
             scale: seconds of the schedule for each second of the trace.
 
         Raises:
-            ConfigError: an argument out of range.
+            ConfigError: an argument is out of range.
         """
         _check(most_nodes, minutes, scale)
         last = self.instants[-1].milliseconds
@@ -93,7 +93,7 @@ class _Numbers:
         self._free = list(range(most_nodes))
 
     def arrive(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers of the nodes that get one, ascending."""
+        """Give numbers to nodes that arrive, as long as numbers are free; return these numbers, ascending."""
         found = []
         for name in names:
             if not self._free:
@@ -104,7 +104,7 @@ class _Numbers:
         return sorted(found)
 
     def depart(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers that become free, ascending."""
+        """Release the numbers of nodes that leave; return these numbers, ascending."""
         freed = sorted(self.of.pop(name) for name in names if name in self.of)
         for number in freed:
             heapq.heappush(self._free, number)
@@ -120,13 +120,13 @@ def _check(most_nodes: int, minutes: float | None, scale: float) -> None:
 
 
 def read_trace(path: Path) -> MembershipTrace:
-    """Read a trace.
+    """Read a trace from a file.
 
     A repeated row counts once. Impossible rows are refused: a node that is added while it is present or removed while
     it is not, times that are not ascending, a last line without a line end.
 
     Raises:
-        DataError: with the number of the line.
+        DataError: the trace is malformed; the message gives the number of the line.
     """
     return parse_trace(path.name, read_bytes(path, max_bytes=_MOST_BYTES))
 

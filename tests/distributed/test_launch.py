@@ -211,7 +211,7 @@ def test_a_fault_that_comes_again_and_again_ends_the_job(runs: Path) -> None:
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == RankFailed.exit_code, output
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase forward)" in output
-    assert "Before that, all ranks had been restarted 2 times:\n  generation 0: rank 2 raised" in output
+    assert "Earlier generations (restarts of all ranks: 2):\n  generation 0: rank 2 raised" in output
     assert sorted(started(runs)) == [0, 1, 2]
     assert [record["rank"] for record in records(runs) if record["kind"] == "rank_failed"] == [2, 2, 2]
     assert_nothing_left(runs)

@@ -147,7 +147,7 @@ def test_too_few_nodes_start_all_again(runs: Path) -> None:
     faults = ['kill(rank=3, at_iteration=5, phase="forward", generation=0)']
     finish(runs, start(runs, *faults, 'kill(rank=0, phase="forward", generation=1)', min_nodes=2, max_restarts=1))
     assert [found["generation"] for found in decisions(runs)] == [0, 1]
-    assert decisions(runs)[1]["declined"] == "only 1 nodes are left, fewer than recovery.min_nodes=2"
+    assert decisions(runs)[1]["declined"] == "too few nodes are left: 1, below recovery.min_nodes=2"
     (restart,) = [record for record in records(runs) if record["kind"] == "ranks_restarted"]
     assert restart["generation"] == 2
     assert sorted(start["rank"] for start in started(runs)[2]) == list(range(6))

@@ -1,4 +1,4 @@
-"""Calls of administrators to the controller: read the status, let a node leave or join."""
+"""Serves the calls of administrators: read the job's status, let a node leave or join."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,8 @@ from megatron_ft.framing import Message
 
 
 class AdminService:
-    """Methods of the controller's service for administrators. gRPC's threads call them: they read the state or post
-    events."""
+    """Methods that the controller serves to administrators. They run in gRPC's threads, so they only read the state or
+    post events."""
 
     def __init__(
         self,

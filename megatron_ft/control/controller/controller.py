@@ -1,6 +1,6 @@
-"""The job's controller: receives the reports of agents, decides with ``membership``, gives orders.
+"""The job's controller: receives the reports of agents, decides with the state machine in ``membership``, gives orders.
 
-Calls arrive at the ``server``. One thread, in ``run``, processes them in order: it asks the state machine and writes
+Calls arrive at the ``server``. One thread, in ``run``, processes them in order: it calls the state machine and writes
 orders, which agents fetch. Each input is in the journal before it has any effect. A new controller processes the same
 inputs again and reaches the same state, because nothing else affects this class.
 """
@@ -29,15 +29,15 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Takes a record and its origin; the origin identifies records that are delivered twice."""
+"""Function that receives a record and its origin, by which it can recognise a record that is delivered twice."""
 
 StepSink = Callable[[Step], None]
 
 BuildLaunchSpec = Callable[[int, Sequence[int], Mapping[int, StoreEndpoint]], LaunchSpec]
-"""Takes a generation, its nodes and the store endpoint of each."""
+"""Function that makes a launch spec from a generation, its nodes, and the store endpoint of each node."""
 
 RecordDecision = Callable[[Message], None]
-"""Records a decision; returns when it is on disk."""
+"""Function that records a decision, and returns when the record is on disk."""
 
 
 class Controller:
@@ -58,25 +58,25 @@ class Controller:
         detection: DetectorPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind the service.
+        """Bind the controller's service to its address; ``run`` begins to serve.
 
         Args:
-            launch_spec: called at each start and each next membership, in the thread of ``run``.
-            detection: limits of the detector; default: those of its class.
+            launch_spec: called for each start of ranks and for each next membership, in the thread of ``run``.
+            detection: limits of the failure detector; default: ``DetectorPolicy()``.
             record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
-            journal: inputs of an earlier controller of this job, which this one continues.
+            journal: inputs of the job's earlier controllers, which this one processes again; None keeps no journal.
             epoch: number of this controller, see ``lease``; every answer contains it.
-            port: to serve at; 0 takes a free one.
-            certificates: of the channel to agents, see ``certificates``.
-            clock: continues from the last time in ``journal``.
+            port: port of the service; 0 chooses a free one.
+            certificates: for the encrypted channel to agents; None does not encrypt it.
+            clock: monotonic clock, which continues from the last time in ``journal``.
         """
         self._policy = policy
         self._clock = clock
         self._journal = journal
         self._known_orders: deque[Message] = deque()
-        """Orders in the journal that the controller must give again."""
+        """Orders of earlier controllers, from the journal, that this controller has still to repeat."""
         self._num_posted = 0
-        """Number of processed events that the launcher has numbered."""
+        """Number of the launcher's events that have been processed."""
         self._past_deadline: float | None = None
         self._unix_seconds = 0.0
         """Arrival time of the event that is being processed."""
@@ -89,7 +89,7 @@ class Controller:
         self._members = {0: self._state.members}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
-        """Number of the start that made the present ranks of each node; reports of earlier ranks are ignored."""
+        """Maps each node to the number of its newest ``Start`` order; reports of ranks of older orders are dropped."""
         detection = detection or DetectorPolicy()
         self._check_seconds = detection.heartbeat_interval_seconds
         self._detector = Detector(policy, detection)
@@ -127,23 +127,23 @@ class Controller:
 
     @property
     def details(self) -> dict[int, Message]:
-        """Details of the ends of this generation's ranks, see ``JobResult``."""
+        """Maps each rank of this generation that has ended to details of its end, see ``JobResult.details``."""
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
         """Post an event; safe in any thread and in signal handlers.
 
         Args:
-            number: position of the event in the launcher's sequence, from 0 without gaps; the launcher sends it again
-                to a new controller.
+            number: position of the event among all events of the launcher, from 0; None for other events. The launcher
+                sends its events again to a new controller.
         """
         self._server.post(event, number)
 
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobResult:
-        """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread.
+        """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_step`` for decisions.
 
-        At a restart, and when a next membership begins, ``details`` still describe the generation before. A new
-        controller first repeats the decisions of its predecessors, and passes them to ``on_step``.
+        When ``on_step`` receives a restart or the next membership, ``details`` still describe the generation that ends.
+        A new controller first repeats the decisions of its predecessors, and passes them to ``on_step``.
         """
         try:
             # No call is served before the state is rebuilt: sessions and numbers of reports would be wrong.
@@ -153,7 +153,7 @@ class Controller:
                 step = self._serve(on_record, on_step)
             result = result_of(step.state, step.reason, self._details)
         except CannotDecide as error:
-            # Not through the journal, which cannot be written. Nodes have to fetch it: nothing else would end them.
+            # The journal cannot be written, so the order bypasses it. Nodes must fetch it: nothing else would end them.
             self._server.give(to_message(messages.End(reason=str(error))))
             self._server.open()
             result = JobResult(error.outcome, str(error), None, self._details)
@@ -228,7 +228,7 @@ class Controller:
         return entry
 
     def _take_in(self, entry: Message, on_step: StepSink, report: Report | None = None) -> Step:
-        """Decide about an entry of the journal and carry the decision out, in the same way at every reading.
+        """Decide about an entry of the journal and carry out the decision; each reading of the journal does the same.
 
         Args:
             report: the report of the entry, if it was parsed already.
@@ -254,7 +254,7 @@ class Controller:
         while self._found:
             found = self._found.popleft()
             if not isinstance(found, NodeLost) or self._detector.seconds_since_word(found.node, self._clock()) is None:
-                return Posted(found, self._clock())  # else it has called meanwhile
+                return Posted(found, self._clock())  # otherwise the agent has called meanwhile
         deadline = self._state.wake_seconds
         # A deadline whose tick changed nothing stays in the state; it would return a tick without end.
         if deadline is None or deadline == self._past_deadline or deadline > self._check_at:
@@ -273,7 +273,7 @@ class Controller:
     # --- machine events ------------------------------------------------------------------------------------------
 
     def _event_of(self, entry: Message, report: Report | None) -> MachineEvent:
-        # Return the machine event of an entry; a tick if another process has replaced the one that it is about.
+        # Return the machine event of an entry; a tick if the entry is about a process that was replaced.
         item = entry.get("item")
         if item is None:
             return self._posted(messages.event_from_json({k: v for k, v in entry.items() if k not in _ABOUT_ENTRY}))
@@ -414,4 +414,4 @@ class Controller:
 
 
 _ABOUT_ENTRY = ("now", "arrived", "unix", "posted")
-"""Fields of an entry beside its machine event."""
+"""Fields of a journal entry that do not belong to its machine event."""

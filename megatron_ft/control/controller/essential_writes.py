@@ -39,7 +39,7 @@ class StandingClock:
         self._clock = clock
         # One tuple, replaced at once: threads that serve calls read it without a lock.
         self._stopped: tuple[float | None, float] = (None, 0.0)
-        """Reading at which the clock was stopped, and how far it is behind."""
+        """Time at which the clock was stopped (None while it runs), and the total seconds of earlier stops."""
 
     def __call__(self) -> float:
         """Return the time in seconds."""
@@ -58,14 +58,14 @@ class StandingClock:
 
 
 class EssentialWrites:
-    """Carries out writes of one thread, in order."""
+    """Carries out writes of one thread, in order, and repeats a write while the disk is full."""
 
     def __init__(self, run_dir: Path, on_wait: Callable[[str], None], on_go_on: Callable[[float], None]) -> None:
-        """Begin with the folder that exists now.
+        """Remember the run's folder as it is now, to notice when it is moved or deleted.
 
         Args:
-            on_wait: called once for each wait, with the file and the error.
-            on_go_on: called with the seconds that the wait took.
+            on_wait: called when a wait begins, with the run's folder and the error.
+            on_go_on: called when a wait has ended, with its length in seconds.
         """
         self._run_dir = run_dir
         self._place = self._look()
@@ -78,7 +78,8 @@ class EssentialWrites:
         self._end_requested.set()
 
     def do(self, write: Callable[[], Result]) -> Result:
-        """Call ``write`` until it succeeds; a partial write must have no effect.
+        """Call ``write``, again and again while the disk is full, until it succeeds; a partial write must have no
+        effect.
 
         Raises:
             CannotDecide: the run's folder is gone, or the job must end while the disk is full.

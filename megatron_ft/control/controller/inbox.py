@@ -1,4 +1,4 @@
-"""Queue of the controller's thread: items in order of arrival, each with its time of arrival."""
+"""Queue of inputs for the controller's thread, in order of arrival, each with its arrival time."""
 
 import queue
 import threading
@@ -13,7 +13,8 @@ from megatron_ft.framing import Message
 
 
 class Origin(NamedTuple):
-    """Position of an item in the sequence of a node's agent; it increases with each item."""
+    """Identity of an item that an agent delivered: node, session of the agent, and number of the item in the
+    session."""
 
     node: int
     session: int
@@ -22,26 +23,27 @@ class Origin(NamedTuple):
 
 @dataclass(slots=True)
 class Item:
-    """An item that an agent has delivered."""
+    """A report, registration or request that arrived in a call of an agent or an administrator."""
 
     origin: Origin | None
-    """None for items without a number, which have no effect when they are delivered twice."""
+    """None for a registration or request; it has no number, and no further effect if it is delivered twice."""
     content: Message
     report: Report | None = None
     """The parsed report in ``content``; None if it contains none."""
     arrived_seconds: float = 0.0
     """Arrival time on the controller's clock."""
     has_effect: threading.Event = field(default_factory=threading.Event)
-    """Set when the item has been processed. Each item has its own, so that only the call that waits for it wakes."""
+    """Set when the item has been processed. Each item has its own event, so that only the call that waits for this item
+    wakes."""
 
     def wait(self, timeout_seconds: float, sign_seconds: float, sign: Callable[[], None]) -> bool:
-        """Wait until this item, and thus all earlier ones, have been processed; return whether that was in time.
+        """Wait until this item and all earlier items have been processed; return False after ``timeout_seconds``.
 
         Args:
             sign: called every ``sign_seconds`` during the wait.
         """
         deadline = time.monotonic() + timeout_seconds
-        # A node whose call waits for a busy controller lives. Without signs the detector would lose it.
+        # A node whose call waits for a busy controller is alive; without these signs it would count as lost.
         while not self.has_effect.wait(min(sign_seconds, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 return False
@@ -55,12 +57,12 @@ class Posted:
 
     event: MachineEvent
     arrived_seconds: float
-    """Arrival time on the controller's clock. For a ``Tick``: everything that arrived before it has been processed."""
+    """Arrival time on the controller's clock. For a ``Tick``, all earlier arrivals have been processed."""
     number: int | None = None
 
 
 class Inbox:
-    """A queue from many threads to one. Arrival times follow the order of the queue."""
+    """A queue from many threads to one thread. Arrival times follow the order of the queue."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -69,7 +71,7 @@ class Inbox:
         self._arriving = threading.Lock()
         self._is_closed = False
         self._first: Item | Posted | None = None
-        """The first item, if ``take`` has examined it and left it in the queue."""
+        """The next item, if ``take`` has removed it from ``_queue`` but has not returned it yet."""
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,7 @@ class Inbox:
             return self._queue.get(timeout=max(0.0, until_seconds - self._clock())), until_seconds
         except queue.Empty:
             pass
-        with self._arriving:  # an item may have got its time and not yet its place
+        with self._arriving:  # an item may have its arrival time and not be in the queue yet
             now = max(self._clock(), until_seconds)
             return (None if self._queue.empty() else self._queue.get()), now
 

@@ -16,21 +16,21 @@ _OF_FIRST_ERROR = ("error", "traceback", "exit_code")
 
 @dataclass
 class JobResult:
-    """End of the job, or of a generation of it, with all information on every rank that failed."""
+    """Result of a job or of one of its generations, with details of every rank that has ended."""
 
     outcome: Outcome
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """Details of the ends of ranks, by their number at the start: ``number`` (in the membership), ``node, returncode,
-    at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``, as far as known."""
+    """Maps a rank's number at its start to details of how the rank ended, as far as known: ``number`` (in the
+    membership), ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
     survived: tuple[str, ...] = ()
     """Reason for the end of each earlier generation."""
     num_reforms: int = 0
     """Number of earlier generations after which ranks continued in their processes."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON; long texts are left out if thousands of ranks have failed."""
+        """Return JSON. Only the first failed rank keeps its long texts, because thousands of ranks may have failed."""
         details = {rank: self._shortened(rank, about) for rank, about in self.details.items()}
         content: dict[str, Any] = encode(replace(self, details=details))
         return content
@@ -43,7 +43,7 @@ class JobResult:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "JobResult":
-        """Inverse of ``to_json``."""
+        """Read the result of ``to_json``."""
         details = {int(rank): about for rank, about in content["details"].items()}
         found: JobResult = decode(cls, {**content, "details": {}})
         return replace(found, details=details)
@@ -52,7 +52,7 @@ class JobResult:
 def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -> None:
     """Add the report of a rank's end to ``about``, the rank's entry of ``JobResult.details``.
 
-    Only the first error counts: a rank that cannot survive raises a second one.
+    Only the first error counts, because a rank that cannot continue raises a second error.
     """
     if "error" in about:
         report = {name: value for name, value in report.items() if name not in _OF_FIRST_ERROR}

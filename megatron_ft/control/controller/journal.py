@@ -1,7 +1,7 @@
-"""Journal of what a controller has taken in: one that takes over does the same again and has the same state.
+"""Journal of a controller's inputs: a new controller reads it and reaches the same state.
 
-One JSON object a line; the first has the ``format``. An entry is in the file before anything follows from it, so that
-it outlives its writer; ``sync`` makes it outlive the machine.
+Each line is a JSON object; the first line contains the ``format``. An entry is written before it has any effect, so it
+survives the death of the controller; ``sync`` makes it survive a power failure.
 """
 
 import json
@@ -15,7 +15,7 @@ from megatron_ft.framing import Message
 from megatron_ft.strict_json import parse_json
 
 FORMAT = 2
-"""Rises when an entry changes its meaning; a journal of another format is refused."""
+"""Version of the format, increased when an entry changes its meaning; a journal of another version is refused."""
 
 Do = Callable[[Callable[[], None]], None]
 
@@ -25,16 +25,17 @@ def _at_once(write: Callable[[], None]) -> None:
 
 
 class Journal:
-    """Appends entries to one file. One writer at a time, see ``lease``."""
+    """Appends entries to one file. Only one process may write at a time, see ``lease``."""
 
     def __init__(self, path: Path, do: Do = _at_once) -> None:
-        """Open ``path``, or begin it, and remove a last line that was cut short; ``entries`` is what it holds.
+        """Open or create the journal at ``path``, remove an incomplete last line, and read the other lines into
+        ``entries``.
 
         Args:
-            do: carries out each write, again where it failed; see ``essential_writes``.
+            do: function that calls a write, again if it failed, see ``EssentialWrites.do``.
 
         Raises:
-            ControlError: another line is no JSON object, or another version of this package wrote the journal.
+            ControlError: a complete line is not a JSON object, or another version of this package wrote the journal.
         """
         content = path.read_bytes() if path.exists() else b""
         # The writer of half a line died before anything could follow from it.
@@ -43,7 +44,7 @@ class Journal:
         if lines and lines[0].get("format") != FORMAT:
             raise ControlError(
                 f"{path}: has format {lines[0].get('format', 1)}, must have format {FORMAT}: another version "
-                "wrote it; start the job again, it continues from its newest checkpoint"
+                "of this package wrote it; start the job again, which continues from its newest checkpoint"
             )
         self.entries = lines[1:]
         # Not O_APPEND: a write that failed in part is repeated at the same offset.
@@ -51,13 +52,14 @@ class Journal:
         os.ftruncate(self._descriptor, len(whole))
         self._num_bytes = len(whole)
         self._unsynced = b""
-        """The last bytes, which may not be on disk yet."""
+        """Bytes at the end of the file that may not be on disk yet."""
         self._do = do
         if not lines:
             self.append({"format": FORMAT})
 
     def first(self, name: str, value: float) -> float:
-        """The value that the job's first controller wrote under ``name``: ``value`` where this one is the first."""
+        """Return the value that the job's first controller wrote under ``name``; if this is the first one, write
+        ``value``."""
         for entry in self.entries:
             if name in entry:
                 return float(entry[name])
@@ -65,10 +67,10 @@ class Journal:
         return value
 
     def append(self, entry: Message) -> None:
-        """Write one entry; it outlives this process when this returns.
+        """Write one entry. It then survives the death of this process, but not yet a power failure.
 
         Raises:
-            OSError: the disk did not take it; nothing of it is in the file.
+            OSError: the entry could not be written; no part of it is in the file.
         """
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         self._do(lambda: self._write(self._num_bytes, line))
@@ -85,10 +87,10 @@ class Journal:
             raise
 
     def sync(self) -> None:
-        """Return when everything is on disk.
+        """Force all entries to the disk.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: an entry cannot be written.
         """
         self._do(self._sync)
         self._unsynced = b""

@@ -21,10 +21,10 @@ def launch_spec(
     resume_from: Path | None,
     working_dir: str,
 ) -> LaunchSpec:
-    """Specification of the ranks that start in a generation of the nodes ``members``. Later ones continue the run.
+    """Return the specification that is common to all ranks that start in ``generation`` on the nodes ``members``.
 
     Args:
-        stores: where nodes can serve the store of a membership; nodes on this machine need no entry.
+        stores: endpoints at which nodes can serve the rendezvous store; nodes on this machine need none.
     """
     store = stores.get(members[0])
     address = config.control.interface if store is None else store.address

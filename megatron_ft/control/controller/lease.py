@@ -1,8 +1,9 @@
-"""The lease of a run: one controller at a time has it, by a file in the run's folder.
+"""The lease of a run: a lock on a file in the run's folder, which one controller at a time can hold.
 
-A controller holds the lock of that file as long as it lives, so that no other one starts beside it, and has written a
-higher epoch into it than all before. Every answer it gives has that epoch. Agents refuse answers of an epoch below the
-highest they have seen, which fences a controller that was presumed dead; it also reads the file before it decides.
+A controller holds the lock as long as it lives, so no other controller of the run can start. It writes an epoch into
+the file that is higher than all earlier ones, and puts this epoch into every answer. Agents reject an answer with an
+epoch below the highest that they have seen, and a controller reads the file again before it decides. Both fence an old
+controller that was presumed dead.
 """
 
 import fcntl
@@ -21,7 +22,7 @@ class Lease:
     """The lease of one controller. It ends with the process, or with ``release``."""
 
     epoch: int
-    """Increases from 1 with each controller of the run."""
+    """Number of this controller, counted from 1 over all controllers of the run."""
     _path: Path
     _descriptor: int
 
@@ -35,7 +36,7 @@ class Lease:
             return True
 
     def release(self) -> None:
-        """Let another controller acquire it."""
+        """Release the lease, so that another controller can acquire it."""
         os.close(self._descriptor)
 
 
@@ -69,5 +70,5 @@ def _read(path: Path) -> int:
         content = file.read(_MAX_BYTES)
     text = content.strip()
     if text and not text.isdigit():
-        raise ControlError(f"{path}: must hold a number, holds {content!r}")
+        raise ControlError(f"{path}: must contain a number, contains {content!r}")
     return int(text or b"0")

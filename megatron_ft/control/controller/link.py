@@ -1,7 +1,7 @@
-"""The launcher's connection to the controller's process, which it starts again if it ends before the job.
+"""The launcher's connection to the controller's process, which the launcher replaces if it ends before the job.
 
-The launcher sends its events to the controller, and receives records of ranks and events of decisions. It passes each
-of them on exactly once, also if controllers are replaced.
+The launcher sends its events to the controller, and receives records of ranks and events of decisions. It passes on
+each record and event exactly once, also if the controller is replaced.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 MAX_FAILED_STARTS = 5
-"""Number of controllers in a row that may end without having sent anything."""
+"""Number of controllers in a row that may fail without having sent anything new."""
 # A new controller imports its modules and reads the whole journal before it sends anything.
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
@@ -45,11 +45,11 @@ class ControllerLink:
         silence_seconds: float,
         log: Path | None = None,
     ) -> None:
-        """``begin`` starts the controller.
+        """Store the settings; ``begin`` starts the controller.
 
         Args:
-            start: starts the process and gives it its spec and one end of a connection.
-            access_path: file for clients of the controller, mode 0600: address, epoch and process id.
+            start: starts the controller's process with its spec and the given end of a connection.
+            access_path: file (mode 0600) with the controller's address, epoch and process id, for its clients.
             access: further entries of that file.
             silence_seconds: a controller that sends nothing for so long (at least ``LEAST_SILENCE_SECONDS``, because
                 its start takes time) is killed.
@@ -66,7 +66,7 @@ class ControllerLink:
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
-        """Session and number of each node's last record."""
+        """Maps each node to session and number of its last record that was passed on."""
         self._to_grant: bytes | None = None
         """Content for the access file that has not been written yet."""
         self._num_events = 0
@@ -89,7 +89,7 @@ class ControllerLink:
         self._reader, self._num_told = FrameReader(mine), 0
 
     def run(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult:
-        """Serve until the job has ended; records of ranks and events go to the callbacks, in this thread.
+        """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_event`` for events.
 
         Raises:
             ControlError: several controllers in a row ended without progress.
@@ -98,7 +98,7 @@ class ControllerLink:
             try:
                 return self._serve(on_record, on_event)
             except _Gone as gone:
-                # It is dead before the rest is read: nothing can follow what is in the socket, and two never run at the
+                # The old controller is dead before the rest is read: nothing more can arrive, and two never run at the
                 # same time.
                 self._give_up(str(gone))
                 end = self._read_rest(on_record, on_event)

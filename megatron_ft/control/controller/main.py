@@ -1,9 +1,9 @@
 """The controller's process: ``python -m megatron_ft.control.controller.main``.
 
-It reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher has ended.
-Inputs are in the journal before they have any effect, so the launcher can replace the process at any time. A Unix
-socket connects it to the launcher: events come in; records and decisions go out, with numbers by which the launcher
-drops duplicates.
+The process reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher
+has ended. Inputs are in the journal before they have any effect, so the launcher can replace the process at any time. A
+Unix socket connects the process to the launcher. The process receives events, and sends records and decisions with
+numbers, by which the launcher drops duplicates.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 
 FOLDER = "control"
-"""Subfolder of the run's folder that contains the journal and ``epoch``."""
+"""Subfolder of the run's folder that contains the journal and the file ``epoch``."""
 JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSpec:
-    """Specification that the process reads from standard input."""
+    """Specification that the controller's process reads from standard input."""
 
     config: dict[str, Any]
     """JSON of ``JobConfig``."""
@@ -61,7 +61,7 @@ class ControllerSpec:
     launcher_descriptor: int
     """Descriptor of the connection to the launcher."""
     port: int = 0
-    """Port to serve at; 0 takes a free one. A new controller serves at the port of its predecessor."""
+    """Port of the service; 0 chooses a free one. A new controller uses the port of its predecessor."""
     runtime_dir: str | None = None
     """The folder of the job's sockets on this machine; the last process of the job removes it."""
 
@@ -92,12 +92,13 @@ class _Launcher:
         self.send({"op": "record", "record": record, "origin": origin})
 
     def event(self, event: Message) -> None:
-        """Send an event of a decision, with a number, because a new controller sends it again."""
+        """Send an event of a decision with its number: a new controller repeats it, and the launcher drops
+        duplicates."""
         self.send({"op": "event", "number": self._num_events, **event})
         self._num_events += 1
 
     def listen(self, post: Callable[[events.MachineEvent, int], None]) -> None:
-        """Receive the launcher's events (a thread)."""
+        """Pass each event of the launcher to ``post`` until the connection closes. Runs in a thread of its own."""
         reader, closed = FrameReader(self._socket), False
         while not closed:
             messages, closed = reader.pump()
@@ -110,7 +111,7 @@ class _Launcher:
 
 
 class ControllerProcess:
-    """A controller process: takes the lease and runs the controller until the job ends or another one takes over."""
+    """A controller process: takes the lease and runs the controller until the job ends or another one is in charge."""
 
     def __init__(self, spec: ControllerSpec) -> None:
         run_dir = Path(spec.run_dir)
@@ -234,9 +235,9 @@ def _num_lines(path: Path) -> int:
 
 
 def main() -> int:
-    """Entry of the controller's process."""
+    """Entry point of the controller's process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the launcher is asked to stop, and asks
+        signal.signal(number, signal.SIG_IGN)  # the launcher handles these signals and sends a request
     raise_descriptor_limit()
     line = read_line(sys.stdin.fileno())
     if not line.endswith(b"\n"):

@@ -21,12 +21,12 @@ _MAX_POLL_SECONDS = 30.0
 _LAST_ORDER_SECONDS = 5.0
 
 Members = Mapping[int, tuple[int, ...]]
-"""Generation to the nodes of its membership."""
+"""Maps each generation to the nodes of its membership."""
 
 
 class ControllerServer:
-    """Receives calls in gRPC's threads, passes their content to one other thread in order, and passes orders to
-    agents."""
+    """Receives calls in gRPC's threads, passes their content to the controller's thread in order, and gives agents
+    their orders."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ControllerServer:
         """Bind the service; ``open`` begins to serve.
 
         Args:
-            members: nodes of each generation; the controller adds to it.
+            members: nodes of each generation; the controller adds new generations.
             sign_of_life: called with the node of each call, and again while the call waits; safe in any thread.
             clock: the controller's clock, for arrival times.
             sign_seconds: interval between two calls of ``sign_of_life`` while a call waits.
@@ -104,23 +104,23 @@ class ControllerServer:
         """Post a request, and wait until it is in the journal, so that it survives this controller.
 
         Raises:
-            TimeoutError: it is not in the journal in time.
+            TimeoutError: the request is not in the journal in time.
         """
         asked = Item(None, {"op": "asked", "event": messages.event_to_json(event)})
         self._inbox.put([asked])
         if not asked.has_effect.wait(ACCEPT_SECONDS):
-            raise TimeoutError("the controller is busy")
+            raise TimeoutError(f"the controller did not process the request within {ACCEPT_SECONDS:g} s")
 
     def take(self, until_seconds: float) -> Item | Posted:
         """Return the next item, or a tick, see ``Inbox.take``."""
         return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:
-        """Admit an agent in place of an earlier one of its node; return whether it is new."""
+        """Register an agent, which replaces an earlier agent of its node; return False if it was registered already."""
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """Refuse later calls of a lost agent; return whether it was the present agent of its node."""
+        """Refuse later calls of a lost agent; return whether this changes anything, see ``AgentSessions.end``."""
         return self._sessions.end(node, process_id)
 
     def expects(self, origin: Origin) -> bool:
@@ -147,10 +147,10 @@ class ControllerServer:
             self._new_order.notify_all()
 
     def finish(self) -> None:
-        """Accept no more items: the job has ended.
+        """Accept no more items, because the job has ended.
 
-        Agents that the job did not start have no launcher that sees them end. When this returns, they have fetched
-        their last order, or had the time to.
+        If nodes start by themselves, no launcher ends their agents. Then wait until all agents have fetched the last
+        order, for a few seconds at most.
         """
         self._has_ended = True
         self._inbox.close()
@@ -183,7 +183,7 @@ class ControllerServer:
         item = Item(None, {"op": "joined", "join": encode(join)})
         self._inbox.put([item])
         if not item.wait(ACCEPT_SECONDS, self._sign_seconds, lambda: self._sign_of_life(node)):
-            raise TimeoutError(f"node {node}: the controller is busy")
+            raise TimeoutError(f"node {node}: the controller did not register it within {ACCEPT_SECONDS:g} s")
         session = self._sessions.of_process(node, process_id)
         return {"session": session.number, "after": session.first_order}
 
@@ -246,7 +246,7 @@ def check_report(policy: MembershipPolicy, members: Members, node: int, content:
     """Parse a report of a node's agent.
 
     Raises:
-        ControlError: it is malformed, or about a rank of another node.
+        ControlError: the report is malformed, or its rank, generation or position does not belong to the node.
     """
     report = decode_report(content)
     rank, generation = report.rank, report.generation

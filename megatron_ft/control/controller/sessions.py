@@ -1,4 +1,4 @@
-"""Registrations of agents at the controller, for each node one after the other."""
+"""Sessions of agents at the controller: each agent process that registers for a node begins a new one."""
 
 import threading
 from dataclasses import dataclass, field
@@ -9,22 +9,23 @@ from megatron_ft.errors import ControlError
 
 @dataclass
 class AgentSession:
-    """One agent process of a node, from its registration on."""
+    """Session of one agent process, from its registration until it is lost."""
 
     number: int
     process_id: int
     first_order: int
-    """Number of orders given before the registration; they are not for this agent."""
+    """Number of orders given before the registration; this agent does not receive them."""
     is_over: bool = False
-    """The agent was lost and may not register again."""
+    """Whether the agent was lost; it may not register again."""
     next_item: int = 0
     """Number of the first item that has not been processed."""
     next_arrival: int = 0
-    """Number of the first item that has not arrived; items from ``next_item`` to it wait for the controller."""
+    """Number of the first item that has not arrived. Items from ``next_item`` to this number wait for the
+    controller."""
     num_fetched: int = 0
-    """Number of orders when the agent last fetched some."""
+    """Number of orders that the agent had when it last fetched orders."""
     is_inherited: bool = False
-    """An earlier controller may have forwarded records of this agent that this controller does not know."""
+    """Whether an earlier controller may have forwarded records of this agent that this controller does not know."""
     newest_item: Item | None = None
     """The item that arrived last."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
@@ -53,9 +54,7 @@ class AgentSessions:
         """End the session of a node's agent process: its later calls are refused.
 
         Returns:
-            Whether this changes anything. It does if the process is the newest of its node and its session has not
-            ended, if the node has no session, or if ``process_id`` is None. If the newest session has ended, another
-            process id belongs to a process that has not registered, which counts too.
+            False if nothing changes: this process was lost before, or another process of the node has a living session.
         """
         session = self._sessions.get(node)
         if session is None:
@@ -65,7 +64,7 @@ class AgentSessions:
         return not was_over if process_id == session.process_id else is_newest or was_over
 
     def inherit(self) -> list[int]:
-        """Take over the sessions of the previous controller; return their nodes."""
+        """Take over the sessions of the previous controller; return the nodes whose session has not ended."""
         for session in self._sessions.values():
             session.is_inherited = True
         return [node for node, session in self._sessions.items() if not session.is_over]
@@ -81,7 +80,8 @@ class AgentSessions:
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """Return the process id of the living agent that this process replaces when it registers."""
+        """Return the process id of the living agent that this process replaces when it registers; None if there is
+        none."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
             return None
@@ -99,12 +99,12 @@ class AgentSessions:
         return session
 
     def find(self, node: int, number: int) -> AgentSession:
-        """Return the session of a call.
+        """Return the session with this number, if it is the present session of the node.
 
         Raises:
-            ControlError: the session has ended; the process then ends its ranks.
+            ControlError: the session has ended or was replaced; the calling agent then ends its ranks.
         """
         session = self._sessions.get(node)
         if session is None or session.number != number or session.is_over:
-            raise ControlError(f"node {node}: stale session {number}: another process has replaced it, or it was lost")
+            raise ControlError(f"node {node}: stale session {number}: this agent was lost or replaced")
         return session

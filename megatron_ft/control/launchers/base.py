@@ -1,4 +1,4 @@
-"""The protocol of launchers, which start, watch and stop the agents of a job, and their common code."""
+"""Protocol and common code of launchers, which start, watch and stop the agents of a job."""
 
 import contextlib
 import subprocess
@@ -18,7 +18,8 @@ from megatron_ft.control.node.ranks import last_line, size_of
 from megatron_ft.errors import ConfigError
 
 OnEnd = Callable[[str, int], None]
-"""Takes a description of how an agent ended, and its process id; called in another thread."""
+"""Function called in another thread when an agent has ended; takes a description of the end and the agent's process
+id."""
 
 _KEY = "launch.node_launcher"
 _PATHS = {
@@ -50,7 +51,7 @@ class NodeLauncher(Protocol):
     """
 
     starts_nodes: ClassVar[bool]
-    """Whether this launcher starts agents; otherwise nodes start by themselves with what ``publish`` gives them."""
+    """Whether this launcher starts agents; otherwise nodes start by themselves, with the data from ``publish``."""
     is_local: ClassVar[bool]
     """Whether agents run on this machine and share its fork server."""
 
@@ -59,24 +60,25 @@ class NodeLauncher(Protocol):
         """Return the address of this machine that the controller binds to."""
 
     def publish(self, context: LaunchContext, spec: AgentSpec) -> None:
-        """Prepare for a job whose run folder is claimed; publish what nodes need that start by themselves.
+        """Prepare for a job that has claimed its run folder, and publish the data by which nodes that start by
+        themselves join.
 
         Args:
             spec: spec of node 0; specs of other nodes differ only in values that their machine knows.
         """
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
-        """Start the agent of a node. If the node had one before, that ends first, and ``on_end`` is called for it.
+        """Start the agent of a node. An earlier agent of the node is ended first, and its ``on_end`` is called.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the agent cannot be started.
         """
 
     def stop(self, patience_seconds: float) -> None:
-        """Wait for all agents, end those that are left, and remove what was published."""
+        """Wait for all agents, end those that are left, and remove what ``publish`` has published."""
 
     def finish(self, exit_code: int, reason: str) -> None:
-        """Take in the result of the job."""
+        """Process the result of the job, e.g. to inform the scheduler."""
 
 
 def launcher_class(name: str) -> type[NodeLauncher]:
@@ -98,7 +100,7 @@ def open_launcher(config: JobConfig, variables: Mapping[str, str]) -> NodeLaunch
     """Make the launcher of a job.
 
     Raises:
-        ConfigError: it does not exist, or cannot be used here.
+        ConfigError: the launcher does not exist, or cannot be used here.
     """
     make: Callable[[JobConfig, Mapping[str, str]], NodeLauncher] = launcher_class(config.launch.node_launcher)
     return make(config, variables)

@@ -1,4 +1,4 @@
-"""``launch.node_launcher=local``: all nodes on this machine, with one fork server."""
+"""``launch.node_launcher=local``: runs all nodes on this machine, with one fork server."""
 
 import subprocess
 

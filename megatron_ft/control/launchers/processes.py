@@ -16,7 +16,7 @@ import megatron_ft
 
 @dataclass
 class Processes:
-    """Starts processes of a job on this machine and keeps their common settings."""
+    """Starts processes of a job on this machine with their common settings."""
 
     runtime_dir: Path
     log_dir: Path
@@ -36,11 +36,11 @@ class Processes:
         descriptors: Sequence[int] = (),
         through: Sequence[str] = (),
     ) -> Any:
-        """Start ``python -m module`` in a session of its own; it ends when its standard input closes.
+        """Start ``python -m module`` in a separate session; the process ends when its standard input closes.
 
         Args:
-            descriptors: further descriptors that it inherits.
-            through: a command that runs it, for example ``srun``.
+            descriptors: further descriptors that the process inherits.
+            through: command that runs this command, for example ``srun``.
         """
         with (self.log_dir / log).open("ab") as output:
             return subprocess.Popen(

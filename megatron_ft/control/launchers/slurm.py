@@ -1,4 +1,4 @@
-"""``launch.node_launcher=srun``: one node on each machine of the Slurm allocation that contains this process."""
+"""``launch.node_launcher=srun``: runs one node on each machine of the Slurm allocation that contains this process."""
 
 import dataclasses
 import subprocess
@@ -13,7 +13,7 @@ from megatron_ft.control.slurm.nodes import TERM_SECONDS, address_of, read_alloc
 
 
 class SlurmLauncher(ProcessLauncher):
-    """Starts each agent by ``srun``, as a job step of its own."""
+    """Starts each agent with ``srun``, as a separate job step."""
 
     term_seconds = TERM_SECONDS
 

@@ -64,7 +64,7 @@ class SlurmArrayLauncher:
 
 
 def read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
-    """Read the array that contains this process; its nodes start by themselves and have no names here.
+    """Read the Slurm array that contains this process. The result has no hosts, because nodes start by themselves.
 
     Args:
         most_nodes: largest number of nodes, spares included.
@@ -79,5 +79,5 @@ def read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
     count, first, last = (int(number) for number in numbers)
     if (count, first, last) != (most_nodes, 0, most_nodes - 1):
         wanted = f"needs an array of {most_nodes} tasks, --array=0-{most_nodes - 1}, one for each node and spare"
-        raise ConfigError.of(_KEY, "none", f"{wanted}; array {job} has {count} tasks, {first} to {last}")
+        raise ConfigError.of(_KEY, "none", f"{wanted}; the tasks of array {job} are {first} to {last} ({count})")
     return Allocation(job, ())

@@ -1,8 +1,8 @@
-"""Ranks that ``torchrun`` or ``srun`` started, read from their environment variables. Pure.
+"""Reads the rank of a process that ``torchrun`` or ``srun`` started, from its environment variables. Pure.
 
 Sources: PyTorch's documentation of torchrun (section "Environment Variables"), the manual page srun(1) (section
-"OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``: its ``ft_launcher`` is
-torchrun's successor and sets torchrun's variables and two of its own.
+"OUTPUT ENVIRONMENT VARIABLES"), nvidia-resiliency-ext 0.4.1, ``fault_tolerance/launcher.py``, whose ``ft_launcher``
+extends torchrun and sets two variables in addition to torchrun's.
 """
 
 import re
@@ -19,7 +19,7 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """A rank that another launcher started. ``attempt`` counts the restarts that its node took part in."""
+    """A rank that another launcher started. ``attempt`` is the number of restarts in which its node took part."""
 
     launcher: str
     rank: int
@@ -31,11 +31,11 @@ class RankEnvironment:
     job_id: str
     attempt: int = 0
     max_restarts: int = 0
-    """Number of times that the launcher restarts all ranks."""
+    """Largest number of times that the launcher restarts all ranks."""
     store_is_served: bool = False
     """Whether the launcher already serves a ``TCPStore`` at the master's address, which outlives an attempt."""
     program: str = ""
-    """The launcher's own name: ``ft_launcher`` works like ``torchrun``."""
+    """Name of the command: ``torchrun``, ``ft_launcher`` (which works like torchrun) or ``srun``."""
 
     @property
     def node(self) -> int:
@@ -48,16 +48,16 @@ class RankEnvironment:
         return self.world_size // self.local_world_size
 
     def summary(self) -> str:
-        """Describe this start, and the consequence of a lost rank."""
+        """Describe the launcher of this rank, and the consequence of a lost rank."""
         then = "ends the job step (srun --kill-on-bad-exit=1)"
         if self.launcher == "torchrun":
             then = (
-                f"makes {self.program} start all ranks again from the newest checkpoint, at most "
-                f"{self.max_restarts} times"
+                f"makes {self.program} start all ranks again from the newest checkpoint "
+                f"(max_restarts={self.max_restarts})"
             )
             then = then if self.max_restarts else "ends the job"
         return (
-            f"this process is a rank of {self.program}: {self.num_nodes} nodes x {self.local_world_size} ranks. "
+            f"this process is a rank of {self.program}. Ranks: {self.world_size}, per node: {self.local_world_size}. "
             f'There is no controller and no agent: the loss of a rank {then} (docs/launch.md, section "Other '
             'launchers")'
         )
@@ -71,14 +71,14 @@ def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
     would start over in another folder.
 
     Raises:
-        ConfigError: the configuration does not name it.
+        ConfigError: the configuration does not name the run, or has ``run.resume=never``.
     """
     # A single start never has to find the run again, and a store that outlives the attempt remembers its name.
     if environment.store_is_served or not (environment.max_restarts or environment.attempt):
         return
     reason = (
-        f"{environment.program} restarts ranks (start {environment.attempt}, {environment.max_restarts} "
-        "restarts), and its store does not survive to keep the run's name"
+        f"{environment.program} may restart the ranks (restarts: {environment.attempt}, limit: "
+        f"{environment.max_restarts}), and its store does not keep the run's name until then"
     )
     if run.name is None:
         raise ConfigError.of("run.name", "null", f"must be given, with run.resume=auto: {reason}")
@@ -139,7 +139,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
     per_node = expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_node) != len(nodes) or sum(per_node) != world_size:
         raise ConfigError.of(
-            _KEY, "srun", f"{len(nodes)} nodes and {world_size} tasks contradict the tasks per node {per_node}"
+            _KEY, "srun", f"nodes: {len(nodes)}, tasks: {world_size}; this contradicts the tasks per node: {per_node}"
         )
     if len(set(per_node)) != 1:
         raise ConfigError.of(
@@ -167,9 +167,10 @@ def _check(environment: RankEnvironment) -> None:
             raise ConfigError.of(_KEY, environment.launcher, constraint)
 
     rank, world_size, local = environment.rank, environment.world_size, environment.local_world_size
+    per_node = f"{local} (ranks per node)"
     require(world_size >= 1 and 0 <= rank < world_size, f"rank {rank} must lie within world size {world_size}")
-    require(local >= 1 and world_size % local == 0, f"world size {world_size} must be a multiple of {local} per node")
-    require(0 <= environment.local_rank < local, f"local rank {environment.local_rank} must be below {local} per node")
+    require(local >= 1 and world_size % local == 0, f"world size {world_size} must be a multiple of {per_node}")
+    require(0 <= environment.local_rank < local, f"local rank {environment.local_rank} must be below {per_node}")
     require(
         # ``node`` divides the rank by the ranks per node, which is wrong for tasks that are dealt cyclically.
         rank % local == environment.local_rank,
@@ -179,10 +180,10 @@ def _check(environment: RankEnvironment) -> None:
 
 
 def expand_nodelist(name: str, text: str) -> list[str]:
-    """Expand a Slurm nodelist, e.g. ``a[01-03,7],b`` to ``a01 a02 a03 a7 b``, in its order.
+    """Expand a Slurm nodelist, e.g. ``a[01-03,7],b`` to ``a01 a02 a03 a7 b``, in the order of the list.
 
     Args:
-        name: source of the text, e.g. the variable.
+        name: where the text comes from, e.g. an environment variable; used in messages.
 
     Raises:
         ConfigError: the text is not a nodelist.
@@ -229,7 +230,7 @@ def expand_counts(name: str, text: str) -> list[int]:
     """Expand Slurm's tasks per node, e.g. ``2(x3),1`` to ``2 2 2 1``.
 
     Args:
-        name: source of the text, e.g. the variable.
+        name: where the text comes from, e.g. an environment variable; used in messages.
 
     Raises:
         ConfigError: the text is not such a list.

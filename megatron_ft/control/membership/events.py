@@ -1,7 +1,7 @@
 """Machine events: everything that can happen to a job, as input of the state machine.
 
-Ranks have the number ``node * ranks_per_node + local_rank`` during the whole job, whatever number memberships give
-them. ``at_seconds`` is the wall clock of the machine that saw the event, in seconds since 1970.
+A rank has the number ``node * ranks_per_node + local_rank`` during the whole job, also if its number in a membership
+differs. ``at_seconds`` is the time of the event in seconds since 1970, on the machine that observed the event.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megatron_ft.planning.recovery.target import Position
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node's agent registered: at the start, or to join the running job."""
+    """A node's agent registered with the controller, at the start of the job or to join the running job."""
 
     node: int
 
@@ -25,7 +25,7 @@ class NodeLost:
     at_seconds: float
     detail: str = ""
     process_id: int | None = None
-    """Process id of the agent, if known: the loss of an earlier agent is stale."""
+    """Process id of the agent, if known. The event is ignored if the node has a newer agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class RankReported:
 
 @dataclass(frozen=True, slots=True)
 class RankRaised:
-    """A rank is about to end with an exception in ``iteration``; ``final``: another attempt would fail in the same
-    way."""
+    """A rank is about to end with an exception in ``iteration``. ``final`` means that another attempt would fail in the
+    same way."""
 
     rank: int
     at_seconds: float
@@ -49,8 +49,8 @@ class RankRaised:
 @dataclass(frozen=True, slots=True)
 class RankBroken:
     """A rank's iteration ended with an error, probably because other ranks are gone; the rank waits for the next
-    membership. ``final``: another attempt would fail in the same way. ``planned``: there is no error; the rank waits at
-    the boundary at which the membership changes."""
+    membership. ``final`` means that another attempt would fail in the same way. ``planned`` means that there is no
+    error: the rank waits at the boundary where the membership changes."""
 
     rank: int
     position: Position
@@ -62,8 +62,8 @@ class RankBroken:
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """A rank's process ended; ``returncode`` is negative for a signal; ``done``: its work was finished. ``iteration``
-    is the last one that it reached, 0 before the first."""
+    """A rank's process ended. ``returncode`` is negative if a signal killed the process, ``done`` means that the rank
+    had finished its work, and ``iteration`` is the last iteration that it reached (0 before the first)."""
 
     rank: int
     returncode: int
@@ -74,7 +74,7 @@ class RankExited:
 
 @dataclass(frozen=True, slots=True)
 class RankHung:
-    """A rank lives but does not answer and must be killed. ``detail`` names the evidence."""
+    """A rank's process exists but is unresponsive and must be killed. ``detail`` describes what was observed."""
 
     rank: int
     at_seconds: float
@@ -84,7 +84,7 @@ class RankHung:
 
 @dataclass(frozen=True, slots=True)
 class JobHung:
-    """No rank makes progress, and none is behind the others."""
+    """No rank makes progress, although all have reached the same phase."""
 
     at_seconds: float
     detail: str
@@ -92,7 +92,7 @@ class JobHung:
 
 @dataclass(frozen=True, slots=True)
 class AddRequested:
-    """An operator requests that a node that is not a member is started and joins."""
+    """An operator asks the job to start a node that is not a member, so that it joins."""
 
     node: int
 
@@ -106,7 +106,7 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The job must stop after the iteration."""
+    """The job must stop after the present iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ class KillRequested:
 
 
 @dataclass(frozen=True, slots=True)
-# The machine reads no clock: a deadline passes only with an event. So a second reading of the journal meets the same
-# deadlines.
+# The state machine reads no clock: a deadline passes only with an event. So a second reading of the journal meets the
+# same deadlines.
 class Tick:
-    """Time passed."""
+    """Time has passed, so the state machine checks its deadlines."""
 
 
 MachineEvent = (

@@ -1,9 +1,10 @@
 """Rules for nodes that join a running job or leave it on request.
 
-A node that is not a member is wanted when its agent registers, or when an operator adds it. Its ranks are started
-(``START_NODES``) and wait until all have connected. When the first node has waited for ``join_window_seconds``, or a
-member is to leave, the members are ordered to stop at a boundary (``CHANGE``). When all have stopped, the next
-membership begins (``reconfigure``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
+A node that is not a member is to join (``is_wanted``) when its agent registers or an operator adds it. Its ranks are
+then started (``START_NODES``), and the node waits when all of them have connected. When the first such node has waited
+for ``join_window_seconds``, or a member is to leave, the members are ordered to stop at an iteration boundary
+(``CHANGE``). When all members have stopped, the next membership begins (``reconfigure``). Nodes beyond ``most_members``
+wait as spares until a member is lost or leaves.
 """
 
 from dataclasses import replace
@@ -23,13 +24,13 @@ from megatron_ft.control.membership.state import (
 )
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Pause after a node's first failed start; it doubles with each further loss or failed start in a row."""
+"""Pause before a node is started again after its first failed start; each further failure in a row doubles it."""
 LONGEST_PAUSE_SECONDS = 30.0
 _NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
 
 
 def register(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Register a node's agent."""
+    """Record that a node's agent has registered."""
     nodes = state.nodes.change(
         node,
         agent=AgentState.REGISTERED,
@@ -41,7 +42,7 @@ def register(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def add(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that an operator wants a node to join, however often it was lost before."""
+    """Record that an operator wants a node to join, regardless of how often it was lost before."""
     # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
     nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
     return replace(state, nodes=_want(policy, nodes, node))
@@ -56,21 +57,22 @@ def _want(policy: MembershipPolicy, nodes: Nodes, node: int) -> Nodes:
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
-    """Return the number of losses in a row of a node that is lost, when the job continues after ``iteration``."""
+    """Return how often a node has now been lost in a row, if the job continues after ``iteration``."""
     # A node that has trained for so long was lost for a new reason. Only losses in quick succession are repetitions.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
 
 
 def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
-    """Whether a lost node is started again."""
+    """Whether the policy allows to start a lost node again."""
     return policy.restart_lost_nodes and record.num_losses <= policy.max_node_restarts
 
 
 def fail_start(
     policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1
 ) -> State:
-    """Count a failed start as one or several losses; the node is started again after a pause, as often as allowed."""
+    """Count a failed start as ``num_losses`` losses; the node is started again after a pause unless it was lost too
+    often."""
     num_losses += state.nodes[node].num_losses
     # Without the pause, a disturbance of a few seconds uses up all starts, and the node never returns.
     pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
@@ -82,7 +84,7 @@ def fail_start(
 
 
 def give_up_agent(policy: MembershipPolicy, state: State, node: int, now: Moment) -> State:
-    """Count an agent that does not register as a failed start; the next start ends it."""
+    """Count an agent that did not register in time as a failed start; the next start of its node ends this agent."""
     late = f"its agent did not register (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
     state = fail_start(policy, state, node, late, now)
     return replace(state, nodes=state.nodes.change(node, agent=AgentState.LOST, has_unregistered_agent=True))
@@ -91,7 +93,7 @@ def give_up_agent(policy: MembershipPolicy, state: State, node: int, now: Moment
 def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
     """Record that a node's agent has ended, and its ranks with it."""
     record = state.nodes[node]
-    if record.has_unregistered_agent:  # counted when it was given up; the agent after it has not been started before
+    if record.has_unregistered_agent:  # its failed start was counted when it was given up
         return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
     # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
     # started for ever.
@@ -108,7 +110,7 @@ def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str, n
 
 
 def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> State:
-    """Record that a rank has connected; a joining node is ready when all its ranks have."""
+    """Record that a rank has connected; a joining node is ready when all its ranks have connected."""
     state = replace(state, connected=state.connected | {rank})
     node = policy.node_of(rank)
     is_starting = state.nodes[node].state is NodeState.STARTING
@@ -127,7 +129,7 @@ def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str, no
 
 
 def drain(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that a member has to leave, unless this is impossible."""
+    """Record that a member has to leave, unless ``refuse_drain`` gives a reason against it."""
     if refuse_drain(policy, state, node) is not None:
         return state
     return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
@@ -136,48 +138,47 @@ def drain(policy: MembershipPolicy, state: State, node: int) -> State:
 def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | None:
     """Return the reason why a node cannot leave; None if it can."""
     if state.phase in _NOT_ALIVE or state.interrupted:
-        return f"the job is {'stopping' if state.interrupted else state.phase.value}"
+        return f"no node can leave while the job is {'stopping' if state.interrupted else state.phase.value}"
     if not state.nodes.is_member(node):
         return f"node {node} is not a member"
     if policy.keeps_layout:
-        return "recovery.keep_layout=true: the layout needs every node; only a lost node is replaced"
+        return "recovery.keep_layout=true: no node can leave on request, because the layout needs every node"
     if state.nodes[node].state is NodeState.DRAINING:
         return f"node {node} is leaving already"
     # Nodes that are leaving count as gone: several drains together must not go below the minimum.
     num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
     if num_left < policy.fewest_nodes:
-        return f"only {num_left} nodes would remain, fewer than recovery.min_nodes={policy.fewest_nodes}"
+        return f"the number of nodes that would remain is {num_left}, below recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
 def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
     """Return the reason why a node cannot be added; None if it can."""
     if state.phase in _NOT_ALIVE or state.interrupted:
-        return f"the job is {'stopping' if state.interrupted else state.phase.value}"
+        return f"no node can join while the job is {'stopping' if state.interrupted else state.phase.value}"
     if not policy.may_lose_nodes:
         return (
-            f"recovery.min_nodes={policy.min_nodes} and nodes.max_nodes={policy.max_nodes}: no node can join this job"
+            f"recovery.min_nodes={policy.min_nodes} and nodes.max_nodes={policy.max_nodes} fix the number of nodes, so "
+            "no node can join"
         )
     if state.nodes.is_member(node):
-        return f"node {node} is a member"
+        return f"node {node} is a member already"
     if node in state.nodes.waiting or state.nodes[node].is_wanted:
         return f"node {node} is waiting to join already"
     if not policy.starts_nodes and node not in state.nodes.registered:
-        return (
-            f"node {node} has no process, and launch.node_launcher=none starts none; start it, and it joins by itself"
-        )
+        return f"node {node} has no agent, and launch.node_launcher=none cannot start one; start the node, and it joins"
     return None
 
 
 def admitted(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
-    """Return the nodes that join the next membership beside ``num_staying`` members: those that waited longest,
-    ascending."""
+    """Return the ready nodes for which the next membership has places beside ``num_staying`` members, ascending. Nodes
+    that became ready first are preferred."""
     ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
     return tuple(sorted(ready[: max(0, policy.most_members - num_staying)]))
 
 
 def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """Return the next step about nodes that join or leave, while the members train."""
+    """Return the next step for nodes that join or leave while the members train; None if there is nothing to do."""
     if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
         return None
     if not policy.may_lose_nodes or not ranks_of_all(policy, state.members).isdisjoint(state.gone):
@@ -186,7 +187,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
-    """Set the time at which ``decide`` has its next step."""
+    """Set the time at which ``decide`` must be called next if no event arrives."""
     if state.phase not in TRAINING:
         return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
     # An event yields one step. Where another step is due already, a tick makes it at once.
@@ -201,12 +202,13 @@ def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
 
 
 def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """Return the next step about nodes outside the membership."""
+    """Return a step that kills or starts ranks outside the membership; None if there is nothing to do."""
     return _kill(policy, state, now) or _start(policy, state, now)
 
 
 def _unregistered(policy: MembershipPolicy, state: State) -> list[NodeRecord]:
-    """Nodes whose agent was started by the job and has not registered; those that come by themselves have no limit."""
+    """Return the nodes whose agent the job has started but which has not registered; empty if nodes start by
+    themselves."""
     return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if policy.starts_nodes else []
 
 
@@ -220,19 +222,19 @@ def _give_up_agents(policy: MembershipPolicy, state: State, now: Moment) -> Step
         return None
     for node in late:
         state = give_up_agent(policy, state, node, now)
-    return Step(state, Decision.WAIT, f"the processes of nodes {late} did not register")
+    return Step(state, Decision.WAIT, f"the agents of nodes {late} did not register in time")
 
 
 def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     for record in state.nodes.joining:
         is_due = now.arrived_seconds >= record.since_seconds + policy.start_timeout_seconds
         if record.state is NodeState.STARTING and is_due:
-            late = f"not all of its ranks reported (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
+            late = f"not all ranks connected in time (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
             state = _dismiss(policy, state, record.node, late, now)
     dismissed = tuple(sorted(state.nodes.dismissed))
     if not dismissed:
         return None
-    reason = f"nodes {list(dismissed)} do not join: a rank ended or did not report in time"
+    reason = f"nodes {list(dismissed)} do not join: a rank ended or did not connect in time"
     state = replace(state, nodes=state.nodes.change(dismissed, is_dismissed=False))
     return Step(state, Decision.KILL_NODES, reason, nodes=dismissed)
 

@@ -1,7 +1,7 @@
-"""A pure state machine: who belongs to the job, and what happens next.
+"""A pure state machine that decides which nodes belong to the job, and what happens next.
 
-Machine events (``events``) and a clock go in; a new state, a decision and its reason come out. No clock, file or socket
-is read here: the controller supplies real time; tests and simulations supply virtual time.
+The input is a machine event (``events``) and the time; the output is a new state, a decision and its reason. The module
+reads no clock, file or socket: the controller supplies real time, tests and simulations supply virtual time.
 """
 
 import signal
@@ -40,10 +40,10 @@ from megatron_ft.control.membership.state import (
     ranks_of_all,
 )
 
-_REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "asked to stop"}
+_REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "the job was asked to stop"}
 
 Transition = Callable[[MembershipPolicy, State, MachineEvent, Moment], Step | None]
-"""Takes the state after the event was recorded; returns the step, or None if the rule does not apply."""
+"""A rule: takes the state after the event was recorded, and returns a step, or None if the rule does not apply."""
 
 
 def initial(policy: MembershipPolicy, now_seconds: float) -> State:
@@ -62,9 +62,9 @@ def advance(
     """Record one event and decide by the first of ``TRANSITIONS`` that applies.
 
     Args:
-        now_seconds: the controller's monotonic clock.
-        arrived_seconds: time of the event's arrival, on the same clock. For a ``Tick``: everything that arrived before
-            it has been processed. Default: ``now_seconds``.
+        now_seconds: present time on the controller's monotonic clock.
+        arrived_seconds: time of the event's arrival, on the same clock. For a ``Tick``, all events that arrived
+            before this time have been processed. Default: ``now_seconds``.
     """
     now = Moment(now_seconds, now_seconds if arrived_seconds is None else arrived_seconds)
     if state.phase is Phase.ENDED:
@@ -106,7 +106,8 @@ def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost, now: Moment) -> State:
     node, detail = event.node, event.detail
     state = joining.lose_agent(policy, state, node, detail, now)
-    if state.phase is Phase.FORMING and not policy.starts_nodes:  # it may come back, as others may still come
+    # The job waits for nodes that start by themselves, so this one may register again.
+    if state.phase is Phase.FORMING and not policy.starts_nodes:
         return replace(state, nodes=state.nodes.change(node, was_registered=False))
     if not state.nodes.is_member(node):
         return state
@@ -122,7 +123,7 @@ def _observe_rank(
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
             return state
-        return joining.lose_rank(policy, state, rank, f"its rank {rank} {describe_returncode(event.returncode)}", now)
+        return joining.lose_rank(policy, state, rank, f"rank {rank} {describe_returncode(event.returncode)}", now)
     name = f"rank {policy.number_among(state.members, rank)}"
     is_lost = node in state.nodes.lost
     match event:
@@ -156,8 +157,8 @@ def _observe_rank(
 
 
 def _fail(state: State, failure: Failure) -> State:
-    # Add a death. Deaths that the controller caused do not count, and a rank dies only once.
-    # A rank that raises reports its error and later its exit: both are one death.
+    # Add a failure. Failures that the controller caused do not count, and each rank counts once: a rank that raises
+    # reports its error and later its exit.
     known = any(old.rank == failure.rank and old.node == failure.node for old in state.failures)
     if state.phase is Phase.KILLING or known:
         return state
@@ -188,8 +189,8 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 
 def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
-    """Return nodes on which ranks can be started again, at most as many as a membership has: healthy members first,
-    ascending. In a job that keeps its layout they are ordered by place."""
+    """Return the nodes for a restart of all ranks, at most ``most_members``; members that were not lost come first. The
+    result is ascending, or ordered by place in a job that keeps its layout."""
     if policy.keeps_layout:
         return replacing.restartable(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
@@ -259,7 +260,7 @@ def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
         return None
-    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "killed on request")
+    return _killing(policy, state, now, "the ranks did not stop in time" if overdue else "killed on request")
 
 
 def _killing(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
@@ -282,11 +283,11 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     deadline = now.seconds + policy.stop_timeout_seconds
     if state.phase is not Phase.CHANGING:
         state = replace(state, phase=Phase.STOPPING, deadline_seconds=deadline)
-        return Step(state, Decision.STOP, "asked to stop")
+        return Step(state, Decision.STOP, "the job was asked to stop")
     # Ranks may stand at the boundary already: the next membership begins first, and stops at once.
     if state.deadline_seconds is None:
         state = replace(state, deadline_seconds=deadline)
-        return Step(state, Decision.WAIT, "asked to stop while ranks finish the iteration before a change of nodes")
+        return Step(state, Decision.WAIT, "the job was asked to stop during a change of nodes")
     return None
 
 
@@ -319,14 +320,14 @@ def _start(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mom
     nodes = state.nodes.change(state.members, has_ranks=True)
     deadline = now.seconds + policy.start_timeout_seconds
     state = replace(state, phase=Phase.STARTING, nodes=nodes, deadline_seconds=deadline)
-    return Step(state, Decision.START, f"all {len(state.members)} nodes joined")
+    return Step(state, Decision.START, f"the agents of all nodes have registered: {len(state.members)}")
 
 
 def _run(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
     if state.phase is not Phase.STARTING or not state.connected >= ranks_of_all(policy, state.members):
         return None
     state = replace(state, phase=Phase.RUNNING, deadline_seconds=None)
-    return Step(state, Decision.WAIT, f"all {len(state.members) * policy.ranks_per_node} ranks reported")
+    return Step(state, Decision.WAIT, f"all ranks have connected: {len(state.members) * policy.ranks_per_node}")
 
 
 def _join_or_leave(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
@@ -339,14 +340,14 @@ TRANSITIONS: tuple[Transition, ...] = (
     _end,  # all ranks are gone, or none was started
     _end_without_exits,  # ranks were killed, and their exits are overdue
     _kill,  # a stop is overdue, or an operator wants the end at once
-    # ``reconfigure`` decides about deaths that the job may survive; after ``_stop`` it would not see any.
+    # ``reconfigure`` handles failures that the job may survive; after ``_stop`` it would not see any.
     _continue_without,  # the job may lose nodes: break the membership, collect positions, begin the next one
-    _stop,  # a death that the job does not survive, or an operator wants the job to stop
+    _stop,  # a failure that the job does not survive, or an operator wants the job to stop
     _shorten_stop,
     _time_out,  # nodes or ranks did not report in time
     _start,  # FORMING -> STARTING: all nodes are registered
     _run,  # STARTING -> RUNNING: all ranks have connected
-    _join_or_leave,  # nodes to start, to kill, to let in or to let leave while the members train
+    _join_or_leave,  # starts, kills, admits or releases nodes while the members train
 )
 """The rules in order of priority: the first one that applies decides."""
 

@@ -1,4 +1,4 @@
-"""One record per node with everything that is known of it."""
+"""Records of what the state machine knows about each node."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,18 +11,18 @@ class NodeState(Enum):
     """Relation of a node to the job."""
 
     ABSENT = "absent"
-    """Its ranks are not in the membership and do not wait to join it."""
+    """The node's ranks are not in the membership and do not wait to join it."""
     STARTING = "starting"
-    """Its ranks are being started and will join."""
+    """The node's ranks are being started and will join."""
     READY = "ready"
-    """All its ranks have connected and wait to join."""
+    """All ranks of the node have connected and wait to join."""
     MEMBER = "member"
     DRAINING = "draining"
-    """It is a member and leaves at the next change."""
+    """The node is a member and leaves at the next change of the membership."""
     LOST = "lost"
-    """The job continues without it."""
+    """The node was lost; the job continues without it."""
     LEFT = "left"
-    """It has left on request."""
+    """The node has left on request."""
 
 
 class AgentState(Enum):
@@ -38,41 +38,42 @@ class AgentState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A node, identified by a number that never changes."""
+    """Record of a node; its number never changes."""
 
     node: int
     state: NodeState = NodeState.ABSENT
     agent: AgentState = AgentState.UNKNOWN
     was_registered: bool = False
-    """Its agent has registered at some time."""
+    """Whether the node's agent has ever registered."""
     is_wanted: bool = False
-    """Whether the node shall be started and join."""
+    """Whether the job is to start the node's ranks and let them join."""
     is_dismissed: bool = False
     """Whether the start of the node has failed, so that its remaining ranks must be killed."""
     has_ranks: bool = False
-    """Its ranks were started; they may have ended since."""
+    """Whether the node's ranks were started; they may have ended since."""
     since_seconds: float = 0.0
-    """Time at which its ranks were started (``STARTING``) or became ready (``READY``), on the controller's clock."""
+    """Controller's clock when the node's ranks were started (``STARTING``) or became ready (``READY``)."""
     queue_number: int = 0
-    """Position among joining nodes; increases when a node is started and when it becomes ready."""
+    """Position in the queue of joining nodes; a node moves to the end when it is started, and again when it is
+    ready."""
     is_announced: bool = False
-    """The other ranks were informed of its loss."""
+    """Whether the other ranks were informed that this node is lost."""
     is_counted: bool = False
-    """``num_losses`` includes its loss in this generation."""
+    """Whether ``num_losses`` includes the node's loss in this generation."""
     was_draining: bool = False
-    """It was to leave when it was lost."""
+    """Whether the node was ``DRAINING`` when it was lost."""
     leaves_now: bool = False
-    """It leaves by the change that was ordered in this generation."""
+    """Whether the node leaves in the change that was ordered in this generation."""
     joined_iteration: int = 0
-    """Iteration after which it last joined."""
+    """Iteration after which the node joined the job most recently."""
     agent_since_seconds: float = 0.0
-    """Time on the controller's clock at which the start of its agent was ordered."""
+    """Controller's clock when the start of the node's agent was ordered."""
     has_unregistered_agent: bool = False
     """Whether an agent that did not register in time may still run."""
     not_before_seconds: float = 0.0
-    """Time on the controller's clock before which it is not started again after a failed start."""
+    """Earliest time on the controller's clock at which the node may be started again after a failed start."""
     num_losses: int = 0
-    """Losses and failed starts in a row; ``SETTLED_ITERATIONS`` iterations of training reset the count."""
+    """Number of losses and failed starts in a row; ``SETTLED_ITERATIONS`` iterations of training reset it."""
 
 
 _JOINING = (NodeState.STARTING, NodeState.READY)
@@ -85,9 +86,8 @@ class Nodes:
     """The records of all nodes, and which of them are members. Immutable; derived values are cached."""
 
     members: tuple[int, ...] = ()
-    """Nodes of this generation: ascending, or by place in a job that keeps its layout. A lost member stays in the
-    list until the next membership; if it is ``STARTING`` or ``READY``, its ranks were started again to take its own
-    place."""
+    """Nodes of this generation, ascending; in a job that keeps its layout, the node at each place. A lost member stays
+    in the list until the next membership, also if its ranks have been started again (``STARTING``, ``READY``)."""
     records: tuple[NodeRecord, ...] = ()
     """Records by node number; nodes beyond the last record are ``ABSENT``."""
 
@@ -101,7 +101,7 @@ class Nodes:
         return self.records[node] if node < len(self.records) else NodeRecord(node)
 
     def change(self, nodes: int | Iterable[int], **changes: Any) -> "Nodes":
-        """Return the nodes with other fields in the records of ``nodes``."""
+        """Return a copy with the fields ``changes`` in the records of ``nodes``."""
         numbers = (nodes,) if isinstance(nodes, int) else tuple(nodes)
         records = list(self.records)
         records += [NodeRecord(node) for node in range(len(records), max(numbers, default=-1) + 1)]
@@ -110,7 +110,7 @@ class Nodes:
         return Nodes(self.members, tuple(records))
 
     def lose(self, nodes: Iterable[int]) -> "Nodes":
-        """Return the nodes with the living members among ``nodes`` marked as lost."""
+        """Return a copy in which those of ``nodes`` that are members are marked as lost."""
         found = self
         for node in nodes:
             record = found[node]
@@ -121,7 +121,7 @@ class Nodes:
         return found
 
     def restore_members(self) -> "Nodes":
-        """Return the nodes with lost members counted as living again."""
+        """Return a copy in which lost members are members again."""
         found = self
         for node in self.members:
             if node in self.lost:
@@ -140,7 +140,7 @@ class Nodes:
 
     @cached_property
     def joining(self) -> tuple[NodeRecord, ...]:
-        """Return the joining nodes in the order in which they were started, then in which they became ready."""
+        """Return the joining nodes in the order of their queue numbers."""
         return tuple(sorted([r for r in self.records if r.state in _JOINING], key=lambda record: record.queue_number))
 
     @cached_property
@@ -150,13 +150,13 @@ class Nodes:
 
     @cached_property
     def lost(self) -> frozenset[int]:
-        """Return the lost nodes, also members whose ranks were started again since."""
+        """Return the lost nodes, including members whose ranks have been started again since they were lost."""
         lost = {record.node for record in self.records if record.state is NodeState.LOST}
         return frozenset(lost | (self.waiting & set(self.members)))
 
     @cached_property
     def announced(self) -> frozenset[int]:
-        """Return the lost nodes whose loss the other ranks were informed of."""
+        """Return the lost nodes of whose loss the other ranks have been informed."""
         return frozenset({node for node in self.lost if self.records[node].is_announced})
 
     @cached_property
@@ -166,12 +166,12 @@ class Nodes:
 
     @cached_property
     def registered(self) -> frozenset[int]:
-        """Return the nodes whose agent lives."""
+        """Return the nodes whose agent has registered and is not lost."""
         return frozenset({record.node for record in self.records if record.agent is AgentState.REGISTERED})
 
     @cached_property
     def wanted(self) -> frozenset[int]:
-        """Return the nodes that shall be started and join."""
+        """Return the nodes that the job is to start and let join."""
         return frozenset({record.node for record in self.records if record.is_wanted})
 
     @cached_property

@@ -1,12 +1,12 @@
-"""Rules for every step to the next membership, above all without lost nodes.
+"""Rules for every transition to the next membership, most of which follow the loss of nodes.
 
-A death ends the membership. The other ranks are ordered to stop (``BREAK``) and report their positions
-(``RankBroken``); a rank whose collective fails does this by itself. When every remaining rank has reported, the next
-membership begins (``REFORM``), together with nodes that are ready to join. In a job that keeps its layout it begins
-when a node is ready for every lost place (``replacing``). If that is impossible, the job stops (``STOP``) and ends or
-restarts, like a job that needs all nodes. A change on request (``joining``) comes here without a death, when all
-members have stopped at the boundary. If a rank dies meanwhile, the death is handled first and the change is ordered
-again.
+When a rank or a node fails, the membership ends. The other ranks are ordered to stop (``BREAK``) and report their
+positions (``RankBroken``); a rank whose collective fails reports without an order. When every remaining rank has
+reported, the next membership begins (``REFORM``), together with nodes that are ready to join. A job that keeps its
+layout first waits until a node is ready for every lost place (``replacing``). If the job cannot continue, it stops
+(``STOP``) and ends or restarts, like a job that needs all nodes. A change on request (``joining``) follows the same
+rules without a failure, when all members have stopped at the boundary. If a rank fails meanwhile, this failure is
+handled first, and the change is ordered again.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ from megatron_ft.planning.recovery.target import Position, choose_target
 
 
 def lose(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Mark a node with a death as lost, in phases in which the job can continue without it."""
+    """Mark the node of a failed rank as lost, if the job is in a phase in which it can continue without a node."""
     # Otherwise the node stays a member, and its failure stops the job.
     if not policy.may_lose_nodes or state.phase not in BREAKABLE:
         return state
@@ -42,7 +42,7 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
-    """Record the report of a rank; None if no reports are expected and the error is a failure."""
+    """Record a rank's report; return None if no report is expected, so that its error counts as a failure."""
     node, rank = policy.node_of(event.rank), event.rank
     # A report of an earlier generation may arrive late. Beside the new positions it would be a contradiction, which
     # stops the job.
@@ -89,7 +89,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Fill empty places after every remaining rank has reported.
+    """Start nodes for the lost places after every remaining rank has reported its position.
 
     Raises:
         RecoveryError: there is no iteration after which all ranks can continue.
@@ -130,7 +130,7 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
 
 
 def stop_after_failure(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
-    """Give living ranks time to report their failures."""
+    """Stop the job because of a failure; living ranks get time to report their errors."""
     state = replace(state, phase=Phase.STOPPING, deadline_seconds=now.seconds + policy.failure_grace_seconds)
     return Step(state, Decision.STOP, reason)
 
@@ -143,7 +143,7 @@ def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
 
 
 def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    # Wait for all ranks without a death: they reach the boundary of a change, or have failed.
+    # Wait for all ranks although no process has ended: they reach the boundary of a change, or have failed.
     if state.has_errors:
         return _wait_for_death(policy, state, now)
     obstacle = _describe_unresponsive(policy, state) if is_late(state, now) else None
@@ -162,12 +162,12 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
 
 def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     if not is_late(state, now):
-        # The error of a peer often arrives before the exit that caused it. Without a death in this time the error is
-        # the rank's own.
+        # The error of a peer often arrives before the exit that caused it. If no process ends in this time, the error
+        # is the rank's own.
         grace = now.seconds + policy.failure_grace_seconds
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
         return Step(
-            replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks reported errors, but none has died yet"
+            replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks reported errors, but no process has ended"
         )
     failures = tuple(failure_of(policy, state, event) for event in state.broken if not event.planned)
     state = replace(state, failures=failures, broken=(), has_reported=frozenset(), has_errors=False)
@@ -196,14 +196,15 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     ended = sorted(remaining_ranks(policy, state) & state.gone)
     if ended:
         # It cannot report a position or take part in the next membership, and its state has ended with it.
-        return f"rank {policy.number_among(state.members, ended[0])} had finished and its process had ended"
+        number = policy.number_among(state.members, ended[0])
+        return f"rank {number} has already finished, so it cannot take part in another membership"
     if policy.keeps_layout:
         return replacing.obstacle(policy, state)
     num_left = len(set(state.members) - state.nodes.lost)
     num_joining = len(admitted(policy, state, num_left))
     if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
-        joining = f" and {num_joining} are ready to join" if num_joining else ""
-        return f"only {num_left} nodes are left{joining}, fewer than recovery.min_nodes={policy.fewest_nodes}"
+        joining = f" plus {num_joining} ready to join" if num_joining else ""
+        return f"too few nodes are left: {num_left}{joining}, below recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
@@ -265,7 +266,7 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
         record = nodes[node]
         if not record.is_counted:
             nodes = nodes.change(node, num_losses=count_loss(record, iteration))
-        if record.state is NodeState.LOST:  # else it is back already, or on its way
+        if record.state is NodeState.LOST:  # otherwise its ranks have been started again
             returns = may_return(policy, nodes[node]) and not record.was_draining
             state = NodeState.LEFT if record.was_draining else NodeState.LOST
             nodes = nodes.change(node, state=state, is_wanted=record.is_wanted or returns)
@@ -273,13 +274,13 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
     nodes = nodes.change(reform.joining, state=NodeState.MEMBER, is_wanted=False, joined_iteration=iteration)
     nodes = nodes.change(nodes.members, leaves_now=False, was_draining=False, is_counted=False)
     nodes = replace(nodes, members=members)
-    # All losses so far are known to those that begin; one of a node that is back will be another.
+    # Ranks of the next membership know all losses so far; if a node that returned is lost again, they must be informed.
     nodes = nodes.change([record.node for record in nodes.records if record.is_announced], is_announced=False)
     return nodes.change(nodes.lost, is_announced=True)
 
 
 def _next(policy: MembershipPolicy, state: State) -> Reform:
-    """Return nodes, ranks and target of the next membership. After a death no node leaves on request in the same
+    """Return nodes, ranks and target of the next membership. After a failure, no node leaves on request in the same
     step."""
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
@@ -305,12 +306,12 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
 
 def _positions(policy: MembershipPolicy, state: State) -> tuple[Position, ...]:
     left = remaining_ranks(policy, state)
-    # A rank may have died after its report. What only it had completed is gone with it and must not become the target.
+    # A rank may have died after its report. An iteration that only it had completed must not become the target.
     positions = {event.rank: event.position for event in state.broken if event.rank in left}
     return tuple(sorted(positions.values(), key=lambda position: position.rank))
 
 
 def _give_up(policy: MembershipPolicy, state: State, now: Moment, obstacle: str) -> Step:
-    if state.phase in TRAINING:  # no rank has been killed yet: each exit is still a death of its own
+    if state.phase in TRAINING:  # no rank has been killed yet: each exit still counts as a failure
         state = replace(state, nodes=state.nodes.restore_members())
     return stop_after_failure(policy, state, now, obstacle)

@@ -1,9 +1,9 @@
-"""Rules for jobs that keep their layout: which nodes take the places of lost ones.
+"""Rules for jobs that keep their layout, in which other nodes take the places of lost nodes.
 
 Every membership has a node at each place. After all remaining ranks have reported their positions, the next membership
-begins if as many joining nodes (spares) are ready as places were lost. If there are too few, nodes are started: the
-ranks of lost nodes whose old ranks have ended (``START_NODES``), and before that their agents if these have ended too
-(``START_AGENTS``). A node that ends or does not become ready in time is killed and started again, as often as
+begins if as many joining nodes (spares) are ready as places were lost. If there are too few, lost nodes are started
+again: first the agent, if it has ended (``START_AGENTS``), then the ranks, when the old ones have ended
+(``START_NODES``). A node that ends or does not become ready in time is killed and started again, as often as
 ``max_node_restarts`` allows. If no node can take a place, the job stops like one that needs all nodes.
 """
 
@@ -27,7 +27,7 @@ def are_filled(policy: MembershipPolicy, state: State) -> bool:
 def filled(state: State) -> tuple[int, ...]:
     """Return the node at each place of the next membership.
 
-    Nodes that have waited longest join: first at their own former places, then in order at the others.
+    The nodes that have waited longest join. A node that had a place takes it again; other nodes fill the empty places.
     """
     ready = _ready(state)
     others = iter(node for node in ready if node not in state.members)
@@ -37,10 +37,10 @@ def filled(state: State) -> tuple[int, ...]:
 
 
 def restartable(state: State) -> tuple[int, ...]:
-    """Return the node at each place for a restart of all ranks: another node where the agent of the former one has
-    ended.
+    """Return the node at each place for a restart of all ranks. A node whose agent has ended is replaced.
 
-    Nodes that waited to join come first. The result has fewer entries than places if too few nodes live.
+    Nodes that wait to join are the first replacements. If too few nodes live, the result is shorter than the number of
+    places.
     """
     live = state.nodes.registered
     order = [record.node for record in state.nodes.joining] + sorted(live)
@@ -50,7 +50,7 @@ def restartable(state: State) -> tuple[int, ...]:
 
 
 def obstacle(policy: MembershipPolicy, state: State) -> str | None:
-    """Return the reason why a lost place stays empty; None if there is a node for each."""
+    """Return the reason why a lost place stays empty; None if there is a node for each lost place."""
     places = lost_places(state)
     if len(places) == len(state.members):
         return "no node is left: every node of the job is lost"
@@ -68,7 +68,8 @@ def obstacle(policy: MembershipPolicy, state: State) -> str | None:
 
 
 def count_losses(state: State, iteration: int) -> State:
-    """Count lost members of this generation as losses of their nodes, each once; ``iteration`` is the target."""
+    """Add each lost member of this generation once to ``num_losses`` of its node; training continues after
+    ``iteration``."""
     # A place that waits needs the count before the next membership counts losses; ``is_counted`` keeps that from
     # counting them again.
     nodes = state.nodes
@@ -80,8 +81,8 @@ def count_losses(state: State, iteration: int) -> State:
 
 
 def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
-    """Give up nodes that were to be started for a place and are late: the agent has not registered, or old ranks have
-    not ended."""
+    """Give up nodes that should have taken a lost place but are late: their agent has not registered, or their old
+    ranks have not ended."""
     if state.phase is not Phase.FILLING or not is_late(state, now):
         return state
     reason = f"it did not register in time (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
@@ -98,7 +99,7 @@ def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
 
 
 def fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Let nodes start for the lost places, while the remaining nodes wait."""
+    """Start nodes for the lost places while the remaining nodes wait."""
     fresh_deadline = now.seconds + policy.start_timeout_seconds
     deadline = state.deadline_seconds if state.phase is Phase.FILLING else fresh_deadline
     nodes = state.nodes.change(_returning(policy, state), is_wanted=True)
@@ -113,7 +114,7 @@ def fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
 
 
 def set_wake_up(policy: MembershipPolicy, step: Step, now: Moment) -> State:
-    """Set the time of the next action for empty places."""
+    """Set the time at which the empty places must be checked again if no event arrives."""
     starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
     times = [record.since_seconds + policy.start_timeout_seconds for record in starting]
     times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]

@@ -11,18 +11,18 @@ from megatron_ft.control.membership.events import RankBroken
 from megatron_ft.control.membership.nodes import Nodes
 from megatron_ft.planning.recovery.target import Position, Target
 
-# Times of deaths come from the clocks of several nodes, and a peer can report its error before the exit that caused it
-# is seen.
+# Times of failures come from the clocks of several nodes, and a peer can report its error before the exit that caused
+# it is seen.
 SAME_TIME_SECONDS = 1.0
 SETTLED_ITERATIONS = 10
-"""Iterations after which an earlier loss of a member no longer counts."""
+"""Number of iterations that a member must train before its earlier losses no longer count."""
 
 
 class Phase(Enum):
     """Phase of the job."""
 
     FORMING = "forming"
-    """Agents register."""
+    """The job waits until all agents have registered."""
     STARTING = "starting"
     """Ranks are being started; some have not connected yet."""
     RUNNING = "running"
@@ -38,14 +38,14 @@ class Phase(Enum):
 
 
 TRAINING = (Phase.RUNNING, Phase.CHANGING)
-"""Ranks train."""
+"""Phases in which ranks train."""
 # STARTING is not among them: ranks that have not all connected have no common state to continue from.
 BREAKABLE = (*TRAINING, Phase.REFORMING, Phase.FILLING)
 """Phases in which the job can continue without a node that is lost."""
 
 
 class Decision(Enum):
-    """A decision, which the controller carries out."""
+    """A decision of the state machine, which the controller carries out."""
 
     WAIT = "wait"
     START = "start"
@@ -54,7 +54,7 @@ class Decision(Enum):
     """End the membership: kill remaining ranks of lost nodes, and order the other ranks to stop and report their
     positions."""
     REFORM = "reform"
-    """Begin the next membership, of the remaining and the joining nodes."""
+    """Begin the next membership, which consists of the remaining and the joining nodes."""
     CHANGE = "change"
     """Order the members to stop at the next iteration boundary and report their positions: nodes join or leave
     there."""
@@ -79,15 +79,15 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPolicy:
-    """Limits and settings of the decisions. Fields without a docstring are keys of ``launch``, ``recovery`` or
-    ``nodes`` of the same name."""
+    """Limits and settings of the state machine. A field without a docstring is the key of the same name in ``launch``,
+    ``recovery`` or ``nodes``."""
 
     num_nodes: int
     ranks_per_node: int
     start_timeout_seconds: float
     stop_timeout_seconds: float
     failure_grace_seconds: float = 2.0
-    """Time for other ranks to report their errors after the first death."""
+    """Time for other ranks to report their errors after the first failure."""
     kill_timeout_seconds: float = 10.0
     """Longest wait for the exit of killed ranks."""
     max_restarts: int = 0
@@ -133,7 +133,7 @@ class MembershipPolicy:
 
     @property
     def most_nodes(self) -> int:
-        """Largest number of nodes, members or not."""
+        """Largest number of nodes of the job, spares included."""
         return self.num_nodes + self.num_spare_nodes if self.max_nodes is None else self.max_nodes
 
     @property
@@ -143,12 +143,12 @@ class MembershipPolicy:
 
     @property
     def may_lose_nodes(self) -> bool:
-        """Whether memberships change while ranks live: nodes are lost, leave or join."""
+        """Whether the job continues with the living ranks when nodes are lost, leave or join."""
         return self.keeps_layout or self.fewest_nodes < self.most_nodes
 
     @property
     def world_size(self) -> int:
-        """Number of ranks at the start."""
+        """Number of ranks at the start of the job."""
         return self.num_nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
@@ -160,33 +160,34 @@ class MembershipPolicy:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def number_among(self, members: Sequence[int], rank: int) -> int:
-        """Return the number of ``rank`` in a membership of the nodes ``members``: consecutive, in the order of the
-        nodes."""
+        """Return the number that ``rank`` has in a membership of the nodes ``members``, whose ranks are numbered from 0
+        in the order of these nodes."""
         return members.index(self.node_of(rank)) * self.ranks_per_node + rank % self.ranks_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One failure: a rank died, a node was lost (``rank`` is None), or a start timed out (both are None)."""
+    """One failure: a rank failed, a node was lost (``rank`` is None), or the whole job failed (``node`` is None,
+    too)."""
 
     at_seconds: float
-    """Time on the clock of the agent that saw it."""
+    """Time of the failure, on the clock of the machine that observed it."""
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership in which it failed, if no report gives it."""
+    """Number of the rank in the membership in which it failed; None if a report contains it."""
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
-    """Whether no lost peer can have caused it: a lost node, or death by a signal; not an error that a rank reported."""
+    """True for a lost node or a rank that a signal killed: the failure of a peer cannot be the cause."""
     final: bool = False
-    """Another attempt would fail in the same way."""
+    """Whether another attempt would fail in the same way."""
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedStart:
-    """A node that was started to join and failed before: its agent or a rank ended or was late."""
+    """A failed attempt to start a node that was to join: its agent or a rank ended, or was late."""
 
     node: int
     reason: str
@@ -198,37 +199,38 @@ class FailedStart:
 class State:
     """State of the job as the controller knows it. Times are on the controller's clock.
 
-    Ranks have the numbers of ``events``, whatever number memberships give them.
+    Ranks are numbered as in ``events``: these numbers never change, unlike the numbers in a membership.
     """
 
     phase: Phase = Phase.FORMING
     generation: int = 0
     nodes: Nodes = field(default_factory=Nodes)
     deadline_seconds: float | None = None
-    """Time limit of the phase."""
+    """Time at which the present phase exceeds its limit; None if it has no limit."""
     reform_by_seconds: float | None = None
-    """Latest end of ``REFORMING``; ``deadline_seconds`` is the limit for ranks that do not report."""
+    """Latest end of ``REFORMING``. Ranks that have not reported at the earlier ``deadline_seconds`` count as lost."""
     wake_up_seconds: float | None = None
-    """Time of the next decision about nodes that join or leave."""
+    """Time at which to decide again about nodes that join or leave."""
     failed_starts: tuple[FailedStart, ...] = ()
-    """Failed starts of the last step."""
+    """Failed starts of nodes that were found at the last event."""
     broken: tuple[RankBroken, ...] = ()
-    """Reports of living ranks in this generation, which is ending."""
+    """Reports of living ranks that wait for the next membership."""
     # Kept beside ``broken``: a set that is built for each report makes a loss cost the square of the number of ranks.
     has_reported: frozenset[int] = frozenset()
     """Ranks with a report in ``broken``."""
     has_errors: bool = False
-    """Whether a report in ``broken`` is not planned."""
+    """Whether ``broken`` contains an error, that is a report that is not ``planned``."""
     connected: frozenset[int] = frozenset()
     """Ranks that have connected to their agent."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process has ended."""
     failures: tuple[Failure, ...] = ()
-    """Deaths of this generation."""
+    """Failures in this generation."""
     survived: tuple[tuple[Failure, ...], ...] = ()
-    """Deaths of each earlier generation; empty for a generation that ended by a change on request."""
+    """Failures of each earlier generation; empty for a generation that ended because nodes joined or left on
+    request."""
     num_reforms: int = 0
-    """Number of generations that continued in living processes, without a restart."""
+    """Number of generations after which ranks continued in their processes, without a restart."""
     interrupted: bool = False
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
@@ -242,18 +244,18 @@ class State:
 
     @property
     def wake_seconds(self) -> float | None:
-        """Time of the next decision even if no event arrives."""
+        """Time at which to decide again even if no event arrives; None if there is no such time."""
         times = [at for at in (self.deadline_seconds, self.wake_up_seconds) if at is not None]
         return min(times, default=None)
 
     @property
     def first_failure(self) -> Failure | None:
-        """Earliest death of this generation, see ``first_of``."""
+        """First failure of this generation, see ``first_of``."""
         return first_of(self.failures)
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """Restarts in a row without progress: the job failed no later than before.
+        """Number of restarts in a row after which the job failed in the same or an earlier iteration.
 
         The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration.
         """
@@ -262,17 +264,17 @@ class State:
 
     @property
     def outcome(self) -> Outcome:
-        """Result of the job, or its result if it ended now."""
+        """Result of the job; while it runs, the result that it would have if it ended now."""
         if self.failures:
             return Outcome.FAILED
         return Outcome.INTERRUPTED if self.interrupted else Outcome.FINISHED
 
 
 def first_of(failures: Sequence[Failure]) -> Failure | None:
-    """Return the earliest death; later ones may be its consequences.
+    """Return the first failure; later failures may be its consequences.
 
-    On a busy machine the errors of peers can arrive before the exit of a killed rank is seen: among deaths within
-    ``SAME_TIME_SECONDS`` of the earliest, a sudden one is the first.
+    On a busy machine the errors of peers can arrive before the exit of a killed rank is seen. Among failures
+    within ``SAME_TIME_SECONDS`` of the earliest one, a ``sudden`` failure therefore counts as the first.
     """
     earliest = min((failure.at_seconds for failure in failures), default=0.0)
     close = [failure for failure in failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
@@ -281,21 +283,21 @@ def first_of(failures: Sequence[Failure]) -> Failure | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reform:
-    """The step from one membership to the next, with the fields of ``NextMembership``."""
+    """Transition from one membership to the next, from which ``NextMembership`` is made."""
 
     lost: tuple[int, ...]
-    """Nodes that are lost; nodes that are also in ``joining`` have new ranks."""
+    """Nodes that are lost; a node that is also in ``joining`` returns with new ranks."""
     leaving: tuple[int, ...]
-    """Nodes that leave on request; their ranks have also reported."""
+    """Nodes that leave on request; their ranks have reported their positions, too."""
     joining: tuple[int, ...]
     """Nodes whose ranks were not in the membership before."""
     positions: tuple[Position, ...]
     """Position of each rank that has reported, in rank order."""
     target: Target
     previous_ranks: tuple[int | None, ...]
-    """Previous number of each new rank; None for a joining node."""
+    """Number in the previous membership of each rank of the next one; None for a rank of a joining node."""
     nodes: tuple[int, ...]
-    """Node of each new rank."""
+    """Node of each rank of the next membership."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +310,9 @@ class Step:
     reform: Reform | None = None
     """Next membership, for the decision ``REFORM``."""
     nodes: tuple[int, ...] = ()
-    """Nodes of the decision: those that leave by a ``CHANGE``, or are started or killed. For ``BREAK`` and ``REFORM``
-    the lost nodes with living ranks to kill, except nodes whose ranks were started again meanwhile."""
+    """Nodes that the decision is about: nodes that leave (``CHANGE``), that are started or that are killed. For
+    ``BREAK`` and ``REFORM``, lost nodes whose remaining ranks must be killed, without nodes whose ranks have been
+    started again."""
 
 
 def ranks_of_all(policy: MembershipPolicy, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
@@ -339,7 +342,7 @@ class Moment(NamedTuple):
     seconds: float
     """Time at which the event is processed."""
     arrived_seconds: float
-    """Arrival time. For a ``Tick``: everything that arrived before has been processed."""
+    """Time of arrival. For a ``Tick``, all events that arrived before this time have been processed."""
 
 
 def is_late(state: State, now: Moment) -> bool:

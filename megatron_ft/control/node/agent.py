@@ -52,7 +52,7 @@ class AgentSpec:
     """A controller that does not answer for this long is lost, and the node ends its ranks: a new controller would have
     taken over by then. Only time in which the node itself runs counts."""
     sidecars: dict[str, str] = field(default_factory=dict)
-    """Name to module of the processes that the node runs beside its ranks, see ``sidecars``."""
+    """Maps names to modules of the processes that the node runs beside its ranks, see ``sidecars``."""
     interface: str = ""
     """Address that the sidecars bind to."""
     log_dir: str = ""
@@ -65,9 +65,9 @@ class AgentSpec:
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
     process_id: int | None = None
-    """Process id on the launcher's machine that identifies this node there; null: the agent's own."""
+    """Number that identifies this agent's process at the controller; null means the agent's own process id."""
     store: StoreEndpoint | None = None
-    """Null if the controller chooses ports itself, on the same machine."""
+    """Endpoint at which this node can serve the rendezvous store; null if the controller's machine serves it."""
 
     def to_line(self) -> bytes:
         """Return the spec as one line of JSON."""
@@ -80,13 +80,13 @@ class ControllerSilent(ControlError):
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """The controller answers, and refuses this node."""
+    """The controller has refused a call of this node."""
 
     reason: str
 
 
 class Agent:
-    """The main thread of a node."""
+    """The agent of a node, run in the main thread of its process."""
 
     def __init__(self, spec: AgentSpec) -> None:
         self._spec = spec
@@ -115,7 +115,7 @@ class Agent:
         )
         self._check_life_at = self._answered_at = time.monotonic()
         self._silence: str | None = None
-        """Why the controller did not answer the last call for orders; None if it did."""
+        """Reason why the controller did not answer the last call for orders; None if it did."""
 
     def run(self) -> int:
         """Serve until the controller orders the end or is lost; return the process's exit code.
@@ -269,7 +269,7 @@ class Agent:
 
     def _lose_controller(self, reason: str) -> None:
         print(
-            f"node {self._spec.node}: ending its ranks, because it lost the controller: {reason}",
+            f"node {self._spec.node}: the agent ends the ranks of this node: {reason}",
             file=sys.stderr,
             flush=True,
         )
@@ -373,7 +373,7 @@ def serve(spec: AgentSpec) -> int:
     """Run a node's agent until the job has ended; return the process's exit code.
 
     Raises:
-        ControllerSilent: the controller has not answered for ``lost_controller_seconds``; the node's ranks are ended.
+        ControllerSilent: the controller did not answer for ``lost_controller_seconds``. The node's ranks have ended.
     """
     agent = None
     try:
@@ -390,7 +390,7 @@ def serve(spec: AgentSpec) -> int:
 
 
 def main() -> int:
-    """Entry of the node process."""
+    """Entry point of the agent's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return serve(_read_spec())

@@ -1,4 +1,4 @@
-"""``WorkerClient`` over the Unix socket of a node's agent."""
+"""``WorkerClient`` that communicates over the Unix socket of the node's agent."""
 
 import contextlib
 import socket
@@ -19,26 +19,26 @@ _MAX_TRACEBACK, _MAX_ERROR = 65536, 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Identity of a process when it starts."""
+    """Identity of a rank's process when it starts."""
 
     number: int
     """Number of the process during its whole life: ``node * ranks_per_node + local_rank``."""
     rank: int
-    """Number in the membership of ``generation``; meaningless on a joining node."""
+    """Number of the rank in the membership ``generation``; has no meaning on a joining node."""
     node: int
     local_rank: int
     generation: int
     start: int
-    """Number of the start that made this process, from 0; it identifies stale processes."""
+    """Number of the ``Start`` order that created this process, from 0; processes of older orders are stale."""
     is_joining: bool = False
 
 
 class AgentClient:
-    """Sends messages in the calling thread: when the agent is slow, the socket's buffer is full and the call blocks. A
-    thread receives the agent's messages and answers its pings."""
+    """Connects a rank to its node's agent. Messages are sent in the calling thread, which blocks while the agent is
+    slow; another thread receives the agent's messages and answers its pings."""
 
     def __init__(self, path: str, identity: Identity, *, stop: StopFlag, can_survive: bool = False) -> None:
-        """Connect and report.
+        """Connect to the agent and send the first message.
 
         Args:
             can_survive: see ``WorkerClient``.
@@ -147,7 +147,7 @@ class AgentClient:
 
     def _check_can_survive(self) -> None:
         if not self._can_survive:
-            raise ControlError("recovery.min_nodes: this job cannot lose a node")
+            raise ControlError("recovery.min_nodes: this job needs all its nodes, so its membership cannot change")
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()
@@ -202,7 +202,7 @@ class AgentClient:
                 case "end":
                     self._ended = message["reason"]
                 case other:
-                    raise ControlError(f"unknown message {other!r} of the node's agent")
+                    raise ControlError(f"unknown message {other!r} from the node's agent")
             self._changed.notify_all()
         # Without holding the condition, which the rank's calls need: sending blocks while the agent is behind.
         if message["op"] == "ping":

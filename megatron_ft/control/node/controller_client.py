@@ -13,7 +13,7 @@ _PAUSE_SECONDS = 0.2
 
 
 class ControllerClient:
-    """Calls of one node. Safe in several threads."""
+    """Calls the controller for one node's agent. Safe in several threads."""
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
@@ -24,10 +24,10 @@ class ControllerClient:
     def call(
         self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
     ) -> Message:
-        """See ``RpcClient.call``. The answer of a controller that was replaced is not accepted.
+        """Call the controller, see ``RpcClient.call``. The answer of a controller that has been replaced is rejected.
 
         Raises:
-            RpcError: no answer in time, the controller has ended or refused, or its epoch is over.
+            RpcError: the controller did not answer in time, is gone, refused the call, or has a stale epoch.
         """
         answer = self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=wait_for_peer)
         epoch = int(answer["epoch"])
@@ -43,10 +43,10 @@ class ControllerClient:
         return answer
 
     def insist(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
-        """Repeat a call until the controller, or one that replaces it meanwhile, answers.
+        """Repeat a call until the controller or its replacement answers.
 
         Raises:
-            RpcError: refused, or no answer in time.
+            RpcError: the controller refused the call, or did not answer in time.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:

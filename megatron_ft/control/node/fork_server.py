@@ -1,9 +1,9 @@
-"""Starts ranks by forking a process that has already imported what they need.
+"""Starts ranks by forking a process that has already imported the modules that ranks need.
 
 ``python -m megatron_ft.control.node.fork_server --socket PATH --preload MODULE ...`` imports the modules once and then
-serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. It receives
-the process id, and later the exit. Ranks belong to the connection that started them: when it closes, they are killed.
-When the server's standard input closes, the server and all ranks end.
+serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. In answer,
+it receives the rank's process id, and later the exit code. Ranks belong to the connection that started them: when it
+closes, they are killed. When the server's standard input closes, the server and all ranks end.
 
 The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, but not initialised.
 """
@@ -35,13 +35,14 @@ MAX_CLIENTS = 512
 """Largest number of open connections; further ones are closed at once."""
 
 HELD_SIGNALS = (signal.SIGTERM,)
-"""Blocked in a new rank until it has its handlers, so that a stop request is neither lost nor kills it."""
+"""Signals blocked in a new rank until its handlers are installed, so that a stop request neither is lost nor kills
+it."""
 
 UNSTARTED_EXIT_CODE = 1
-"""Exit code that is reported of a rank that could not be forked."""
+"""Exit code that is reported for a rank that could not be forked."""
 
 UNSTARTED_EXIT_CODE = 1
-"""Exit code that is reported of a rank that could not be forked."""
+"""Exit code that is reported for a rank that could not be forked."""
 
 SINGLE_THREAD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -49,7 +50,7 @@ SINGLE_THREAD_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
-"""Prevents libraries from starting threads when the server imports them."""
+"""Environment that prevents libraries from starting threads when the server imports them."""
 
 
 @dataclass
@@ -67,7 +68,7 @@ class _Child:
 
 
 class ForkServer:
-    """The server; it has a single thread."""
+    """The fork server, which has a single thread."""
 
     def __init__(
         self,
@@ -77,9 +78,10 @@ class ForkServer:
         *,
         own_descriptors: Sequence[int] = (),
     ) -> None:
-        """``run`` is called with the spec in each forked child; its result is the exit code.
+        """Register the sockets to watch; ``serve`` runs the server.
 
         Args:
+            run: called with a rank's spec in each forked child; returns the child's exit code.
             own_descriptors: further descriptors that forked children close.
         """
         self._run = run
@@ -150,7 +152,7 @@ class ForkServer:
                 raise ControlError(f"unknown request {other!r}")
 
     def _signal(self, client: _Client, rank: int, number: int) -> None:
-        """Send a signal to a rank (SIGKILL: to its whole process group), unless it has just ended."""
+        """Send a signal to a rank, or SIGKILL to the rank's whole process group, unless the rank has ended."""
         for child in list(client.children.values()):
             if child.rank == rank and number == signal.SIGKILL:
                 self._kill_group(child)
@@ -179,7 +181,7 @@ class ForkServer:
         send(client.reader.sock, {"op": "spawned", "rank": child.rank, "process_id": process_id})
 
     def _fork(self, message: Message, log: int) -> tuple[int, int]:
-        """Fork a rank; its process id, and a descriptor that is readable when it has ended."""
+        """Fork a rank; return its process id, and a descriptor that becomes readable when the process has ended."""
         parent = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         try:
@@ -191,7 +193,7 @@ class ForkServer:
         try:
             return process_id, os.pidfd_open(process_id)
         except OSError:
-            # Its end would not be seen.
+            # Without a descriptor the end of the rank would not be noticed.
             os.kill(process_id, signal.SIGKILL)
             os.waitpid(process_id, 0)
             raise
@@ -275,7 +277,7 @@ def preload(modules: Sequence[str]) -> float:
             getattr(imported, function)()
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     if len(names) > 1:
-        raise SoftwareError(f"cannot fork: importing {', '.join(modules)} started threads, {len(names)} run ({names})")
+        raise SoftwareError(f"cannot fork ranks: importing {', '.join(modules)} left several threads running: {names}")
     gc.collect()
     # The collector would write to every object and so copy the pages that ranks share.
     gc.freeze()
@@ -296,7 +298,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of the server process."""
+    """Entry point of the server's process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--socket", type=Path, required=True, help="Unix socket to serve; the permissions of its directory protect it"

@@ -1,11 +1,11 @@
 """The process of a node that no launcher starts: ``python -m megatron_ft.control.node.join RUN_DIR --node N --job
 ARRAY_JOB_ID``.
 
-It waits until a launcher has published how nodes join (``join_file``), its controller answers, and no living process
-has the node's number. Then it starts ``node.main`` with the spec on standard input. When this process ends in any way,
-that pipe closes and the node ends. The token is in no command line and no environment. If the node's process ends
-before the job, it joins again in the same way: with the same launcher as often as that allows, or with the next
-launcher, which has another token. When the marker of the job's end exists, it exits with 0.
+This process waits until a launcher has published how nodes join (``join_file``), the launcher's controller answers, and
+no living process has the node's number. Then it starts ``node.main`` and writes the spec, which contains the job's
+token, to its standard input. When this process ends for any reason, that pipe closes and the node ends. If the node
+ends before the job, this process starts it again: with the same launcher as often as that launcher allows, or with the
+next launcher, which has another token. When the marker of the job's end exists, this process exits with 0.
 """
 
 import argparse
@@ -29,38 +29,38 @@ from megatron_ft.control.slurm.attempts import read_end
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 
 _CHECK_SECONDS = 1.0
-"""Time between two checks of the published file and of the marker."""
+"""Time between two checks of the launcher's file and of the marker that the job has ended."""
 _ANSWER_SECONDS = 5.0
 _LAST_ORDER_SECONDS = 5.0
 """Time for a node to fetch the order to end from its controller; then its standard input is closed."""
 _END_SECONDS = 30.0
-"""Time to end after that, sidecars included; then it is killed."""
+"""Time for the node and its sidecars to end after its standard input is closed; then the node is killed."""
 _PROCESS_IDS = 2**53
-"""Bound of the random number that identifies a process of a node; process ids of two machines can be equal."""
+"""Upper bound of the random numbers that identify processes of nodes; process ids of two machines could be equal."""
 
 _Process = subprocess.Popen[bytes]
 
 
 @dataclass
 class _Node:
-    """A node number of the job, on this machine."""
+    """Runs the node with one number of the job on this machine."""
 
     run_dir: Path
     number: int
     job_id: str
     patience_seconds: float
     _stays: dict[str, int] = field(default_factory=dict)
-    """Number of joins, by the token of the launcher."""
+    """Maps the token of a launcher to the number of times that the node has joined the launcher's job."""
     _ended: set[str] = field(default_factory=set)
     """Tokens of launchers whose job has ended for this node; their files are stale."""
     _complaint: str = ""
-    """Last message about unreadable files."""
+    """Last message about an unreadable file, which is not printed twice."""
 
     def run(self) -> int:
         """Run the node until the job is over; return the process's exit code.
 
         Raises:
-            ControlError: no launcher publishes in time, the file is damaged, or the node may not return.
+            ControlError: no launcher publishes its file in time, the file is damaged, or the node was lost too often.
         """
         while (found := self._await_launcher()) is not None:
             self._count_stay(found)
@@ -79,7 +79,7 @@ class _Node:
                 return found
             if time.monotonic() > deadline:
                 raise ControlError(
-                    f"{self.run_dir}: found no launcher within {self.patience_seconds:g} s (--patience-seconds)"
+                    f"{self.run_dir}: found no launcher to join within {self.patience_seconds:g} s (--patience-seconds)"
                 )
             threading.Event().wait(_CHECK_SECONDS)
         return None
@@ -97,7 +97,7 @@ class _Node:
     def _count_stay(self, found: JoinFile) -> None:
         num_stays = self._stays[found.agent.token] = self._stays.get(found.agent.token, 0) + 1
         if num_stays > 1 + found.num_returns:
-            limit = f"came back {found.num_returns} times" if found.num_returns else "was lost"
+            limit = f"has returned as often as allowed ({found.num_returns})" if found.num_returns else "was lost"
             keys = "nodes.restart_lost_nodes, nodes.max_node_restarts"
             raise ControlError(f"node {self.number} {limit} and does not join this job again ({keys})")
 
@@ -136,7 +136,7 @@ class _Node:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 print(
-                    f"node {self.number}: cannot read the launcher's file, keeps its present launcher: {error}",
+                    f"node {self.number}: cannot read the launcher's file and keeps its present launcher: {error}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -153,11 +153,11 @@ def _wait(process: _Process, seconds: float) -> int | None:
 
 
 def _nodes_of(found: JoinFile) -> set[int] | None:
-    """Return the nodes whose processes live, from their controller; None if no controller answers, because a dead
-    launcher leaves its file behind.
+    """Ask the controller that ``found`` names which nodes have a living agent. Return None if no controller answers,
+    because a launcher that died leaves its file behind.
 
     Raises:
-        ConfigError: the certificates cannot be read here.
+        ConfigError: the certificates cannot be read on this machine.
     """
     certificates = read_certificates(found.agent.tls_dir)
     client = RpcClient(found.agent.controller_address, "Controller", token=found.agent.token, certificates=certificates)
@@ -174,9 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
-    parser.add_argument("--node", type=int, required=True, help="its number, from 0")
+    parser.add_argument("--node", type=int, required=True, help="number of this node, from 0")
     parser.add_argument("--job", required=True, help="id of the Slurm array")
-    parser.add_argument("--patience-seconds", type=float, default=1800.0, help="longest wait for a launcher")
+    parser.add_argument("--patience-seconds", type=float, default=1800.0, help="longest wait for a launcher (seconds)")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -21,10 +21,10 @@ _FILE = "join.json"
 
 @dataclass(frozen=True, kw_only=True)
 class JoinFile:
-    """Information for every node of a job."""
+    """Content of the file: what every node of a job needs to join."""
 
     agent: AgentSpec
-    """Spec of node 0; ``spec_of`` makes those of other nodes."""
+    """Spec of node 0; ``spec_of`` makes the specs of other nodes."""
     preload: list[str]
     """Modules that fork servers import."""
     job_id: str

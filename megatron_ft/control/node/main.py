@@ -1,8 +1,8 @@
 """The process of a node on a machine of its own: ``python -m megatron_ft.control.node.main``, started by ``srun``.
 
-It reads one line of JSON from standard input (``NodeSpec``). ``srun`` closes that input together with its own, and the
-node then ends. The process determines what only this machine knows (its address on the route to the controller, free
-ports, a folder for sockets), starts a fork server, and becomes the node's agent.
+``join`` starts it, too. The process reads one line of JSON from standard input (``NodeSpec``). ``srun`` closes that
+input together with its own, and the node then ends. The process determines what only this machine knows (its address on
+the route to the controller, free ports, a folder for sockets), starts a fork server, and becomes the node's agent.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _EXIT_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """Specification that a node reads from standard input."""
+    """Specification that a node's process reads from standard input."""
 
     agent: agent.AgentSpec
     """Spec without the fields that only the node's machine knows."""
@@ -116,18 +116,18 @@ def _await_end_of_input(is_over: threading.Event) -> None:
 
 
 def main() -> int:
-    """Entry of the node's process."""
+    """Entry point of the node's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
     if not line.endswith(b"\n"):
-        print("node: standard input was closed before it contained the node's spec", file=sys.stderr)
+        print("node: standard input was closed before the node's spec arrived", file=sys.stderr)
         return ControlError.exit_code
     spec = NodeSpec.from_line(line)
     try:
         return run(spec)
     except agent.ControllerSilent as error:
         if spec.batch_job is None:
-            print(f"node: its ranks were ended: {error}", file=sys.stderr, flush=True)
+            print(f"node: the ranks of this node were ended: {error}", file=sys.stderr, flush=True)
             return ControlError.exit_code
         return _watch_batch_host(spec, spec.batch_job, f"ranks were ended: {error}")
     except (MegatronFtError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Reports of an agent in order, kept until the controller has them."""
+"""Queue of an agent's reports, in order, which keeps each report until the controller has received it."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ _BATCH_BYTES = 4 * 1024 * 1024
 
 
 class Outbox:
-    """A numbered queue between one producer and one sender.
+    """A queue of numbered items between one producer and one sender.
 
     ``put`` never blocks; a producer that can wait checks ``is_full`` and resumes when ``on_drained`` is called.
     """

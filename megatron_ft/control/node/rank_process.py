@@ -1,4 +1,4 @@
-"""Entry of a forked rank: from its spec to its exit code."""
+"""Entry point of a forked rank, which runs the rank that its spec describes."""
 
 import dataclasses
 import faulthandler
@@ -22,7 +22,7 @@ UNEXPECTED_EXIT_CODE = 1
 def run(spec: Message) -> int:
     """Run the rank that ``spec`` describes; return the process's exit code.
 
-    ``spec`` holds ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
+    ``spec`` contains ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
     ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``), the fields of ``Identity`` and those of
     ``RankContext``.
     """
@@ -67,7 +67,7 @@ def _report_failure(worker: AgentClient, error: BaseException) -> int:
     print(text, file=sys.stderr, flush=True)
     if isinstance(error, RankLost):
         return (
-            # An exit without a report is a death, which others survive. An error that a rank reports ends the job.
+            # After an exit without a report, the other ranks continue. An error that a rank reports ends the job.
             error.exit_code
         )
     if isinstance(error, SystemExit) and error.code in (0, None):

@@ -1,6 +1,6 @@
-"""The ranks of one node as its agent sees them: sockets, messages, exits.
+"""The connections of a node's agent to the ranks of the node: sockets, messages, exits.
 
-In the control plane a rank keeps the number with which it was started, whatever number later memberships give it.
+In the control plane a rank keeps the number with which it was started, also if later memberships number it differently.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ _LOG_TAIL_BYTES = 8192
 # The agent has one thread for all ranks. A rank that is stopped takes nothing and must not hold it up for long.
 _SEND_SECONDS = 5.0
 GREETING_BYTES = 4096
-"""The longest first message of a connection."""
+"""Largest size of the first message of a connection."""
 MAX_UNAUTHENTICATED = 256
-"""Largest number of open connections that have not named their rank; beyond it the oldest are closed."""
+"""Largest number of open connections that have not named their rank; if there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
 """A rank that does not answer but uses more than this processor time within the timeout counts as alive."""
 
@@ -35,13 +35,13 @@ class _Rank:
     reader: FrameReader | None = None
     last: Message = field(default_factory=dict)
     step: int = 0
-    """Number of its reports in the iteration of ``last``."""
+    """Number of progress reports of the rank in the iteration of ``last``."""
     is_passed_on: bool = True
     """Whether ``last`` was forwarded to the controller."""
     is_pinged: bool = False
     """Whether a ping has no answer yet."""
     processor_seconds: float = 0.0
-    """Processor time used until the last ping."""
+    """Processor time that the rank had used when it was last pinged."""
     process_id: int | None = None
     done: bool = False
 
@@ -78,11 +78,11 @@ class Ranks:
 
     @property
     def numbers(self) -> list[int]:
-        """Return the ranks whose exit has not been seen."""
+        """Return the numbers of the ranks whose exit has not been seen."""
         return sorted(self._ranks)
 
     def expect(self, rank: int, *, start: int, generation: int, log: Path) -> None:
-        """Expect a rank that is about to be started; ``start`` numbers the starts of the job's ranks."""
+        """Expect a connection from a rank that is about to start; ``start`` is the number of its ``Start`` order."""
         self.generation = generation
         self._ranks[rank] = _Rank(rank, start, log)
 
@@ -115,14 +115,14 @@ class Ranks:
         self._ranks[rank].process_id = process_id
 
     def check_life(self, now: float) -> list[int]:
-        """Ping ranks without an outstanding answer and forward their progress; return hung ranks, which are to be
-        killed.
+        """Ping ranks that have answered their last ping, and forward the progress of all ranks. Return unresponsive
+        ranks, which must be killed.
 
-        Must be called several times within the timeout. Ranks whose sockets are not being read are excluded. A rank
-        that does not answer but uses a processor may block its other threads, and counts as alive.
+        Must be called several times within the timeout. While reading from the ranks is paused, none counts as
+        unresponsive. A rank that uses processor time counts as alive, because one thread may block its other threads.
 
         Args:
-            now: on the clock of all calls.
+            now: present time, on the same clock in all calls.
         """
         hung = []
         for rank in self._signs.silent(now):
@@ -155,7 +155,7 @@ class Ranks:
         self._signs.hear(state.rank, now)
 
     def exited(self, message: Message) -> None:
-        """Record that a rank's process has ended, after its messages, which wait in sockets of this process."""
+        """Record that a rank's process has ended, after reading the messages that still wait in its socket."""
         state = self._ranks[message["rank"]]
         # What the rank sent last explains its end, so it is reported before the exit.
         self.accept()
@@ -170,7 +170,7 @@ class Ranks:
         del self._ranks[state.rank]
 
     def resume(self) -> None:
-        """Continue to read ranks if that was paused and the outbox has space."""
+        """Continue to read from the ranks, if reading was paused and the outbox has space."""
         if self._paused and not self._outbox.is_full:
             self._paused = False
             for state in self._ranks.values():

@@ -30,7 +30,7 @@ from megatron_ft.framing import decode
 START_SECONDS = 60.0
 """Longest wait for the address of a sidecar."""
 STOP_SECONDS = 10.0
-"""Time between the request to end and the kill."""
+"""Time that sidecars have to end before they are killed."""
 _MAX_LINE_BYTES = 4096
 _READ_BYTES = 4096
 
@@ -45,7 +45,7 @@ class Sidecar:
     socket_path: Path
     log: Path
     log_begin_bytes: int
-    """Size of the log at its start: earlier sidecars of the node have written that part."""
+    """Size of the log when this sidecar started; earlier sidecars of the node have written that part."""
     address: str | None = None
     line: bytearray = field(default_factory=bytearray)
 
@@ -53,7 +53,7 @@ class Sidecar:
         """Read output, whose first line is the address; return whether more may come.
 
         Raises:
-            ControlError: the line is not an address.
+            ControlError: the first line contains no address.
         """
         assert self.process.stdout is not None, "the sidecar's standard output is not a pipe"
         data = os.read(self.process.stdout.fileno(), _READ_BYTES)
@@ -75,7 +75,7 @@ class Sidecar:
         return address
 
     def how_it_ended(self) -> str:
-        """Describe the end of its process."""
+        """Wait for the end of the sidecar's process, and describe it."""
         returncode = self.process.wait()
         how = "exited with code 0" if returncode == 0 else describe_returncode(returncode)
         last = last_line(self.log, self.log_begin_bytes)
@@ -97,11 +97,11 @@ class Sidecars:
         token: str,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """Start them before this process has threads, because that forks.
+        """Start the sidecars. Call this before the process has other threads, because it forks.
 
         Args:
-            modules: name to module.
-            start_seconds: longest wait for their addresses.
+            modules: maps the name of each sidecar to its Python module.
+            start_seconds: longest wait for the sidecars' addresses.
         """
         self._token = token
         self._start_seconds = start_seconds
@@ -115,7 +115,7 @@ class Sidecars:
 
     @property
     def ready(self) -> bool:
-        """Whether all have sent their addresses."""
+        """Whether all sidecars have sent their addresses."""
         return all(service.address is not None for service in self._all)
 
     def seconds_left(self) -> float | None:
@@ -133,8 +133,8 @@ class Sidecars:
             raise ControlError(f"sidecars did not report their address within {self._start_seconds:g} s: {silent}")
 
     def watch(self, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
-        """Register with ``selector`` to be called when a sidecar writes or ends; ``on_ready`` is called once, when all
-        are ready.
+        """Register callbacks in ``selector`` for the output and the end of each sidecar. ``on_ready`` is called once,
+        when all sidecars have sent their addresses.
 
         The callbacks raise ControlError for a sidecar that sends no address or ends.
         """
@@ -160,7 +160,7 @@ class Sidecars:
         """Return the sidecars in the form that this node's ranks receive, see ``RankContext.sidecars``.
 
         Args:
-            addresses: sidecar name to node number (as text) to address.
+            addresses: maps sidecar name and node number (as text) to an address.
         """
         return {
             service.name: {
@@ -172,7 +172,7 @@ class Sidecars:
         }
 
     def close(self) -> None:
-        """Ask all sidecars to end and wait for them; kill those that do not end."""
+        """Ask all sidecars to end and wait for them; kill those that do not end in time."""
         # All are asked first, so that they share the time.
         for service in self._all:
             with contextlib.suppress(BrokenPipeError):
@@ -219,7 +219,7 @@ def _wait_or_kill(service: Sidecar, deadline: float) -> None:
 
 
 def by_name(of_nodes: Mapping[int, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Return the addresses of each sidecar by node (as JSON key), from the sidecars of each node."""
+    """Convert addresses by node and sidecar name into addresses by sidecar name and node (as text)."""
     found: dict[str, dict[str, str]] = {}
     for node, addresses in sorted(of_nodes.items()):
         for name, address in addresses.items():

@@ -7,13 +7,13 @@ from megatron_ft.control.ports import free_port
 from megatron_ft.serde import Between, Length
 
 NUM_PORTS = 16
-"""Number of consecutive generations with different ports."""
+"""Number of consecutive generations whose stores have different ports."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEndpoint:
-    """An address and ports of a node. Memberships use the ports in turn, because the store of the one before may still
-    be closing."""
+    """Address and ports at which a node can serve the store. Memberships use the ports in turn, because the store of
+    the previous membership may still be closing."""
 
     address: Annotated[str, Length(1, 255)]
     ports: Annotated[tuple[Annotated[int, Between(1, 65535)], ...], Length(1, NUM_PORTS)]
@@ -25,7 +25,7 @@ class StoreEndpoint:
 
 
 def find_store_endpoint(address: str) -> StoreEndpoint:
-    """Find different unused ports at an address of this machine."""
+    """Find ``NUM_PORTS`` unused ports at an address of this machine."""
     ports: set[int] = set()
     while len(ports) < NUM_PORTS:
         ports.add(free_port(address))

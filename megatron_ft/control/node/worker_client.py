@@ -15,7 +15,7 @@ from megatron_ft.planning.recovery.target import Position
 Record = dict[str, Any]
 
 Abort = Callable[[str], None]
-"""Function that aborts collectives; takes the reason."""
+"""Function that aborts the collectives of a rank; its argument is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class WorkerClient(Protocol):
     """Calls of a rank to the control plane."""
 
     def report(self, record: Record) -> None:
-        """Send a metrics or event record to the sinks. Blocks while they are slow; nothing is dropped."""
+        """Send a metrics or event record to the sinks. Blocks while the sinks are slow; nothing is dropped."""
 
     def progress(self, iteration: int, phase: str) -> None:
-        """Report the present phase; cheap enough for every phase."""
+        """Report the present phase of the iteration; cheap enough to call in every phase."""
 
     def stop_requested(self) -> bool:
         """Whether to finish this iteration, write a checkpoint and return.
@@ -43,20 +43,20 @@ class WorkerClient(Protocol):
 
     @property
     def can_survive(self) -> bool:
-        """Whether this rank may continue when others are lost, leave or join, see ``JobConfig.may_lose_nodes``."""
+        """Whether this rank may continue when other nodes are lost, leave or join, see ``JobConfig.may_lose_nodes``."""
 
     def on_break(self, abort: Abort) -> None:
-        """Register ``abort(reason)``, to be called when others are lost, so that no collective waits for them.
+        """Register ``abort(reason)``, to be called when other ranks are lost, so that no collective waits for them.
 
-        It is called in another thread, at most once in each membership; at once if the membership is broken already. It
-        stays registered for later memberships until another function replaces it.
+        The function is called in another thread, at most once in each membership; without delay if ranks were lost
+        before. It stays registered for later memberships until another function replaces it.
         """
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
         """Report this rank's position after a failed iteration, and wait for the next membership.
 
         Args:
-            position: with this rank's number in the membership that ends.
+            position: position of this rank, with the rank's number in the membership that ends.
             error: the error of the iteration; if no node is lost, it counts as the rank's own failure.
 
         Raises:
@@ -77,27 +77,28 @@ class WorkerClient(Protocol):
         """
 
     def awaited_change(self) -> MembershipOrder:
-        """Wait for the order behind ``change_requested``, which another rank may have received earlier, and return it.
+        """Wait for the order that makes ``change_requested`` true, and return it. Another rank may have received it
+        earlier.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
         """
 
     def change(self, position: Position) -> NextMembership | None:
-        """Report that this rank is at the boundary, and wait for the next membership.
+        """Report that this rank has reached the boundary of a change, and wait for the next membership.
 
         Args:
-            position: with this rank's number in the membership that ends.
+            position: position of this rank, with the rank's number in the membership that ends.
 
         Returns:
-            None if this rank's node leaves: the rank then ends normally by returning from its entry function.
+            The next membership; None if this rank's node leaves: the rank must then return from its entry function.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
         """
 
     def close(self) -> None:
-        """Send no more messages."""
+        """Close the connection; no more messages are sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +115,15 @@ class RankContext:
     master_port: int
     run_dir: Path
     resume_from: Path | None
-    """The run's ``checkpoints`` folder if the run continues from its newest valid state (after a restart,
-    ``generation`` > 0, always); null starts fresh (or from ``checkpoint.load``)."""
+    """The run's ``checkpoints`` folder if the run continues from its newest valid state, as always after a restart
+    (``generation`` > 0); None if training begins at iteration 0 or from ``checkpoint.load``."""
     worker: WorkerClient
     sidecars: Mapping[str, Any] = field(default_factory=dict)
     """Sidecars by name: ``socket`` (path on this node), ``token``, and ``addresses`` (node number as text to
     ``host:port``)."""
     nodes: tuple[int, ...] = ()
-    """Node of each rank: fewer nodes than configured if some were lost before this start. Empty if unknown, as under
-    torchrun."""
+    """Node of each rank; these are fewer nodes than configured if some were lost before this start. Empty if unknown,
+    as under torchrun."""
     is_joining: bool = False
     """Whether this process was started into a running job: before it joins any group it calls
     ``worker.await_membership()``, which gives its rank. Until then ``rank``, ``world_size``, ``num_nodes``, ``nodes``
@@ -130,13 +131,13 @@ class RankContext:
 
 
 class StopFlag:
-    """A flag that signals set to ask a rank to stop."""
+    """A flag that signals set, so that a rank stops."""
 
     def __init__(self) -> None:
         self._requested = False
 
     def install(self, *signals: signal.Signals) -> None:
-        """Let ``signals`` set the flag. Main thread only."""
+        """Let ``signals`` set the flag. Call this in the main thread."""
         for number in signals:
             signal.signal(number, self._set)
 

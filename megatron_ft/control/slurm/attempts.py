@@ -1,7 +1,7 @@
-"""Files of a batch job about its launchers, and the marker of its end.
+"""Files in which a Slurm job records its launchers, and the marker that the job is over.
 
-``slurm/attempts.jsonl`` of the run's folder has a line for each launcher that has ended; for arrays only for launchers
-whose end was not seen. ``slurm/JOB.json`` is the marker of a job that is over.
+``slurm/attempts.jsonl`` of the run's folder has a line for each launcher that has ended. An array records only
+launchers whose node died or was taken away. ``slurm/JOB.json`` marks a job that is over.
 """
 
 import json
@@ -23,17 +23,17 @@ _EVENTS, _METRICS = "events.jsonl", "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The part of a run's records that one attempt has written."""
+    """The events of a run that one attempt (one launcher of the job) has written."""
 
     run_dir: Path
     hosts: Sequence[str]
     """Hosts of the attempt, by node."""
     first_byte: int
-    """Offset of the first byte of its events."""
+    """Offset of the attempt's first byte in the run's event file."""
 
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
-        """Begin before an attempt: it will cut off a partial line that a crash left, and append."""
+        """Remember the end of the event file before an attempt, without a partial last line that a crash left."""
         return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
     def lost_hosts(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ def newest_iteration(run_dir: Path) -> int:
     """Return the newest iteration that a run has reported, in any attempt; 0 for none.
 
     Raises:
-        ControlError: its records are damaged.
+        ControlError: the run's metrics are damaged.
     """
     path = run_dir / _METRICS
     try:
@@ -66,7 +66,7 @@ def newest_iteration(run_dir: Path) -> int:
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """The attempts so far, oldest first; none where there is no file.
+    """Return the attempts so far, oldest first; an empty list if there is no file.
 
     Raises:
         ControlError: the file is damaged.
@@ -79,7 +79,7 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
 
 
 def add_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Append one, on disk when this returns. The run's folder must exist."""
+    """Append an attempt, and return when it is on disk. The run's folder must exist."""
     path = run_dir / FOLDER / _FILE
     path.parent.mkdir(exist_ok=True)
     # The subfolder may be new: if its entry is lost in a power failure, so are its files.
@@ -90,10 +90,10 @@ def add_attempt(run_dir: Path, attempt: Attempt) -> None:
 
 
 def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str, is_final: bool) -> Path:
-    """Write the end of the job to ``slurm/JOB.json``, completely or not at all, on disk when this returns.
+    """Write the job's exit code and reason to ``slurm/JOB.json`` atomically, and return when they are on disk.
 
     Args:
-        is_final: the run is complete, or can continue only after a repair: no other job need try.
+        is_final: whether no other job needs to continue the run: it is complete, or needs a repair first.
     """
     path = marker_of(run_dir, job_id)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def read_end(run_dir: Path, job_id: str) -> int | None:
 
 
 def marker_of(run_dir: Path, job_id: str) -> Path:
-    """Return the path of the marker."""
+    """Return the path of the marker that a job is over."""
     return run_dir / FOLDER / f"{job_id}.json"
 
 

@@ -1,8 +1,8 @@
-"""Lets the nodes of a Slurm job requeue it when its batch host is dead.
+"""Lets the nodes of a Slurm job requeue the job when its batch host is dead.
 
 With ``--no-kill`` Slurm keeps an allocation whose batch host has died, until its time limit (measured with 22.05),
-although no process in it can end or continue the job. The living nodes can ask for the requeue. A node does this last,
-when its controller does not answer.
+although no process in it can end or continue the job. The living nodes can ask for the requeue. A node does this only
+when its controller no longer answers.
 """
 
 import random
@@ -12,25 +12,26 @@ from collections.abc import Callable
 from megatron_ft.control.slurm import calls
 
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
-"""First and longest interval between two queries. Each node adds up to half of it at random, because all ask."""
+"""First and longest interval between two queries. Each node makes its intervals up to half longer at random, so that
+not all nodes ask at once."""
 _GROWTH = 1.5
 
 
 def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None]) -> bool:
-    """Query Slurm until it no longer counts the batch host to the job, then requeue the job.
+    """Query Slurm until the batch host no longer belongs to the job, then requeue the job.
 
-    The decision is left to Slurm (``SlurmdTimeout``): a node that is cut off cannot know which node has died, and gets
-    no answer meanwhile.
+    Slurm decides whether the host is dead (``SlurmdTimeout``): a node that is cut off from the network cannot know
+    this, and gets no answer from Slurm.
 
     Args:
-        report: takes messages for a log: the reader of this process's output may be dead.
+        report: logs a message, because the reader of this process's output may be dead.
         is_over: set when another process continues the job, or ends it.
 
     Returns:
         Whether the job was requeued.
 
     Raises:
-        SlurmError: Slurm refuses to requeue it.
+        SlurmError: Slurm refuses to requeue the job.
     """
     pause_seconds, complaint = FIRST_SECONDS, ""
     while not is_over.wait(pause_seconds * random.uniform(1.0, 1.5)):

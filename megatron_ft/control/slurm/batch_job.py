@@ -1,8 +1,9 @@
-"""Entry of a batch script: one launcher after the other, until the run is over or continues in another allocation.
+"""Entry point of a batch script: runs launchers one after the other until the run is over or continues in another
+allocation.
 
 ``python -m megatron_ft.control.slurm.batch_job pretrain_moe.py OVERRIDES...`` starts ``python pretrain_moe.py
 OVERRIDES...`` as a child. ``SIGUSR1`` means that the nodes will be taken away (``sbatch --signal=B:USR1@300``): the
-launcher writes a checkpoint and ends, the job is requeued. ``SIGTERM`` means that the job is to end.
+launcher then writes a checkpoint and ends, and the job is requeued. ``SIGTERM`` means that the job is to end.
 """
 
 import os
@@ -67,9 +68,9 @@ class Site:
     """Whether jobs of the same name wait to continue the run."""
     job_name: str
     final_exit_code: int | None
-    """Exit code of a job that is over before its run is complete, if the site's tools need a certain one."""
+    """Exit code to use if the job ends for good before its run is complete; None keeps that of the launcher."""
     num_restarts: int
-    """Number of requeues."""
+    """Number of times that Slurm has requeued the job."""
     drain_poll_seconds: float
     patience_seconds: float
     """Longest wait for the launcher of an earlier job to end."""
@@ -79,7 +80,7 @@ class Site:
         """Read from environment variables.
 
         Raises:
-            ConfigError: one is not a number, or there is no allocation.
+            ConfigError: a variable is invalid, or this process is in no batch job.
         """
         values = {**_DEFAULTS, **{name: text for name, text in variables.items() if text}}
         for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
@@ -120,7 +121,7 @@ class BatchJob:
     """Runs the launchers of a batch job."""
 
     def __init__(self, site: Site, command: Sequence[str]) -> None:
-        """``command``: the program and its overrides, with ``run.dir`` and ``run.name``."""
+        """Prepare to run ``command``: the program and its overrides, with ``run.dir`` and ``run.name``."""
         self._site = site
         self._command = list(command)
         run_dir, name = self._value("run.dir"), self._value("run.name")
@@ -133,11 +134,11 @@ class BatchJob:
         self._most_spares = self._count("nodes.num_spare_nodes", site.num_spares)
         self._asked: Asked | None = None
         self._has_to_forward = False
-        """A signal was not forwarded to the launcher yet."""
+        """Whether a signal has not been forwarded to the launcher yet."""
         self._console: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Run until the job is over on this allocation; return its exit code."""
+        """Run launchers until the job is over in this allocation; return the job's exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._ask)
         site, hosts = self._site, list(self._site.hosts)
@@ -284,7 +285,7 @@ class BatchJob:
         try:
             calls.requeue(self._site.job_id)
         except calls.SlurmError as error:
-            return Verdict(Next.END, f"Slurm did not requeue it: {error}")
+            return Verdict(Next.END, f"Slurm did not requeue the job: {error}")
         try:
             calls.exclude(self._site.job_id, exclude)
         except calls.SlurmError as error:
@@ -312,8 +313,8 @@ def _as_exit_code(attempt: Attempt) -> int:
 
 
 def _environment(hosts: Sequence[str]) -> dict[str, str]:
-    """Return this process's environment with the present allocation; Slurm keeps that of the start in a batch
-    script."""
+    """Return this process's environment with the present nodes of the allocation; Slurm's variables in a batch script
+    describe the allocation at the job's start."""
     nodes, count = ",".join(hosts), str(len(hosts))
     now = {"SLURM_JOB_NODELIST": nodes, "SLURM_NODELIST": nodes, "SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
     return {**{name: text for name, text in os.environ.items() if name not in _STALE}, **now}

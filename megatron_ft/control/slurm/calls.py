@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands: state of a job and of its nodes, as Slurm sees it.
+"""Calls Slurm's commands, and parses what they print about a job and its nodes.
 
 Source: the manual pages scontrol(1) and sinfo(1). Measured with Slurm 22.05: dead nodes disappear from ``NodeList`` of
 a job with ``--no-kill``; ``BatchHost`` still names a dead one.
@@ -32,7 +32,7 @@ class JobView:
     hosts: tuple[str, ...]
     """Hosts of the job's nodes."""
     num_restarts: int = 0
-    """Number of requeues, increased at once, while the job's processes are still ending."""
+    """Number of requeues. Slurm increases it immediately, while the job's processes are still ending."""
     excluded: tuple[str, ...] = ()
     """Hosts that are excluded from the job."""
 
@@ -43,10 +43,10 @@ class JobView:
 
 
 def view_job(job_id: str) -> JobView:
-    """Query a job.
+    """Query Slurm for the state of a job.
 
     Raises:
-        SlurmError: it is unknown, or Slurm does not answer.
+        SlurmError: the job is unknown, or Slurm does not answer.
     """
     return parse_job(_call(["scontrol", "--oneliner", "show", "job", job_id]))
 
@@ -55,7 +55,7 @@ def parse_job(text: str) -> JobView:
     """Read the output of ``scontrol --oneliner show job`` for one job.
 
     Raises:
-        SlurmError: it has no state, or invalid nodes.
+        SlurmError: the output has no job state, or an invalid list of nodes.
     """
     found = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if "JobState" not in found:
@@ -99,7 +99,7 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
 
 
 def cancel_waiting(name: str) -> None:
-    """Cancel this user's waiting jobs with a name, which form a chain.
+    """Cancel this user's waiting jobs that have this name: the other jobs of a chain.
 
     Raises:
         SlurmError: Slurm refuses.
@@ -108,7 +108,7 @@ def cancel_waiting(name: str) -> None:
 
 
 def drained_hosts(hosts: Sequence[str]) -> list[str]:
-    """Return the hosts that an administrator drains.
+    """Return those of ``hosts`` that an administrator is draining or has drained.
 
     Raises:
         SlurmError: Slurm does not answer.
@@ -123,7 +123,7 @@ def parse_drained(text: str) -> list[str]:
 
 
 def array_hosts(job_id: str) -> dict[int, str]:
-    """Return the host of each running task of an array by index, for an array with one node for each task.
+    """Return the host of each running task of an array, by task index. Each task must have one node.
 
     Raises:
         SlurmError: the array is unknown, or Slurm does not answer.
@@ -141,7 +141,7 @@ def parse_array_hosts(text: str) -> dict[int, str]:
     """
     pairs = [line.split() for line in text.splitlines()]
     if strange := [pair for pair in pairs if len(pair) != 2 or not (pair[0].isascii() and pair[0].isdigit())]:
-        raise SlurmError(f"squeue: a line is not a task and its host: {' '.join(strange[0])[:200]!r}")
+        raise SlurmError(f"squeue: a line is not a task index and a host: {' '.join(strange[0])[:200]!r}")
     return {int(index): host for index, host in pairs}
 
 
@@ -152,7 +152,7 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None)
         environment: environment of the command; None for that of this process.
 
     Raises:
-        SlurmError: it cannot be run, or does not answer.
+        SlurmError: the command cannot be run, or does not end in time.
     """
     try:
         return subprocess.run(

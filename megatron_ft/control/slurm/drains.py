@@ -1,7 +1,8 @@
-"""Lets nodes of a running job leave that Slurm's administrators drain, if the job can continue without them.
+"""Makes a running job release nodes that an administrator drains in Slurm, if the job can continue without them.
 
-In an allocation this is a thread of the batch script's process. In an array it is a process beside the launcher:
-``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID --poll-seconds 60``, until it is killed.
+In an allocation, this runs in a thread of the batch script's process. In an array, it is a separate process, which runs
+beside the launcher until it is killed: ``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID --poll-seconds
+60``.
 """
 
 import argparse
@@ -22,14 +23,14 @@ _Hosts = Callable[[], Mapping[int, str]]
 
 @contextlib.contextmanager
 def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
-    """Run a thread within the block that asks Slurm for drained nodes, and the job's controller to let each of them
-    leave.
+    """Run a thread during the block that queries Slurm for drained nodes, and asks the job's controller to let each of
+    these nodes leave.
 
-    At the end of the block a query in progress may take as long as a call of Slurm. A thread that has not ended by then
-    is abandoned, with a message; it makes no further calls to the controller.
+    The end of the block waits up to ``CALL_SECONDS`` for a query in progress. A thread that has not ended by
+    then is abandoned, with a message; it makes no further calls to the controller.
 
     Args:
-        hosts: returns the host of each node of the job.
+        hosts: host of each node of the job, by node number.
     """
     is_over = threading.Event()
     known = dict(enumerate(hosts))
@@ -45,8 +46,8 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
 
 
 def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading.Event) -> None:
-    """Ask again for a drained node that the controller refuses to release; report the reason once. While Slurm does not
-    answer, nothing changes."""
+    """Ask the controller to release each drained node. If it refuses, report the reason once and ask again at the next
+    poll; if Slurm does not answer, only try again."""
     leaving: set[int] = set()
     refused: dict[int, str] = {}
     is_silent = False
@@ -94,7 +95,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the process of an array."""
+    """Run the command for an array until it is killed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array whose tasks are the nodes")

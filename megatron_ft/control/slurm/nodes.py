@@ -16,7 +16,7 @@ from megatron_ft.errors import ConfigError
 
 _KEY = "launch.node_launcher"
 TERM_SECONDS = 10.0
-"""Time for ``srun`` to end its task before it is killed itself."""
+"""Time for ``srun`` to end its task before ``srun`` itself is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Allocation:
     hosts: tuple[str, ...]
 
     def srun(self, node: int) -> list[str]:
-        """Return the command that runs another one on a node, as a separate step beside any other.
+        """Return the ``srun`` command that runs a program on a node, as a job step that can run beside other steps.
 
         The options are explicit, because the environment or the site's configuration could set other defaults.
         """
@@ -38,7 +38,7 @@ class Allocation:
             "--nodes=1",
             "--ntasks=1",
             "--ntasks-per-node=1",
-            # The job's own ``--no-kill`` does not hold for its steps.
+            # The job's own ``--no-kill`` does not apply to its steps.
             "--no-kill",
             # Sites change the default, ``KillOnBadExit``.
             "--kill-on-bad-exit=0",
@@ -53,10 +53,10 @@ class Allocation:
         ]
 
     def keep_script(self, run_dir: Path, script: str | None) -> None:
-        """Keep a copy of the batch script as ``slurm/JOB.sbatch`` in the run's folder.
+        """Store a copy of the batch script as ``slurm/JOB.sbatch`` in the run's folder.
 
         Args:
-            script: its path; None keeps nothing.
+            script: path of the batch script; None stores nothing.
         """
         if script is not None:
             folder = run_dir / FOLDER
@@ -78,13 +78,14 @@ def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocat
         raise ConfigError.of(_KEY, "srun", "needs a Slurm allocation: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
     hosts = tuple(expand_nodelist("SLURM_JOB_NODELIST", nodes))
     if len(hosts) < most_nodes:
-        constraint = f"needs {most_nodes} nodes, spares included; job {job} has {len(hosts)} nodes: {nodes}"
+        constraint = f"needs {most_nodes} nodes, spares included; the nodes of job {job} are {nodes} ({len(hosts)})"
         raise ConfigError.of(_KEY, "srun", constraint)
     return Allocation(job, hosts)
 
 
 def address_of(interface: str) -> str:
-    """Return the address for ``control.interface``: that of the network interface with this name, or the value itself.
+    """Return the address for ``control.interface``: the address of the network interface with this name, or the value
+    itself if there is no such interface.
 
     Raises:
         ConfigError: the interface has no address, or other machines cannot reach it.

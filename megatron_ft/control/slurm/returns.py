@@ -1,7 +1,7 @@
-"""Decides whether an array's launcher that returned may start; after several returns without progress it may not.
+"""Decides whether the launcher of an array may start again; after several starts without progress it may not.
 
-Slurm starts task 0 again each time that its node has died, or was taken away before the launcher could end. The end of
-such a launcher was not seen, so only the progress of the run can be counted.
+Slurm starts task 0, which runs the launcher, again each time its node has died or was taken away. Nothing records how
+such a launcher ended, so only the progress of the run shows whether another start can help.
 """
 
 import argparse
@@ -15,15 +15,15 @@ from megatron_ft.planning.recovery.job_attempts import Attempt, why_hopeless
 
 
 def count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
-    """Record that a launcher has gone; return 0 if another may start, else the exit code of the array.
+    """Record that a launcher ended without a result; return 0 if another may start, otherwise the array's exit code.
 
-    The marker ``slurm/ARRAY.json`` then ends the array's nodes.
+    In the second case, the marker ``slurm/ARRAY.json`` ends the array's nodes.
 
     Raises:
         ControlError: records of earlier launchers or of the run are damaged.
     """
     if not run_dir.is_dir():
-        return EXIT_OK  # it came to nothing that could be counted
+        return EXIT_OK  # the launcher ended before it made the run's folder
     gone = Attempt(job_id=array, hosts=(), exit_code=None, asked=None, iteration=newest_iteration(run_dir))
     attempts = [attempt for attempt in read_attempts(run_dir) if attempt.job_id == array]
     # Counted before the decision, so that a launcher that dies here is not forgotten.
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array")
-    parser.add_argument("--max-fruitless", type=int, required=True, help="launchers in a row without progress")
+    about = "number of launchers in a row without progress after which the array ends"
+    parser.add_argument("--max-fruitless", type=int, required=True, help=about)
     chosen = parser.parse_args(arguments)
     try:
         return count_return(chosen.run_dir, chosen.array, max_fruitless=chosen.max_fruitless)

@@ -21,7 +21,7 @@ _SWITCH = re.compile(r"SwitchName=(?P<name>\S+) Level=(?P<level>\d+)(?: LinkSpee
 
 
 def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> JobConfig:
-    """Return ``config`` with the failure domains from Slurm, as if they had been listed.
+    """Return ``config`` with failure domains read from Slurm, as if the user had listed them.
 
     Args:
         variables: the environment of this process, which runs in the job's allocation.
@@ -51,7 +51,7 @@ def read_topology(variables: Mapping[str, str]) -> str:
     except calls.SlurmError as error:
         raise _refused(f"`{' '.join(_COMMAND)}` failed: {error}") from None
     if done.returncode != 0 or not done.stdout.strip():  # without a plugin it ends with 0 and prints nothing
-        said = done.stderr.strip() or f"nothing, and ended with {done.returncode}"
+        said = done.stderr.strip() or f"nothing (exit code {done.returncode})"
         raise _refused(
             f"needs a Slurm cluster with TopologyPlugin=topology/tree; `{' '.join(_COMMAND)}` prints: {said}. "
             "List the domains in topology.failure_domains, or leave both keys out"
@@ -66,8 +66,8 @@ def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
         topology: output of ``scontrol show topology``.
 
     Raises:
-        ConfigError: a line does not describe a switch, or its nodes cannot be read, or a host has no leaf switch or
-            two.
+        ConfigError: a line does not describe a switch, the nodes of a switch cannot be read, or a host does not have
+            exactly one leaf switch.
     """
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for line in filter(None, map(str.strip, topology.splitlines())):

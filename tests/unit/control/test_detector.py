@@ -80,7 +80,7 @@ def test_a_rank_that_never_said_anything_is_behind_all_others() -> None:
         detector.progress(rank, Place(1, "data", 1), 1.0)
     (hung,) = looks(detector, RUNNING, 1.0, 61)
     assert isinstance(hung, RankHung) and (hung.rank, hung.iteration) == (2, 0)
-    assert "before their first iteration" in hung.detail
+    assert "before the first iteration" in hung.detail
 
 
 def test_ranks_that_stand_at_the_same_place_are_hung_together() -> None:

@@ -68,10 +68,10 @@ def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
     [
         ("none", "never", "fresh"),
         ("none", "auto", "fresh"),
-        ("none", "must", "run.name=x: must exist"),
+        ("none", "must", "run.name=x: must be a folder in"),
         ("empty", "never", "run.name=x: exists"),
         ("empty", "auto", "fresh"),
-        ("empty", "must", "run.resume=must: there is no checkpoint"),
+        ("empty", "must", "run.resume=must: needs a checkpoint to continue from"),
         ("checkpoint", "never", "run.name=x: exists"),
         ("checkpoint", "auto", "resumed"),
         ("checkpoint", "must", "resumed"),

@@ -35,7 +35,7 @@ def test_the_real_trace_is_clipped_scaled_and_put_on_ten_nodes() -> None:
     assert schedule.events[1] == MembershipEvent(seconds=129.0, joins=(2,))
     assert [len(event.leaves) - len(event.joins) for event in schedule.events] == [1, -1, 2, 1, -3, 1, 1]
     assert schedule.num_ignored_arrivals == 39, "8 at first, 31 later"
-    assert "39 arrivals are ignored" in schedule.summary()
+    assert "ignored arrivals: 39" in schedule.summary()
 
 
 def test_the_first_event_is_second_zero_and_the_end_is_not_part_of_it() -> None:
@@ -121,7 +121,7 @@ def test_a_schedule_survives_json_and_counts_its_nodes() -> None:
     assert FailureSchedule.from_json(whole.to_json()) == whole
     assert (whole.num_leaves, whole.num_joins, whole.most_lost_at_once) == (3, 2, 2)
     assert whole.num_nodes_after() == (1, 2)
-    assert "3 leave (up to 2 at once, 1 nodes remain at least) and 2 join" in whole.summary()
+    assert "departures: 3 (most at once: 2, fewest nodes: 1); arrivals: 2" in whole.summary()
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_trace_is_replayed_and_what_failed_ends_it_with_8(
     ((name, schedule, _),) = calls
     assert (name, schedule.most_nodes, schedule.duration_seconds) == ("replay", 4, 90.0), "4 nodes of nodes.max_nodes"
     said = capsys.readouterr()
-    assert "starts with 2 of 4 nodes; 1 leave" in said.out and "not all is injected" in said.out
+    assert "nodes at the start: 2 of 4; departures: 1" in said.out and "not all is injected" in said.out
     assert "not injected: event 1: add of nodes [1]: refused" in said.err
 
 

@@ -519,7 +519,7 @@ def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> No
             job.call("drain", **body)
     assert job.call("drain", node=0) == {"epoch": 1}
     assert job.order(2)["leaving"] == [0]
-    for node, reason in ((0, "leaving already"), (1, "only 0 nodes would remain, fewer than recovery.min_nodes=1")):
+    for node, reason in ((0, "leaving already"), (1, "nodes that would remain is 0, below recovery.min_nodes=1")):
         with pytest.raises(RpcError, match=reason):
             job.call("drain", node=node)
     assert job.call("status")["draining"] == [0]

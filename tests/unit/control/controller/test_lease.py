@@ -38,7 +38,7 @@ def test_one_that_has_been_followed_knows_it(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "epoch").write_text("seven\n")
-    with pytest.raises(ControlError, match="must hold a number"):
+    with pytest.raises(ControlError, match="must contain a number"):
         acquire_lease(tmp_path)
     (tmp_path / "epoch").write_text("7\n")
     assert acquire_lease(tmp_path).epoch == 8

@@ -93,7 +93,7 @@ def test_who_started_this_process() -> None:
         ("torchrun", {"LOCAL_RANK": "4"}, "local rank 4"),
         ("torchrun", {"LOCAL_RANK": "2"}, "node by node"),
         ("srun", {"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST"),
-        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "2 nodes and 6 tasks contradict"),
+        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "nodes: 2, tasks: 6; this contradicts"),
         ("srun", {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"}, "same number of tasks on every node"),
         ("srun", {"SLURM_LOCALID": "0"}, "node by node"),
     ],
@@ -179,10 +179,10 @@ def test_ft_launcher_is_torchrun_by_another_name() -> None:
         (
             "torchrun",
             FT_LAUNCHER,
-            "rank of ft_launcher: 2 nodes x 4 ranks. .* ft_launcher start all ranks again .* 3 times",
+            "rank of ft_launcher. Ranks: 8, per node: 4. .* ft_launcher start all ranks again .*max_restarts=3",
         ),
-        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun: .* ends the job"),
-        ("srun", SRUN, "rank of srun: 3 nodes x 2 ranks. .* ends the job step"),
+        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun. .* ends the job"),
+        ("srun", SRUN, "rank of srun. Ranks: 6, per node: 2. .* ends the job step"),
     ],
 )
 def test_a_start_says_what_is_not_there(mode: str, variables: dict[str, str], says: str) -> None:
@@ -202,7 +202,7 @@ REQUEUED = {**SRUN, "SLURM_RESTART_COUNT": "1"}
 def test_a_start_that_could_not_find_its_run_again_is_refused(mode: str, variables: dict[str, str]) -> None:
     environment = read_environment(mode, variables)
     with pytest.raises(
-        ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* its store does not survive"
+        ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* its store does not keep"
     ):
         check_restarts(environment, RunConfig())
     with pytest.raises(ConfigError, match=r"^run\.resume=never: must be auto or must"):

@@ -43,7 +43,7 @@ def test_a_lost_node_comes_back_whenever_it_comes() -> None:
 def test_nobody_can_add_a_node_that_is_not_there() -> None:
     job = Job(COMING)
     assert refuse_add(COMING, job.state, 2) == (
-        "node 2 has no process, and launch.node_launcher=none starts none; start it, and it joins by itself"
+        "node 2 has no agent, and launch.node_launcher=none cannot start one; start the node, and it joins"
     )
     assert refuse_add(POLICY, job.state, 2) is None
     ready(job, 2)

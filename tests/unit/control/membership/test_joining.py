@@ -217,7 +217,7 @@ def test_a_spare_keeps_a_job_going_that_needs_all_nodes() -> None:
     job.die(0)
     assert job.say(2, 3, 4, 5).decision is REFORM
     step = job.die(2)
-    assert (step.decision, step.reason) == (Decision.STOP, "only 2 nodes are left, fewer than recovery.min_nodes=3")
+    assert (step.decision, step.reason) == (Decision.STOP, "too few nodes are left: 2, below recovery.min_nodes=3")
 
 
 def test_a_lost_spare_is_no_failure_and_a_node_beyond_the_job_is_started_by_request() -> None:
@@ -373,7 +373,7 @@ def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
     job.see(RankReported(2))
     step = job.die(2)
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
-    assert step.state.failed_starts == (FailedStart(1, "its rank 2 was killed by SIGKILL", starts_again=True),)
+    assert step.state.failed_starts == (FailedStart(1, "rank 2 was killed by SIGKILL", starts_again=True),)
     assert job.die(3).decision is WAIT
     step = after_pause(job, 1.0)
     assert (step.decision, step.nodes, step.state.failed_starts) == (Decision.START_NODES, (1,), ())
@@ -387,7 +387,7 @@ def test_a_newcomer_that_is_late_is_killed_and_started_again() -> None:
     assert lose(job, 1, completed=20).decision is Decision.START_NODES
     step = job.tick(100.0)
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
-    reason = "not all of its ranks reported (launch.start_timeout_seconds=100)"
+    reason = "not all ranks connected in time (launch.start_timeout_seconds=100)"
     assert step.state.failed_starts == (FailedStart(1, reason, starts_again=True),)
     job.die(2)
     job.die(3)
@@ -445,7 +445,7 @@ def test_a_stop_request_does_not_wait_for_a_boundary_for_ever() -> None:
     assert job.state.wake_seconds == 20.0
     assert job.tick(19.0).decision is WAIT
     step = job.tick(1.0)
-    assert (step.decision, step.reason) == (Decision.KILL, "ranks did not stop in time")
+    assert (step.decision, step.reason) == (Decision.KILL, "the ranks did not stop in time")
 
 
 def test_a_stop_request_waits_for_the_membership_whose_change_was_ordered() -> None:
@@ -455,7 +455,7 @@ def test_a_stop_request_waits_for_the_membership_whose_change_was_ordered() -> N
     assert job.see(StopRequested()).decision is WAIT
     assert stand(job, 0, 1, 2, 3).decision is REFORM
     step = job.tick(0.0)
-    assert (step.decision, step.reason) == (Decision.STOP, "asked to stop")
+    assert (step.decision, step.reason) == (Decision.STOP, "the job was asked to stop")
     job = Job(POLICY)
     ready(job, 3)
     assert job.see(StopRequested()).decision is Decision.STOP

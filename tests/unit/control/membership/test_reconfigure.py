@@ -196,7 +196,7 @@ def test_too_few_living_agents_end_the_job() -> None:
     job.see(NodeLost(1, 0.0, "cable"))
     job.say(0, 1, 4, 5)
     step = job.see(NodeLost(2, 1.0, "cable"))
-    assert (step.decision, step.reason) == (Decision.STOP, "only 1 nodes are left, fewer than recovery.min_nodes=2")
+    assert (step.decision, step.reason) == (Decision.STOP, "too few nodes are left: 1, below recovery.min_nodes=2")
     for rank in (0, 1):
         step = job.see(RankExited(rank, 1, 3.0, done=False))
     assert (step.decision, step.reason) == (Decision.END, "node 2 was lost: cable")
@@ -207,7 +207,7 @@ def test_too_few_nodes_stop_and_all_start_again_where_the_agents_live() -> None:
     job.die(0)
     job.say(2, 3, 4, 5)
     step = job.die(2, iteration=7)
-    assert (step.decision, step.reason) == (Decision.STOP, "only 1 nodes are left, fewer than recovery.min_nodes=2")
+    assert (step.decision, step.reason) == (Decision.STOP, "too few nodes are left: 1, below recovery.min_nodes=2")
     for rank in (1, 3, 4, 5):
         step = job.see(RankExited(rank, 1, job.now + 1, done=False))
     assert (step.decision, step.reason) == (Decision.RESTART, "rank 0 was killed by SIGKILL")
@@ -270,7 +270,10 @@ def test_a_rank_that_has_done_its_work_cannot_go_on() -> None:
     job = Job()
     job.see(RankExited(1, 0, 0.0, done=True))
     step = job.die(3)
-    assert (step.decision, step.reason) == (Decision.STOP, "rank 1 had finished and its process had ended")
+    assert (step.decision, step.reason) == (
+        Decision.STOP,
+        "rank 1 has already finished, so it cannot take part in another membership",
+    )
 
 
 def test_a_rank_that_raises_instead_of_speaking_ends_the_job() -> None:
@@ -286,7 +289,7 @@ def test_a_stop_request_waits_for_the_next_membership() -> None:
     assert job.say(0, 1, 4, 5).decision is Decision.REFORM
     assert job.state.deadline_seconds == job.now
     step = job.tick(0.0)
-    assert (step.decision, step.reason) == (Decision.STOP, "asked to stop")
+    assert (step.decision, step.reason) == (Decision.STOP, "the job was asked to stop")
     for rank in (0, 1, 4, 5):
         step = job.see(RankExited(rank, 0, job.now, done=True))
     assert (step.decision, step.state.outcome) == (Decision.END, Outcome.INTERRUPTED)

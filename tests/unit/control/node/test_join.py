@@ -94,7 +94,7 @@ def test_it_stays_until_the_job_is_over(node: Node, launcher: Console) -> None:
 
 
 def test_nobody_publishes_in_time(node: Node) -> None:
-    with pytest.raises(ControlError, match=r"found no launcher within 0\.05 s"):
+    with pytest.raises(ControlError, match=r"found no launcher to join within 0\.05 s"):
         node.run()
 
 
@@ -125,7 +125,7 @@ def test_a_lost_node_comes_back_as_often_as_the_job_lets_it(node: Node, launcher
         return ControlError.exit_code
 
     with pytest.raises(
-        ControlError, match=r"node 1 came back 2 times and does not join this job again .*restart_lost_nodes"
+        ControlError, match=r"node 1 has returned as often as allowed \(2\) and does not join .*restart_lost_nodes"
     ):
         node.run(lost, lost, lost, lost)
     assert node.tokens == [launcher.content.agent.token] * 3

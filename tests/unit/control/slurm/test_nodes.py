@@ -42,7 +42,7 @@ def test_an_allocation_whose_nodes_cannot_be_read_is_refused() -> None:
 
 
 def test_an_allocation_has_room_for_spares() -> None:
-    with pytest.raises(ConfigError, match="needs 5 nodes, spares included; job 17 has 4"):
+    with pytest.raises(ConfigError, match="needs 5 nodes, spares included; the nodes of job 17 are"):
         read_allocation(JOB, most_nodes=5)
 
 
@@ -108,7 +108,7 @@ def test_a_node_that_is_told_nothing_ends() -> None:
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (
         ControlError.exit_code,
-        "node: standard input was closed before it contained the node's spec\n",
+        "node: standard input was closed before the node's spec arrived\n",
     )
 
 

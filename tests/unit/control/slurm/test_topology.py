@@ -68,8 +68,8 @@ def test_a_node_without_one_leaf_switch_is_refused(topology: str, said: str) -> 
     ("script", "said"),
     [
         (NO_PLUGIN, "TopologyPlugin=topology/tree; .* prints: .*No topology information available. List"),
-        ("exit 3", "prints: nothing, and ended with 3"),
-        (f"{printing(TREE)}\nexit 1", "prints: nothing, and ended with 1"),
+        ("exit 3", r"prints: nothing \(exit code 3\)"),
+        (f"{printing(TREE)}\nexit 1", r"prints: nothing \(exit code 1\)"),
     ],
 )
 def test_without_a_topology_nothing_is_assumed(tmp_path: Path, script: str, said: str) -> None:
