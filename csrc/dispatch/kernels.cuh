@@ -14,8 +14,8 @@ namespace megatron_ft::dispatch::cuda {
 void schedule(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks,
               int64_t* rests_before, int64_t* schedule, cudaStream_t stream);
 
-// row_of [T, E] is scratch memory. starts [E, N]: first row of each (expert, destination rank) block when the blocks are
-// ordered by destination rank, then by expert.
+// row_of [T, E] is scratch memory. starts [E, N]: first row of each (expert, destination rank) block when the blocks
+// are ordered by destination rank, then by expert.
 void order_sent(const uint8_t* routing_map, const int64_t* outgoing, const int64_t* starts, int64_t num_tokens,
                 int64_t num_experts, int64_t num_ranks, int64_t rank, int64_t width, int64_t* row_of,
                 int64_t* permutation, int64_t* expert_of_row, int64_t* rows_of_token, cudaStream_t stream);
@@ -28,8 +28,8 @@ void order_received(const int64_t* sizes, const int64_t* arrivals, const int64_t
 void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
             cudaStream_t stream);
 
-// The shared memory of a block must have space for padded_width(hidden) / 2 sums. On sm_90, `hidden` can be at most 65536
-// with float sums.
+// The shared memory of a block must have space for padded_width(hidden) / 2 sums. On sm_90, `hidden` can be at most
+// 65536 with float sums.
 void weigh(RowType type, const void* grad, const void* rows, const int64_t* permutation, const void* weights,
            int64_t num_rows, int64_t hidden, void* grad_rows, void* dots, cudaStream_t stream);
 

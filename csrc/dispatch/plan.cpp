@@ -49,8 +49,8 @@ struct Cursor {
     int64_t room = 0;  // tokens that this destination rank still gets
 };
 
-// Returns the first row of each (expert, destination rank) block when the blocks are ordered by destination rank, then by
-// expert.
+// Returns the first row of each (expert, destination rank) block when the blocks are ordered by destination rank, then
+// by expert.
 std::vector<int64_t> block_starts(const int64_t* outgoing, int64_t num_experts, int64_t num_ranks) {
     std::vector<int64_t> starts(num_experts * num_ranks);
     int64_t row = 0;

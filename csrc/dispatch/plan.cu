@@ -10,7 +10,8 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // Counts the bits of `votes` for the lanes before this one.
 __device__ inline int lanes_before(unsigned votes) { return __popc(votes & ((1u << (threadIdx.x % 32)) - 1)); }
 
-// Returns how many threads before this one in the block have `routed` set. *total: how many threads of the block have it.
+// Returns how many threads before this one in the block have `routed` set. *total: how many threads of the block have
+// it.
 __device__ int place_in_tile(bool routed, int* warp_totals, int* total) {
     const unsigned votes = __ballot_sync(kAllLanes, routed);
     const int warp = threadIdx.x / 32;

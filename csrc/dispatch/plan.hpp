@@ -6,8 +6,8 @@
 
 namespace megatron_ft::dispatch {
 
-// Counts the tokens of each expert in routing_map [T, E] (bytes 0 or 1), into counts [E]. Returns K, the largest number of
-// experts of one token.
+// Counts the tokens of each expert in routing_map [T, E] (bytes 0 or 1), into counts [E]. Returns K, the largest number
+// of experts of one token.
 int64_t count_rows(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t* counts);
 
 // Orders the sent rows by (destination rank, expert, token), and fills permutation [S], expert_of_row [S] and
@@ -17,8 +17,9 @@ void order_sent(const uint8_t* routing_map, const int64_t* outgoing, int64_t num
                 int64_t num_ranks, int64_t rank, int64_t width, int64_t* permutation, int64_t* expert_of_row,
                 int64_t* rows_of_token);
 
-// Sorts the received rows by (local expert, source rank). incoming [L, N]: rows of each local expert from each rank. Rows
-// arrive ordered by source rank, then by expert. order [R]: arrival index of each sorted row. place [R]: the inverse.
+// Sorts the received rows by (local expert, source rank). incoming [L, N]: rows of each local expert from each rank.
+// Rows arrive ordered by source rank, then by expert. order [R]: arrival index of each sorted row. place [R]: the
+// inverse.
 void order_received(const int64_t* incoming, int64_t num_local_experts, int64_t num_ranks, int64_t* order,
                     int64_t* place);
 

@@ -71,8 +71,8 @@ __global__ void combine_kernel(const Pack<T, Size>* rows, const int64_t* rows_of
     }
 }
 
-// One block handles one row. It adds the second half of the terms to the first half while it reads them, so shared memory
-// needs space for only half of them.
+// One block handles one row. It adds the second half of the terms to the first half while it reads them, so shared
+// memory needs space for only half of them.
 template <typename T>
 __global__ void weigh_kernel(const T* grad, const T* rows, const int64_t* permutation,
                              const typename SumOf<T>::type* weights, int64_t hidden, int64_t half_width, T* grad_rows,

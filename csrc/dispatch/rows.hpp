@@ -12,8 +12,8 @@ namespace megatron_ft::dispatch {
 void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out);
 
 // Sums, for each token, the rows [S, H] that rows_of_token [T, K] lists, in that order, to out [T, H]. weights [S] are
-// factors of the rows; null means no factors. Each product is rounded before it is added; the sum is rounded to T at the
-// end.
+// factors of the rows; null means no factors. Each product is rounded before it is added; the sum is rounded to T at
+// the end.
 template <typename T>
 void combine(const T* rows, const int64_t* rows_of_token, const typename SumOf<T>::type* weights, int64_t num_tokens,
              int64_t width, int64_t hidden, T* out);

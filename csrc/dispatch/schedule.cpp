@@ -6,9 +6,9 @@
 namespace megatron_ft::dispatch {
 namespace {
 
-// Computes sent [N, N] of one expert from counts [N] and replicas [N]. `sent` must be zero before the call. Tokens first go
-// to copies on their own rank. The loops over `from` and `to` then match the tokens that are left with the room that is
-// left on the other ranks, both in rank order.
+// Computes sent [N, N] of one expert from counts [N] and replicas [N]. `sent` must be zero before the call. Tokens
+// first go to copies on their own rank. The loops over `from` and `to` then match the tokens that are left with the
+// room that is left on the other ranks, both in rank order.
 void schedule_expert(const Shares& shares, const int64_t* counts, const int64_t* replicas, int64_t num_ranks,
                      int64_t* sent) {
     int64_t own_copy = 0, to = -1, to_copy = 0, room = 0;

@@ -14,8 +14,8 @@ __device__ int64_t total_of(const int64_t* values, int64_t count) {
     return total;
 }
 
-// Computes rests_before [E], an exclusive prefix sum of Shares::rest over the experts. One block handles all experts, one
-// tile at a time.
+// Computes rests_before [E], an exclusive prefix sum of Shares::rest over the experts. One block handles all experts,
+// one tile at a time.
 __global__ void rests_kernel(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks,
                              int64_t* rests_before) {
     __shared__ int64_t sums[kThreads];
@@ -43,9 +43,9 @@ __global__ void rests_kernel(const int64_t* counts, const int64_t* replicas, int
     }
 }
 
-// Computes the schedule of one expert in one block. Thread 0 sends tokens to copies on their own rank, and sums up, rank by
-// rank, the tokens and the room that are left. These sums divide an axis into one interval of tokens and one of room per
-// rank. All threads then compute the overlap of each interval of tokens with each interval of room.
+// Computes the schedule of one expert in one block. Thread 0 sends tokens to copies on their own rank, and sums up,
+// rank by rank, the tokens and the room that are left. These sums divide an axis into one interval of tokens and one of
+// room per rank. All threads then compute the overlap of each interval of tokens with each interval of room.
 __global__ void schedule_kernel(const int64_t* counts, const int64_t* replicas, const int64_t* rests_before,
                                 int64_t num_ranks, int64_t* schedule) {
     extern __shared__ int64_t shared[];
