@@ -28,8 +28,8 @@ _TRY_SECONDS = 2.0
 class Groups:
     """The process groups of one rank in one generation.
 
-    ``pg_collection`` contains Megatron's groups. ``vote`` is a group of all ranks of the job, for commit votes and other
-    small agreements. It always uses gloo, because its values are in host memory.
+    ``pg_collection`` contains Megatron's groups. ``vote`` is a group of all ranks of the job, for commit votes and
+    other small agreements. It always uses gloo, because its values are in host memory.
     """
 
     generation: int

@@ -160,8 +160,8 @@ def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int
 def _describe(master: Master) -> dict[str, Any]:
     if master.tensor.dtype is not torch.float32 or "step" not in master.state:
         raise ConfigError(
-            "placement.state_copies needs FP32 master weights and torch's AdamW, because other ranks repeat the update; "
-            f"{master.name} has type {master.tensor.dtype} and optimizer state {sorted(master.state)}: set "
+            "placement.state_copies needs FP32 master weights and torch's AdamW, because other ranks repeat the "
+            f"update; {master.name} has type {master.tensor.dtype} and optimizer state {sorted(master.state)}: set "
             "placement.state_copies=null"
         )
     return {"name": master.name, "shape": list(master.tensor.shape), "weight_decay": master.weight_decay}
