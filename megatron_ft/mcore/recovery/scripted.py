@@ -1,7 +1,7 @@
-"""A membership schedule in one process: the next membership, and the wait of a rank for the one in which it joins.
+"""Carries out the membership changes that ``testing.membership_schedule`` lists, without a controller.
 
-All ranks meet at the store of generation 0, in the process of the job's first rank, which lives until the last
-membership has begun.
+All ranks use the store of generation 0 to announce memberships and to wait for them. The store is in the process of the
+job's rank 0, which runs until the last membership is formed.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from megatron_ft.planning.recovery.scripted import scripted_memberships
 
 _BEGINS, _FORMED, _NEVER = "begins", "formed", "never"
 _ONE_WAIT = timedelta(hours=1)
-"""Length of one wait; waits are repeated until there is an answer."""
+"""Time limit of one wait. Waits are repeated without limit."""
 
 
 class ScriptedHistory:
-    """The memberships after generation 0; empty without a schedule.
+    """The scheduled memberships after generation 0. Without a schedule, there are none.
 
     Args:
-        context: of this rank in generation 0.
-        store: of generation 0; this object keeps it alive. None on a rank that joins later.
+        context: context of this rank in generation 0.
+        store: store of generation 0, which this object keeps open. None on a rank that joins later.
     """
 
     def __init__(self, job: JobConfig, context: RankContext, store: dist.Store | None) -> None:
@@ -36,34 +36,36 @@ class ScriptedHistory:
         self._context = context
         self._newest: NextMembership | None = None
         self.store: dist.Store | None = dist.PrefixStore("history", store) if ahead and store is not None else None
-        """Store where all memberships meet; None without a schedule."""
+        """Store that all memberships use; None without a schedule."""
 
     @property
     def next(self) -> NextMembership | None:
-        """Return the membership after the present one, if any."""
+        """The scheduled membership after the current one; None if there is none."""
         return self._ahead[0] if self._ahead else None
 
     def begin(self) -> NextMembership:
-        """Announce that all ranks of the present membership have reached the boundary before the next one; return that
-        one."""
+        """Announce the next membership, after all ranks have finished the last iteration of the current one. Return
+        it."""
         self._newest = following = self._ahead.popleft()
         self._say(_BEGINS, following)
         return following
 
     def formed(self) -> None:
-        """Record that the membership is formed."""
+        """Announce that the current membership is formed."""
         if self._newest is not None:
             self._say(_FORMED, self._newest)
 
     def end(self) -> None:
-        """End the run in the present membership, also for ranks that wait for a later one."""
+        """Announce that the run ends in the current membership, so that no rank waits for a later one."""
         for following in self._ahead:
             self._say(_BEGINS, following, _NEVER)
         self._ahead.clear()
 
     def await_own(self) -> NextMembership | None:
-        """Wait, however long, for the next membership that includes this process; None if there is none. The process
-        with the store waits until the last membership is formed."""
+        """Wait without limit for the next membership that includes this process, and return it.
+
+        Return None if there is none. Before that, the process with the store waits until the last membership is formed.
+        """
         while self._ahead:
             if not self._serves and not any(map(self._is_of, self._ahead)):
                 return None
@@ -84,15 +86,15 @@ class ScriptedHistory:
         return membership.rank_on(self._context.node, self._context.local_rank) is not None
 
     def _say(self, what: str, membership: NextMembership, word: str = "") -> None:
-        # Every rank sets the same value: the first one wakes those that wait.
+        # All ranks set the same value. The first one ends the waits of other ranks.
         if self.store is not None:
             self.store.set(_key(what, membership), word)
 
     def _heard(self, what: str, membership: NextMembership) -> str:
-        assert self.store is not None, "no store: the schedule has no membership to wait for"
+        assert self.store is not None, "there is no store, because no membership is scheduled"
         key = _key(what, membership)
         while True:
-            with contextlib.suppress(dist.DistStoreError):  # not yet
+            with contextlib.suppress(dist.DistStoreError):  # the wait has reached its time limit
                 self.store.wait([key], _ONE_WAIT)
                 return self.store.get(key).decode()
 
