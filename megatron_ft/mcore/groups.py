@@ -187,10 +187,8 @@ def form_groups(
 
 def dissolve_groups() -> None:
     """Destroy all process groups of Megatron and of torch. The caller must have released its ``Groups`` and all users.
-
     If connections were shut down, operations may stay blocked in some groups until their timeout. This function does
-    not wait for these operations; their groups are destroyed later.
-    """
+    not wait for these operations; their groups are destroyed later."""
     groups = []
     if waits.in_use().is_ended:
         # ``release`` gets these groups, because the destructor of a gloo group waits for its blocked operations.

@@ -30,10 +30,8 @@ _NEEDED_LATER = (
 
 
 def warm() -> None:
-    """Import all modules that a rank on a CPU needs, in the process from which ranks are forked.
-
-    Import nothing if a GPU is visible: Megatron cannot run on a CPU then, and each rank will report this error.
-    """
+    """Import all modules that a rank on a CPU needs, in the process from which ranks are forked. Import nothing if a
+    GPU is visible: Megatron cannot run on a CPU then, and each rank will report this error."""
     from megatron_ft.mcore.device import common, cpu
 
     if not common.num_visible_gpus():

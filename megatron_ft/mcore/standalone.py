@@ -128,13 +128,8 @@ class _Rank:
 
 @contextlib.contextmanager
 def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag) -> Iterator[TCPStore]:
-    """Open the store in which rank 0 publishes its decisions.
-
-    If rank 0 serves the store, it exits the context only after all other ranks have read the decisions.
-
-    Raises:
-        ControlError: the store does not answer within ``launch.start_timeout_seconds``.
-    """
+    """Open the store in which rank 0 publishes its decisions. If rank 0 serves the store, it exits the context only
+    after all other ranks have read the decisions. Raise ControlError if the store does not answer in time."""
     serve = environment.rank == 0 and not environment.store_is_served
     try:
         store = TCPStore(
@@ -156,11 +151,9 @@ def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag)
 
 
 def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCPStore, stop: StopFlag) -> None:
-    """Wait on rank 0 until all other ranks have read its decisions from the store.
-
-    The store ends with rank 0. A rank that has not read by then would try to connect until its timeout. Rank 0 may end
-    so early if it could not start the run.
-    """
+    """Wait on rank 0 until all other ranks have read its decisions from the store. The store ends with rank 0. A rank
+    that has not read by then would try to connect until its timeout. Rank 0 may end so early if it could not start the
+    run."""
     deadline = time.monotonic() + config.launch.start_timeout_seconds
     num_others = environment.world_size - 1
     # Adding 0 reads the counter. ``get`` would block until the first rank has increased it.
@@ -198,11 +191,8 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
 
 
 def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> dict[str, Any]:
-    """Read the decisions of rank 0 from the store: ``run_dir``, ``resume_from`` and ``master_port``.
-
-    Raises:
-        ControlError: rank 0 could not start the run, or did not publish its decisions in time.
-    """
+    """Read the decisions of rank 0 from the store: ``run_dir``, ``resume_from`` and ``master_port``. Raise ControlError
+    if rank 0 could not start the run, or did not publish its decisions in time."""
     try:
         store.wait([_key(environment)], timedelta(seconds=config.launch.start_timeout_seconds))
     except RuntimeError as error:

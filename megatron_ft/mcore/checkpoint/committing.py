@@ -25,11 +25,9 @@ def commit_files(
     written: list[dict[str, Any]],
     make_manifest: Callable[[tuple[FileEntry, ...]], Manifest],
 ) -> int:
-    """Write Megatron's metadata and the manifest. Return the number of bytes of the whole checkpoint.
-
-    ``written`` contains ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order. After an OSError
-    the directory is not a valid checkpoint.
-    """
+    """Write Megatron's metadata and the manifest. Return the number of bytes of the whole checkpoint. ``written``
+    contains ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order. After an OSError the directory
+    is not a valid checkpoint."""
     entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
     content = metadata_bytes(planned, [of_rank["results"] for of_rank in written])
     entries.append(write_file(directory, METADATA_NAME, content))

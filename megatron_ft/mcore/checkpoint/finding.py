@@ -120,10 +120,8 @@ class CheckpointFinder:
             self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, renamed to {moved.name}: {reason}")
 
     def verify(self, directory: Path) -> Manifest:
-        """Verify all files of ``directory``. Each rank reads a part of them.
-
-        Raises CheckpointError on every rank if any rank finds damage.
-        """
+        """Verify all files of ``directory``. Each rank reads a part of them. Raises CheckpointError on every rank if
+        any rank finds damage."""
         manifest: Manifest | None = None
         error: str | None = None
         try:
@@ -138,11 +136,9 @@ class CheckpointFinder:
         return manifest
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Verify ``directory``, unless the preceding call has verified it, and return its manifest.
-
-        If there is no manifest, return None if ``trust`` is true. Raises CheckpointError when files are damaged, or
-        there is no manifest and ``trust`` is false.
-        """
+        """Verify ``directory``, unless the preceding call has verified it, and return its manifest. If there is no
+        manifest, return None if ``trust`` is true. Raises CheckpointError when files are damaged, or there is no
+        manifest and ``trust`` is false."""
         if not directory.is_dir():
             raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
         if not (directory / MANIFEST_NAME).exists():

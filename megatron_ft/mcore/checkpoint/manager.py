@@ -80,12 +80,8 @@ class CheckpointManager:
         report: Callable[[dict[str, Any]], None],
         generation: int = 0,
     ) -> None:
-        """Create the manager of one rank.
-
-        Args:
-            dp_cp_group: ranks with the same dense weights as this rank.
-            report: sends an event to the sinks; called on rank 0 only.
-        """
+        """Create the manager of one rank. ``dp_cp_group`` contains the ranks with the same dense weights. ``report``
+        sends an event to the sinks; only rank 0 calls it."""
         self.folder = run_dir / "checkpoints"
         self._config = config
         self._identity = identity
@@ -115,9 +111,7 @@ class CheckpointManager:
 
     def save(self, state: DenseState, iteration: int) -> None:
         """Begin to save the current ``state``. Wait for the end of the save unless ``checkpoint.async_save`` is true.
-
-        If an earlier save is in progress, it is finished first. If a save was abandoned, this waits for its threads.
-        """
+        If an earlier save is in progress, it is finished first. If a save was abandoned, this waits for its threads."""
         assert iteration == state.host.iteration, (
             f"cannot save the state of iteration {state.host.iteration} as iteration {iteration}"
         )
@@ -293,10 +287,8 @@ class CheckpointManager:
             )
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
-        """Return the checkpoint from which this run resumed, until two newer checkpoints are complete.
-
-        ``complete`` lists the complete checkpoints, oldest first.
-        """
+        """Return the checkpoint from which this run resumed, until two newer checkpoints are complete. ``complete``
+        lists the complete checkpoints, oldest first."""
         # Only this checkpoint has been read back. If the next one is damaged on disk, a restart needs this one.
         return tuple(name for name in complete[-2:] if name == self._resumed_from)
 
@@ -327,11 +319,9 @@ class CheckpointManager:
         return self._finder.unusable(folder)
 
     def load(self, state: DenseState, directory: Path) -> LoadResult:
-        """Verify the checkpoint in ``directory``, then fill ``state`` from it.
-
-        Raises CheckpointError when the checkpoint is damaged, when it is from another project and ``checkpoint.trust``
-        is false, or when its tensors are not exactly those of this model and optimizer.
-        """
+        """Verify the checkpoint in ``directory``, then fill ``state`` from it. Raises CheckpointError when the
+        checkpoint is damaged, when it is from another project and ``checkpoint.trust`` is false, or when its tensors
+        are not exactly those of this model and optimizer."""
         began = time.monotonic()
         # Verified first, because ``.metadata`` and ``common.pt`` are pickles, which can run code when they are opened.
         manifest = self._finder.check(directory, trust=self._config.trust)
@@ -361,11 +351,9 @@ class CheckpointManager:
         return LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
-        """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest.
-
-        The result is empty for a checkpoint of another project. Raises CheckpointError when the checkpoint is damaged,
-        or when it is from another project and ``checkpoint.trust`` is false.
-        """
+        """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest. The
+        result is empty for a checkpoint of another project. Raises CheckpointError when the checkpoint is damaged, or
+        when it is from another project and ``checkpoint.trust`` is false."""
         self._finder.check(directory, trust=self._config.trust)
         common = dist_checkpointing.load_common_state_dict(str(directory))
         extra: dict[str, Any] = common.get(OURS_KEY, {}).get("extra", {})

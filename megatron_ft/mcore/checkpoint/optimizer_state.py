@@ -90,9 +90,8 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
     """Set the optimizer's state from ``tree``, the result of :func:`fill_frame`, and its step count and loss scale.
-
-    Learning rate, weight decay and similar values are not changed: the configuration and the scheduler determine them.
-    """
+    Learning rate, weight decay and similar values are not changed: the configuration and the scheduler determine
+    them."""
     members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
     for member, frame in zip(members, frames, strict=True):
@@ -136,11 +135,9 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
 
 
 def _own_steps(member: MegatronOptimizer, step: int) -> None:
-    """Give each parameter its own step tensor, and remove the step counts of parameter groups.
-
-    Megatron's load gives all parameters the same tensor, which each parameter's update would increase. It also leaves
-    step counts in the groups, which no update would increase.
-    """
+    """Give each parameter its own step tensor, and remove the step counts of parameter groups. Megatron's load gives
+    all parameters the same tensor, which each parameter's update would increase. It also leaves step counts in the
+    groups, which no update would increase."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
-    """Seed the generators of torch and Megatron, as at a run's start, from ``seed`` and the rank's place in the layout."""
+    """Seed the generators of torch and Megatron, as at a start, from ``seed`` and the rank's place in the layout."""
     pg = pg_collection
     torch.manual_seed(seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
     model_parallel_cuda_manual_seed(
@@ -25,10 +25,8 @@ def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the state of the generators of Python, numpy, torch (CPU and, if available, CUDA) and Megatron.
-
-    Tensors are copies, which later random numbers do not change.
-    """
+    """Return the state of the generators of Python, numpy, torch (CPU and, if available, CUDA) and Megatron. Tensors
+    are copies, which later random numbers do not change."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {

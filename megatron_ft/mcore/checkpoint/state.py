@@ -40,11 +40,9 @@ class DenseState:
 
 
 def build_shards(state: DenseState, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``.
-
-    With several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, all ranks must call
-    this, because the distributed optimizer is gathered over the data-parallel groups.
-    """
+    """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
+    several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, all ranks must call
+    this, because the distributed optimizer is gathered over the data-parallel groups."""
     model = {
         f"model{index}" if len(state.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(state.model_chunks)
@@ -54,10 +52,8 @@ def build_shards(state: DenseState, metadata: dict[str, Any], *, is_loading: boo
 
 
 def rank_state(host: TrainState | None = None) -> ShardedObject:
-    """Return the checkpoint object for this rank's random number generators, from ``host``.
-
-    None returns an object to request at a load.
-    """
+    """Return the checkpoint object for this rank's random number generators, from ``host``. None returns an object to
+    request at a load."""
     world, rank = dist.get_world_size(), dist.get_rank()
     return ShardedObject(RANK_STATE_KEY, None if host is None else {"rng": host.rng}, (world,), (rank,), replica_id=0)
 

@@ -109,9 +109,7 @@ class GivenUp(Exception):
 
 class WriteJob:
     """Writes a :class:`PlannedWrite` in a thread. ``error``, ``entries`` and ``results`` are final if ``done`` is true.
-
-    ``whole_files`` are additional files: names with contents.
-    """
+    ``whole_files`` are additional files: names with contents."""
 
     _given_up: ClassVar[list["WriteJob"]] = []
     """Cancelled saves of this process that may still write, even in a later membership."""
@@ -185,10 +183,8 @@ class WriteJob:
 
 
 def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> bytes:
-    """Return the content of ``.metadata``: the plan with the file and the offset of every written item.
-
-    ``results`` is ``WriteJob.results`` of every rank.
-    """
+    """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results`` is
+    ``WriteJob.results`` of every rank."""
     capture = _Capture()
     writer = planned.writer
     writer.fs, writer.sync_files = capture, False

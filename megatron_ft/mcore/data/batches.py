@@ -37,11 +37,8 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReader:
-    """Reads the microbatches of one rank.
-
-    With context parallelism, a rank gets two chunks of every sequence, which Megatron's layout chooses so that the work
-    of causal attention is balanced.
-    """
+    """Reads the microbatches of one rank. With context parallelism, a rank gets two chunks of every sequence, which
+    Megatron's layout chooses so that the work of causal attention is balanced."""
 
     samples: Samples
     plan: BatchPlan
@@ -69,10 +66,8 @@ class BatchReader:
         )
 
     def microbatches(self, iteration: int) -> Iterator[Microbatch]:
-        """Yield the rank's microbatches of ``iteration`` (counted from 1), in order.
-
-        On CUDA, the next microbatch is read and copied to the device while the current one is computed.
-        """
+        """Yield the rank's microbatches of ``iteration`` (counted from 1), in order. On CUDA, the next microbatch is
+        read and copied to the device while the current one is computed."""
         samples = (
             self.plan.first_sample(iteration, self.data_parallel_rank, number)
             for number in range(self.plan.num_microbatches)
@@ -94,10 +89,8 @@ class BatchReader:
             under_way = following
 
     def _packed(self, first_sample: int | None) -> torch.Tensor:
-        """Return tokens, labels and positions as one host tensor, int64 [3, micro_batch_size, length].
-
-        ``length`` is the part of the sequence that this rank has. ``first_sample`` is None for padding.
-        """
+        """Return tokens, labels and positions as one host tensor, int64 [3, micro_batch_size, length]. ``length`` is
+        the part of the sequence that this rank has. ``first_sample`` is None for padding."""
         size = self.plan.micro_batch_size
         if first_sample is None:
             rows = torch.zeros((size, self.seq_length + 1), dtype=torch.int64)
@@ -145,10 +138,8 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbatches_multiple: int) -> BatchPlan:
-    """Plan how the samples of an iteration are divided among ``data_parallel_size`` ranks.
-
-    The number of microbatches per rank is a multiple of ``num_microbatches_multiple``.
-    """
+    """Plan how the samples of an iteration are divided among ``data_parallel_size`` ranks. The number of microbatches
+    per rank is a multiple of ``num_microbatches_multiple``."""
     return BatchPlan(
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,

@@ -12,11 +12,9 @@ from megatron_ft.errors import DataError
 
 
 class Samples:
-    """The samples of a split. Every index from 0 on has a sample, because the split is repeated epoch after epoch.
-
-    The sample depends only on ``data.seed``, the sources and the index, not on the parallel layout or the length of the
-    run.
-    """
+    """The samples of a split. Every index from 0 on has a sample, because the split is repeated epoch after epoch. The
+    sample depends only on ``data.seed``, the sources and the index, not on the parallel layout or the length of the
+    run."""
 
     def __init__(self, plan: SplitPlan, vocab_size: int, *, mmap: bool = True) -> None:
         self.plan = plan

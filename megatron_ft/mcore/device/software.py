@@ -93,10 +93,8 @@ def choose_transformer_impl(requested: str, device: str, software: Software) -> 
 
 
 def check_provider(fp8: str | None, context_parallel_size: int, transformer_impl: str) -> None:
-    """Raise ConfigError for features that need Transformer Engine, unless ``transformer_impl`` is this engine.
-
-    Megatron itself would accept ``fp8`` and train without quantization, without a warning.
-    """
+    """Raise ConfigError for features that need Transformer Engine, unless ``transformer_impl`` is this engine. Megatron
+    itself would accept ``fp8`` and train without quantization, without a warning."""
     if transformer_impl == "transformer_engine":
         return
     if fp8 is not None:

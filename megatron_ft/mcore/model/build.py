@@ -100,11 +100,9 @@ def _build_chunk(
 
 
 def _reduce_experts_over_their_holders(chunk: torch.nn.Module, pg_collection: ProcessGroupCollection) -> None:
-    """Make Megatron sum the gradients of an expert over all ranks that have a copy of it.
-
-    Megatron does so by itself only with EP > 1. With EP = 1 and TP > 1, every tensor-parallel rank has all experts and
-    processes other tokens than its peers, so the copies would diverge.
-    """
+    """Make Megatron sum the gradients of an expert over all ranks that have a copy of it. Megatron does so by itself
+    only with EP > 1. With EP = 1 and TP > 1, every tensor-parallel rank has all experts and processes other tokens than
+    its peers, so the copies would diverge."""
     if pg_collection.ep.size() == 1 and pg_collection.tp.size() != pg_collection.expt_tp.size():
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:

@@ -26,10 +26,8 @@ def build_block_spec(
     replicas: Replicas | None,
     router: RouterBuilder,
 ) -> TransformerBlockSubmodules:
-    """Return the layer specs of one model chunk of this rank: virtual pipeline stage ``vp_stage``, or None.
-
-    Without ``replicas``, MoE layers assign experts to ranks as Megatron does. ``router`` creates their routers.
-    """
+    """Return the layer specs of one model chunk of this rank: virtual pipeline stage ``vp_stage``, or None. Without
+    ``replicas``, MoE layers assign experts to ranks as Megatron does. ``router`` creates their routers."""
     local = transformer_impl == "local"
     block = get_gpt_decoder_block_spec(
         config,

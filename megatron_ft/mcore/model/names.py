@@ -23,11 +23,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, Sequence[int]]) -> str:
-    """Convert the name of a parameter in one model chunk to its global name.
-
-    ``layer_offset`` is the number of layers before this chunk. ``expert_ids`` lists, for each layer of the chunk
-    (counted from 0), the experts that this rank has, in the order of its modules.
-    """
+    """Convert the name of a parameter in one model chunk to its global name. ``layer_offset`` is the number of layers
+    before this chunk. ``expert_ids`` lists, for each layer of the chunk (counted from 0), the experts that this rank
+    has, in the order of its modules."""
     layer = _LAYER.search(local_name)
     if layer is None:
         return local_name

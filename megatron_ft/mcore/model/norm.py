@@ -14,7 +14,6 @@ class SequenceParallelNorm:
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
-        """Create a norm over the last ``hidden_size`` channels."""
         kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
         norm: torch.nn.Module = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():

@@ -59,10 +59,8 @@ def own_part(
     config: ModelConfig,
     pg_collection: ProcessGroupCollection,
 ) -> torch.Tensor:
-    """Return the part of the unsharded tensor ``full`` that belongs in this rank's ``parameter``.
-
-    ``name`` is the global name of the parameter.
-    """
+    """Return the part of the unsharded tensor ``full`` that belongs in this rank's ``parameter``. ``name`` is the
+    global name of the parameter."""
     group = _tensor_group(name, pg_collection)
     tp_rank, tp_size = group.rank(), group.size()
     if not _is_sharded(parameter, tp_size):
@@ -75,9 +73,7 @@ def own_part(
 
 def tensor_part(name: str, parameter: torch.nn.Parameter, pg_collection: ProcessGroupCollection) -> int:
     """Return which tensor-parallel part of ``parameter`` this rank has: 0 to TP - 1, or 0 if it is not sharded.
-
-    ``name`` is the global name of the parameter.
-    """
+    ``name`` is the global name of the parameter."""
     group = _tensor_group(name, pg_collection)
     return group.rank() if _is_sharded(parameter, group.size()) else 0
 

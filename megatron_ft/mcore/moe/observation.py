@@ -33,19 +33,15 @@ def take_auxiliary_losses() -> tuple[float, float]:
 
 
 def forget_auxiliary_losses() -> None:
-    """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine.
-
-    The global scale of auxiliary losses is also reset. The schedule of the next engine sets it again.
-    """
+    """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. The
+    global scale of auxiliary losses is also reset. The schedule of the next engine sets it again."""
     get_moe_layer_wise_logging_tracker().clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
-    """Return the number of tokens that this rank has routed to each expert in this iteration.
-
-    The result is int64 [num_layers, num_experts], on the CPU.
-    """
+    """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
+    [num_layers, num_experts], on the CPU."""
     load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
     for router in routers(model_chunks):
         load[router.layer_number - 1] = router.load.cpu()

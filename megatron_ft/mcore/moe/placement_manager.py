@@ -68,12 +68,10 @@ class PlacementState:
     """For each stage, layer and expert, the smoothed number of tokens; None before the first iteration."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plans and loads as JSON values."""
         return {"stages": [plan.to_json() for plan in self.plans], "loads": self.loads}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "PlacementState":
-        """Create the object from the result of ``to_json``."""
         plans = [PlacementPlan.from_json(plan) for plan in content["stages"]]
         return cls(plans=plans, loads=content["loads"])
 
@@ -154,10 +152,8 @@ class PlacementManager:
 
     @property
     def single_loss_survival(self) -> float | None:
-        """Probability that the job can continue from expert replicas after the loss of one failure domain.
-
-        None if the job does not continue with fewer nodes, or if there is only one failure domain.
-        """
+        """Probability that the job can continue from expert replicas after the loss of one failure domain. None if the
+        job does not continue with fewer nodes, or if there is only one failure domain."""
         launch, recovery = self._config.launch, self._config.recovery
         if recovery.min_nodes is None or recovery.keep_layout:
             return None
@@ -169,10 +165,8 @@ class PlacementManager:
         return self._policy.interval_iterations > 0
 
     def observe(self, load: torch.Tensor) -> None:
-        """Add ``load``, the tokens of each expert in one iteration, to the smoothed loads.
-
-        ``load`` is int64 [num_layers, num_moe_experts], summed over all ranks.
-        """
+        """Add ``load``, the tokens of each expert in one iteration, to the smoothed loads. ``load`` is int64
+        [num_layers, num_moe_experts], summed over all ranks."""
         rows = load.tolist()
         weight = self._config.placement.load_smoothing
         newest = [[rows[number - 1] for number in request.layer_numbers] for request in self._requests]
@@ -180,10 +174,8 @@ class PlacementManager:
         self.loads = [smooth(old, new, weight) for old, new in zip(previous, newest, strict=True)]
 
     def change_before(self, iteration: int) -> Change | None:
-        """Return the change of placement that is due before ``iteration``, or None.
-
-        A change is due if ``placement.schedule`` contains it, or if a new placement for the current loads saves enough.
-        """
+        """Return the change of placement that is due before ``iteration``, or None. A change is due if
+        ``placement.schedule`` contains it, or if a new placement for the current loads saves enough."""
         if iteration in self._inputs.schedule:
             plans = scripted_plans(self._requests, self._inputs.schedule[iteration])
             return self._change([self._migration(stage, plan) for stage, plan in enumerate(plans)], "scripted", 0.0)
@@ -233,11 +225,9 @@ class PlacementManager:
         replace_file(path, json.dumps(self.to_json()).encode())
 
     def restore(self, content: dict[str, Any] | None) -> None:
-        """Continue with ``content``, the result of ``to_json`` in a checkpoint or window.
-
-        If its plans are for other ranks, slots or failure domains, new plans are made from its loads. If it is for
-        other pipeline stages, or None, the first plans of a new run stay.
-        """
+        """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If its plans are for other
+        ranks, slots or failure domains, new plans are made from its loads. If it is for other pipeline stages, or None,
+        the first plans of a new run stay."""
         if content is None:
             return
         state = PlacementState.from_json(content)

@@ -47,9 +47,7 @@ class ReplicaExperts(SequentialMLP):
         self, tokens: torch.Tensor, tokens_per_expert: Sequence[int], permuted_probs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
         """Run ``tokens`` [rows, H], which are sorted by expert. The ranks that sent the tokens apply the probabilities.
-
-        ``tokens_per_expert`` is the number of rows of each expert.
-        """
+        ``tokens_per_expert`` is the number of rows of each expert."""
         outputs = []
         # Experts without rows run, too, because a gradient bucket is reduced after all its parameters have a gradient.
         for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):

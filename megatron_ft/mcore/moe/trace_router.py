@@ -49,30 +49,23 @@ class TraceRouter(PaddingAwareRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route tokens to the forced experts. ``logits`` is [sequence, batch, E].
-
-        Returns probs [T, E], which the learned gate computes, and routing_map [T, E].
-        """
+        """Route tokens to the forced experts. ``logits`` is [sequence, batch, E]. Returns probs [T, E], which the
+        learned gate computes, and routing_map [T, E]."""
         num_tokens = logits.shape[0] * logits.shape[1]
         self.router_replay.experts = self._forced(num_tokens, self._next_microbatch()).to(logits.device)
         return super().routing(logits, padding_mask)
 
     def _next_microbatch(self) -> int:
-        """Return the position of the next microbatch in the global batch.
-
-        Passes with and without gradients are counted separately, because full recomputation routes each microbatch once
-        in each of them.
-        """
+        """Return the position of the next microbatch in the global batch. Passes with and without gradients are counted
+        separately, because full recomputation routes each microbatch once in each of them."""
         with_gradients = torch.is_grad_enabled()
         number = self._num_routed[with_gradients]
         self._num_routed[with_gradients] += 1
         return microbatch_position(self._dp_group.size(), self._dp_group.rank(), number)
 
     def _forced(self, num_tokens: int, microbatch: int) -> torch.Tensor:
-        """Return the experts of this rank's tokens: int64 [T, K].
-
-        With sequence parallelism, each rank has an equal part of the tokens of a microbatch.
-        """
+        """Return the experts of this rank's tokens: int64 [T, K]. With sequence parallelism, each rank has an equal
+        part of the tokens of a microbatch."""
         part, num_parts = self.tp_cp_group.rank(), self.tp_cp_group.size()
         loads = self.trace.loads(self._iteration, self.layer_number)
         counts = expert_token_counts(loads, num_tokens * num_parts, self.topk)

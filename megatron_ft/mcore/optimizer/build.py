@@ -15,10 +15,8 @@ from megatron_ft.mcore.model.transformer_config import DTYPES
 def build_optimizer(
     config: JobConfig, model_chunks: list[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """Build AdamW for the parameters of the chunks.
-
-    Master weights and moments are sharded if ``parallel.use_distributed_optimizer`` is true.
-    """
+    """Build AdamW for the parameters of the chunks. Master weights and moments are sharded if
+    ``parallel.use_distributed_optimizer`` is true."""
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
     megatron_config = OptimizerConfig(
         optimizer="adam",

@@ -43,10 +43,8 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """Do the work of ``prepare`` without communication, in a replay: the logged vote has its results.
-
-    Parameters in ``without`` get no master gradients, so that the update does not change their state.
-    """
+    """Do the work of ``prepare`` without communication, in a replay: the logged vote has its results. Parameters in
+    ``without`` get no master gradients, so that the update does not change their state."""
     for part in parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
         if scaler is None:

@@ -17,9 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Master:
     """One master weight that this rank updates: the whole tensor, or a flat range of it if the optimizer is sharded.
-
-    ``name`` is the parameter's global name. ``state`` contains the moments and the step count of torch's optimizer.
-    """
+    ``name`` is the parameter's global name. ``state`` contains the moments and the step count of torch's optimizer."""
 
     name: str
     tensor: torch.Tensor

@@ -82,10 +82,8 @@ class StateCopies:
         self.kept = self._receive(config)
 
     def follow(self, learning_rate: float) -> int:
-        """Repeat the latest update on the copies; return the number of bytes that this rank sent.
-
-        The master weights must still have the clipped gradients of this update.
-        """
+        """Repeat the latest update on the copies; return the number of bytes that this rank sent. The master weights
+        must still have the clipped gradients of this update."""
         outgoing = self._by_rank({lent.keeper: [m.tensor.grad for m in lent.masters] for lent in self._lent})
         for kept in self.kept:
             for parameter in kept.parameters:
@@ -137,11 +135,9 @@ class StateCopies:
 
 
 def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int | tuple[int, int], tuple[int, ...]]:
-    """Return, for each part of the state that rank ``me`` sends, the ranks that receive it.
-
-    The parts are the non-expert shard (key ``NON_EXPERT``) and each expert whose first replica is on ``me`` (key: layer
-    number, expert).
-    """
+    """Return, for each part of the state that rank ``me`` sends, the ranks that receive it. The parts are the
+    non-expert shard (key ``NON_EXPERT``) and each expert whose first replica is on ``me`` (key: layer number,
+    expert)."""
     found: dict[int | tuple[int, int], tuple[int, ...]] = {}
     position = plan.ranks.index(me)
     for operator in plan.operators:

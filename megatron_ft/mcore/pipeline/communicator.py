@@ -20,12 +20,9 @@ TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
 
 
 def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
-    """Return process group and tag for messages with logged tensors in ``direction``.
-
-    NCCL does not support tags, and matches the sends and receives between two ranks of a group in their order. With two
-    pipeline stages and several chunks, messages of both directions come from the same rank. So with NCCL each direction
-    uses another group.
-    """
+    """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
+    matches the sends and receives between two ranks of a group in their order. With two pipeline stages and several
+    chunks, messages of both directions come from the same rank. So with NCCL each direction uses another group."""
     if dist.get_backend(group) == "gloo":
         return group, TAGS[direction]
     return (group if direction == "forward" else world_group()), 0

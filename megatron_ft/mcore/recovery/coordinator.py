@@ -64,11 +64,7 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
 
 
 def _check(trainer: Trainer, history: ScriptedHistory) -> None:
-    """Check the membership schedule, and that ranks can be lost with this device.
-
-    Raises:
-        ConfigError: a scheduled change is in the past, or the device does not support the loss of ranks.
-    """
+    """Raise ConfigError if a scheduled change is in the past, or if ranks cannot be lost with this device."""
     job, iteration = trainer.job, trainer.engine.iteration
     schedule = job.testing.membership_schedule
     if trainer.device.type != "cpu" and (job.may_lose_nodes or schedule):
@@ -90,9 +86,7 @@ def _leave(trainer: Trainer) -> None:
 
 def _attempt(trainer: Trainer, before: int | None) -> str | None:
     """Train in the current membership. Return the traceback of the error that ended it, or None if it ended as planned.
-
-    The exception itself is not returned, because its frames reference process groups that must be destroyed.
-    """
+    The exception itself is not returned, because its frames reference process groups that must be destroyed."""
     try:
         # If any rank has abandoned a save, all ranks save, because saving is collective.
         if trainer.context.generation > 0 and trainer.collectives.any(trainer.is_save_due):
@@ -133,11 +127,7 @@ def _planned(trainer: Trainer) -> NextMembership | None:
 
 def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory) -> None:
     """Continue in the membership ``following``. If ranks are lost while it is formed, continue in the next membership
-    that can be formed.
-
-    Raises:
-        RankLost: this process has too little memory, or an import failed. The other ranks can continue without it.
-    """
+    that can be formed. Raise RankLost if this process has too little memory, or if an import failed."""
     while True:
         try:
             reconfigure(trainer, following, store=history.store)

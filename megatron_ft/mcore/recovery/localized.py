@@ -101,10 +101,8 @@ def _share(
     trainer: "Trainer", carried: Carried | None, plan: LocalizedPlan, standings: Sequence[Standing]
 ) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
     """Broadcast the state besides tensors, the logged votes and the plan of windows from ``LocalizedPlan.voter``.
-
     Return these three; the plan is None before the first plan. All ranks must call this. The state has no random number
-    generators, which each rank restores from its own state or computes in the replay.
-    """
+    generators, which each rank restores from its own state or computes in the replay."""
     # All ranks have the same standings, so they choose the same sender.
     first = plan.voter(standings)
     log, mine = trainer.engine.boundaries.log, None
@@ -207,11 +205,8 @@ def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client:
 
 
 def _compare(trainer: "Trainer", carried: Carried | None) -> None:
-    """Compare the state after the replay with the state that this rank had before the failure, if it had one.
-
-    Raises:
-        RecoveryError: the states differ.
-    """
+    """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
+    failure."""
     if carried is None:
         return
     now = take_state(trainer.engine.model_chunks, trainer.engine.optimizer)

@@ -39,11 +39,9 @@ def parameters_of(
 def frozen(
     model_chunks: Sequence[torch.nn.Module], parameters: Collection[torch.nn.Parameter]
 ) -> Iterator[Callable[[], None]]:
-    """Compute no gradients for ``parameters`` until the yielded function is called, or until the block ends.
-
-    The caller must call the function after backward and before gradients are reduced. Input gradients do not change,
-    because Megatron's linear layers only skip the gradient of a weight without ``requires_grad``.
-    """
+    """Compute no gradients for ``parameters`` until the yielded function is called, or until the block ends. The caller
+    must call the function after backward and before gradients are reduced. Input gradients do not change, because
+    Megatron's linear layers only skip the gradient of a weight without ``requires_grad``."""
     taken = [parameter for parameter in parameters if parameter.requires_grad]
     hooks = [_keep_gradients_flowing(chunk) for chunk in model_chunks if hasattr(unwrap(chunk), "embedding")]
 
@@ -72,10 +70,8 @@ def _keep_gradients_flowing(chunk: torch.nn.Module) -> Any:
 
 @contextmanager
 def synchronous_reduction(model_chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[None]:
-    """Reduce gradients after the last backward pass, not during it.
-
-    An overlapped reduction waits until all parameters of a bucket have gradients, but frozen parameters get none.
-    """
+    """Reduce gradients after the last backward pass, not during it. An overlapped reduction waits until all parameters
+    of a bucket have gradients, but frozen parameters get none."""
     ddp_configs = [chunk.ddp_config for chunk in model_chunks]
     overlapped = [ddp_config.overlap_grad_reduce for ddp_config in ddp_configs]
     grad_sync_func = config.grad_sync_func

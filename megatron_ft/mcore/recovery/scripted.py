@@ -62,10 +62,8 @@ class ScriptedHistory:
         self._ahead.clear()
 
     def await_own(self) -> NextMembership | None:
-        """Wait without limit for the next membership that includes this process, and return it.
-
-        Return None if there is none. Before that, the process with the store waits until the last membership is formed.
-        """
+        """Wait without limit for the next membership that includes this process, and return it. Return None if there is
+        none. Before that, the process with the store waits until the last membership is formed."""
         while self._ahead:
             if not self._serves and not any(map(self._is_of, self._ahead)):
                 return None

@@ -25,11 +25,9 @@ SERVICE = "keeper"
 
 
 def peer_assignment(config: JobConfig) -> PeerAssignment:
-    """Choose, for each node, the nodes in other failure domains that store copies of its windows.
-
-    Nodes are numbered from 0 among the present nodes. Ranks with the same state capture disjoint parts of it, so no
-    other node has a copy of a window before it is replicated.
-    """
+    """Choose, for each node, the nodes in other failure domains that store copies of its windows. Nodes are numbered
+    from 0 among the present nodes. Ranks with the same state capture disjoint parts of it, so no other node has a copy
+    of a window before it is replicated."""
     return assign_peers(config.member_domains, config.snapshot.num_peer_copies)
 
 
@@ -62,10 +60,8 @@ def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
 
 
 def share_addresses(context: RankContext, collectives: Collectives) -> RankContext:
-    """Return ``context`` with the addresses of the snapshot servers of all present nodes. All ranks must call this.
-
-    A joining node has the addresses of the present nodes, but the present nodes do not have its address yet.
-    """
+    """Return ``context`` with the addresses of the snapshot servers of all present nodes. All ranks must call this. A
+    joining node has the addresses of the present nodes, but the present nodes do not have its address yet."""
     service = context.sidecars[SERVICE]
     gathered = collectives.gather([context.node, service["addresses"][str(context.node)]])
     addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}

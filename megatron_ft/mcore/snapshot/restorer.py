@@ -145,10 +145,8 @@ class SnapshotRestorer:
         self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def report_start(self, checkpoint: Path | None, generation: int) -> None:
-        """Report the state from which the run continues: the chosen window, or else ``checkpoint``.
-
-        A new run in which no state was declined reports nothing.
-        """
+        """Report the state from which the run continues: the chosen window, or else ``checkpoint``. A new run in which
+        no state was declined reports nothing."""
         chosen, strategy, iteration = self.chosen, "nothing", 0
         if chosen.places:
             strategy, iteration = "window", chosen.iteration
@@ -190,10 +188,8 @@ class SnapshotRestorer:
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
         """Rename persisted windows that must not be used again, so that this job can write windows with their names.
-
-        These are the windows of other runs. They are also the windows after ``iteration``, if this is a new job or if
-        a window was rejected.
-        """
+        These are the windows of other runs. They are also the windows after ``iteration``, if this is a new job or if a
+        window was rejected."""
 
         def rename(folder: WindowFolder) -> None:
             folder.set_aside(self._other_runs)

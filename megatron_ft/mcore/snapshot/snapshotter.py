@@ -216,10 +216,8 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Request that the newest committed window is written to storage; ``finish`` waits for it.
-
-        All ranks must call this.
-        """
+        """Request that the newest committed window is written to storage; ``finish`` waits for it. All ranks must call
+        this."""
         start = self._buffers.committed
         # If the job resumed from this window, the parts of some ranks may only be in the memory of peer nodes. Without
         # them, the other parts are not a complete window.
@@ -244,10 +242,8 @@ class Snapshotter:
         self._report_problems(self._engine.iteration)
 
     def close(self) -> None:
-        """Finish the slice in progress, and release tensors, memory and the connection.
-
-        The snapshot server keeps all windows.
-        """
+        """Finish the slice in progress, and release tensors, memory and the connection. The snapshot server keeps all
+        windows."""
         self.settle()
         self._copier.close()
         self._engine.before_update, self._engine.window_report = None, WindowReport
@@ -304,11 +300,8 @@ class Snapshotter:
         capture.begin_window(self._buffers.held[iteration], iteration)
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
-        """Make a plan if there is none, allocate memory for its windows, and prepare the capture.
-
-        Raises:
-            ConfigError: windows need more than ``snapshot.host_memory_limit_bytes``. Nothing was allocated.
-        """
+        """Make a plan if there is none, allocate memory for its windows, and prepare the capture. Raise ConfigError if
+        the windows need more than ``snapshot.host_memory_limit_bytes``."""
         view = OperatorView(
             self._engine.model_chunks,
             self._engine.optimizer,
@@ -332,10 +325,8 @@ class Snapshotter:
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
         """Return memory for windows of ``plan``: the current memory if it is large enough on all ranks, else new one.
-
         If ``is_resumed``, memory of an earlier process contains the window from which the job continues. Then no more
-        than the exact size is requested, so that this memory is used again.
-        """
+        than the exact size is requested, so that this memory is used again."""
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
         is_outgrown = self._memory is not None

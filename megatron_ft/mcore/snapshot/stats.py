@@ -29,10 +29,8 @@ class SnapshotStats:
     def record(
         self, iteration: int, *, start_iteration: int, num_iterations: int, figures: CaptureFigures
     ) -> WindowCommitted:
-        """Return the event for a window that the vote of ``iteration`` has committed.
-
-        Its costs are all costs since the previously committed window.
-        """
+        """Return the event for a window that the vote of ``iteration`` has committed. Its costs are all costs since the
+        previously committed window."""
         self._add(figures)
         cost, self._unreported = self._unreported, dict.fromkeys(_NAMES, 0)
         return WindowCommitted(

@@ -70,10 +70,8 @@ class Carried:
         )
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Add ``before``, with which the rank began the membership, at the same iteration. None adds nothing.
-
-        A result in ``before`` that was not reported must still be reported.
-        """
+        """Add ``before``, with which the rank began the membership, at the same iteration. None adds nothing. A result
+        in ``before`` that was not reported must still be reported."""
         if before is None:
             return self
         return replace(
@@ -106,11 +104,9 @@ class MembershipStart:
 
 
 def carry(trainer: "Trainer", target: Target) -> Carried | None:
-    """Copy this rank's state after the iteration of ``target``, before its process groups are destroyed.
-
-    Return None if the rank has no state. If the membership has committed no iteration, the result contains the state
-    with which the rank began the membership, and also the state for the new placement if the rank had received it.
-    """
+    """Copy this rank's state after the iteration of ``target``, before its process groups are destroyed. Return None if
+    the rank has no state. If the membership has committed no iteration, the result contains the state with which the
+    rank began the membership, and also the state for the new placement if the rank had received it."""
     beginning, engine = trainer.membership_start, trainer.engine
     if beginning is None or beginning.iteration != target.iteration:
         is_moving = trainer.previous_placement is not None and trainer.previous_placement.host is not None
@@ -223,11 +219,9 @@ def _num_bytes(row: Sequence[Any]) -> int:
 
 
 def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
-    """Seed the random number generators of a rank that joins after ``iteration``.
-
-    The seeds depend on the run's seed, the iteration and the rank, but not on the generation, so that memberships that
-    could not be formed have no effect on the results.
-    """
+    """Seed the random number generators of a rank that joins after ``iteration``. The seeds depend on the run's seed,
+    the iteration and the rank, but not on the generation, so that memberships that could not be formed have no effect
+    on the results."""
     own = seed + (iteration + 1) * _ITERATION_STRIDE
     random.seed(own + groups.vote.rank())
     np.random.seed((own + groups.vote.rank()) % 2**32)

@@ -24,11 +24,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def named_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of every parameter, persistent buffer, master weight and moment on this rank.
-
-    Names are ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg`` and so on, where ``<parameter>`` is a
-    global name. With the distributed optimizer, masters and moments are this rank's flat ranges.
-    """
+    """Yield (name, tensor) of every parameter, persistent buffer, master weight and moment on this rank. Names are
+    ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg`` and so on, where ``<parameter>`` is a global name.
+    With the distributed optimizer, masters and moments are this rank's flat ranges."""
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(model_chunks):
         for name, parameter in named_parameters(chunk):
@@ -48,10 +46,8 @@ def named_state(
 
 
 def masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yield (model parameter, master weight) for each parameter that the optimizer ``member`` updates on this rank.
-
-    The master weight is the tensor that torch's optimizer updates.
-    """
+    """Yield (model parameter, master weight) for each parameter that the optimizer ``member`` updates on this rank. The
+    master weight is the tensor that torch's optimizer updates."""
     for parameters, masters in _group_pairs(member):
         for parameter, master in zip(parameters, masters, strict=True):
             # None with Megatron's precision-aware optimizer, which stores master weights in torch's optimizer.
@@ -81,9 +77,7 @@ def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimiz
 
 
 def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, str]:
-    """Return the digest of every tensor of :func:`named_state` by name, to locate the differences of two states.
-
-    Before the first update, moments are allocated as zeros, so that they are part of the result.
-    """
+    """Return the digest of every tensor of :func:`named_state` by name, to locate the differences of two states. Before
+    the first update, moments are allocated as zeros, so that they are part of the result."""
     allocate_state(optimizer)
     return {name: tensor_digest(tensor) for name, tensor in named_state(model_chunks, optimizer)}

@@ -29,9 +29,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
     """Return the range (start, stop) of the flattened ``parameter`` that the optimizer ``member`` updates on this rank.
-
-    This is the whole parameter if the optimizer is not sharded.
-    """
+    This is the whole parameter if the optimizer is not sharded."""
     if not isinstance(member, DistributedOptimizer):
         return 0, parameter.numel()
     found = member._get_model_param_range_map(parameter)["param"]
@@ -82,10 +80,8 @@ class OperatorView:
         return slice_pieces(plan, index, self.shards)
 
     def source(self, piece: Piece) -> torch.Tensor:
-        """Return the elements of ``piece`` as a 1-D view of the tensor that training uses.
-
-        The view has one element if the component, such as a step count, has one value for all elements.
-        """
+        """Return the elements of ``piece`` as a 1-D view of the tensor that training uses. The view has one element if
+        the component, such as a step count, has one value for all elements."""
         return self.live((piece.parameter, piece.tensor_part), piece.component, piece.start, piece.stop)
 
     def live(self, part: Part, component: str, start: int, stop: int) -> torch.Tensor:

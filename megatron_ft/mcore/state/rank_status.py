@@ -40,7 +40,6 @@ class Holding:
         return self.generation, self.is_evacuation
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values."""
         return {
             "generation": self.generation,
             "is_evacuation": self.is_evacuation,
@@ -52,7 +51,6 @@ class Holding:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Holding":
-        """Create a holding from the result of ``to_json``."""
         placement = content["placement"]
         lists = {name: tuple(content[name]) for name in ("nodes", "changes")}
         return cls(
@@ -81,12 +79,10 @@ class RankStatus:
         return next((rank for found, rank, _ in self.holdings if found == key), None)
 
     def to_json(self) -> list[Any]:
-        """Return the summary as JSON values."""
         return [[list(key), rank, digest] for key, rank, digest in self.holdings]
 
     @classmethod
     def from_json(cls, content: list[Any]) -> "RankStatus":
-        """Create a summary from the result of ``to_json``."""
         return cls(holdings=tuple(((key[0], key[1]), rank, digest) for key, rank, digest in content))
 
 

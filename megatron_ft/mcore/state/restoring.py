@@ -79,10 +79,8 @@ def _holders(holdings_by_rank: Sequence[Sequence[Holding]]) -> dict[Part, dict[i
 
 
 def _deliveries(piece: Piece, holders: dict[int, Holding]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (component, ranks that receive it) for a captured piece.
-
-    From a captured master weight, every rank with the parameter also gets the rounded weight.
-    """
+    """Yield (component, ranks that receive it) for a captured piece. From a captured master weight, every rank with the
+    parameter also gets the rounded weight."""
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)

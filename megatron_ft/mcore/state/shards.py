@@ -30,10 +30,8 @@ class Holding:
 
 
 def to_record(holdings: Iterable[Holding]) -> dict[str, Any]:
-    """Return ``holdings`` as a JSON object for ``from_record``.
-
-    Each combination of components is stored once, because most parameters have the same.
-    """
+    """Return ``holdings`` as a JSON object for ``from_record``. Each combination of components is stored once, because
+    most parameters have the same."""
     kinds: dict[tuple[tuple[Component, ...], tuple[Component, ...]], int] = {}
     rows = [[*h.part, h.num_elements, h.ranges, kinds.setdefault((h.full, h.frozen), len(kinds))] for h in holdings]
     return {"kinds": [[[asdict(c) for c in group] for group in kind] for kind in kinds], "rows": rows}

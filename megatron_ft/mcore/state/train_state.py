@@ -21,11 +21,9 @@ _TENSOR = "tensor_base64"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """State of a rank after an iteration, besides parameters and optimizer state.
-
-    Tensors are copied on their own device, so that a capture does not wait for a GPU. ``capture`` sets the first six
-    fields. The callers set the other fields.
-    """
+    """State of a rank after an iteration, besides parameters and optimizer state. Tensors are copied on their own
+    device, so that a capture does not wait for a GPU. ``capture`` sets the first six fields. The callers set the other
+    fields."""
 
     iteration: int
     """Number of completed iterations."""
@@ -107,10 +105,8 @@ class TrainState:
 
     def to_json(self, *, own: bool = True) -> dict[str, Any]:
         """Return all fields as JSON values, with tensors in base64. ``own=False`` omits the random number generators.
-
         The headers of slices contain this record since version 1 of the window format. So fields may be added, but must
-        not be renamed.
-        """
+        not be renamed."""
         record = self._captured()
         if not own:
             del record["rng"]

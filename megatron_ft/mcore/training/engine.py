@@ -98,10 +98,8 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
-        """Build model and optimizer on the process groups ``groups``, with initial weights.
-
-        ``replicas`` assigns experts to the ranks of this stage; None assigns them as Megatron does.
-        """
+        """Build model and optimizer on the process groups ``groups``, with initial weights. ``replicas`` assigns
+        experts to the ranks of this stage; None assigns them as Megatron does."""
         failpoints.hit("build", self.iteration)
         self.groups = groups
         self.pg = groups.pg_collection
@@ -147,10 +145,8 @@ class TrainingEngine:
         self._straggler_timer.watch(self.model_chunks)
 
     def keep_copies(self, plan: StateCopyPlan, placement: PlacementPlan) -> StateCopies:
-        """Copy optimizer state to the ranks that ``plan`` names, and update the copies with every iteration.
-
-        All ranks must call this.
-        """
+        """Copy optimizer state to the ranks that ``plan`` names, and update the copies with every iteration. All ranks
+        must call this."""
         self.state_copies = StateCopies(
             self.model_chunks,
             self.optimizer,
@@ -271,9 +267,7 @@ class TrainingEngine:
 
     def ballot(self, reports: list[torch.Tensor], *, loss_scale: float, found_inf: bool, grad_norm: float) -> Ballot:
         """Make this rank's ballot for the iteration that ``accumulate`` has run. Reset Megatron's auxiliary losses.
-
-        ``reports`` is the result of ``accumulate``.
-        """
+        ``reports`` is the result of ``accumulate``."""
         loss_sum, num_tokens = self._own_share(reports)
         aux_loss_sum, z_loss_sum = take_auxiliary_losses()
         return Ballot(
@@ -372,10 +366,8 @@ class TrainingEngine:
         return float(totals[0] / totals[1]), int(totals[1])
 
     def expert_load(self) -> torch.Tensor:
-        """Return the tokens per expert of the last iteration: int64 [num_layers, num_moe_experts], on the CPU.
-
-        Sums over all ranks, which must all call this.
-        """
+        """Return the tokens per expert of the last iteration: int64 [num_layers, num_moe_experts], on the CPU. Sums
+        over all ranks, which must all call this."""
         model = self.config.model
         load = expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)

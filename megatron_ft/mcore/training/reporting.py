@@ -39,10 +39,8 @@ def config_digest(config: JobConfig) -> str:
 def planned_record(
     iteration: int, plan: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]], host_bytes: int
 ) -> SnapshotPlanned:
-    """Return the event about the sizes of the windows of ``plan``, which applies after ``iteration``.
-
-    ``host_bytes`` is the host memory for windows and copies on the node that needs most.
-    """
+    """Return the event about the sizes of the windows of ``plan``, which applies after ``iteration``. ``host_bytes`` is
+    the host memory for windows and copies on the node that needs most."""
     return SnapshotPlanned(
         iteration=iteration,
         window_iterations=plan.num_iterations,
@@ -57,10 +55,8 @@ def planned_record(
 def run_started(
     config: JobConfig, context: RankContext, device: torch.device, resumed: tuple[str, int] | None
 ) -> RunStarted:
-    """Return the event of a run's start.
-
-    ``resumed`` is the checkpoint or window from which the run continues, with its iteration; None for a new run.
-    """
+    """Return the event of a run's start. ``resumed`` is the checkpoint or window from which the run continues, with its
+    iteration; None for a new run."""
     return RunStarted(
         run_name=context.run_dir.name,
         model=config.model.name,
@@ -116,10 +112,8 @@ def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) ->
 def placement_record(
     iteration: int, placement: PlacementManager, reason: str, change: Change | None, seconds: float
 ) -> PlacementInForce:
-    """Return the event about the placement that applies from ``iteration`` on.
-
-    ``change`` describes the migration to it and ``seconds`` is its duration; None without a migration.
-    """
+    """Return the event about the placement that applies from ``iteration`` on. ``change`` describes the migration to it
+    and ``seconds`` is its duration; None without a migration."""
     plans = placement.plans
     replicas = [count for plan in plans for layer in range(len(plan.slots)) for count in plan.replica_counts(layer)]
     in_force = PlacementInForce(
@@ -164,11 +158,9 @@ class WallClock:
     """Measures wall-clock time, for layers on a CPU: these are finished when their call returns."""
 
     def mark(self) -> float:
-        """Return the current time."""
         return time.perf_counter()
 
     def seconds(self, began: float, ended: float) -> float:
-        """Return the seconds between two marks."""
         return ended - began
 
 
@@ -205,10 +197,8 @@ class StragglerTimer:
         return cls(StreamClock() if device.type == "cuda" else WallClock())
 
     def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        """Measure the first layer of these model chunks from now on. Earlier measurements still count.
-
-        With context parallelism nothing is measured, because attention then waits for other ranks.
-        """
+        """Measure the first layer of these model chunks from now on. Earlier measurements still count. With context
+        parallelism nothing is measured, because attention then waits for other ranks."""
         self._began, self._passes = None, []
         layers = [layer for chunk in model_chunks for layer in unwrap(chunk).decoder.layers]  # type: ignore[union-attr, operator]
         if layers and layers[0].config.context_parallel_size == 1:
@@ -221,9 +211,7 @@ class StragglerTimer:
 
     def end_iteration(self) -> float:
         """Return the median seconds of a forward pass over the newest iterations, or 0.0 if there are too few of them.
-
-        Each iteration counts with its own median. An iteration without a forward pass does not count.
-        """
+        Each iteration counts with its own median. An iteration without a forward pass does not count."""
         # Reading the marks does not wait: the caller has read the gradient norm, so the stream has passed them.
         passes, self._passes = self._passes, []
         if passes:

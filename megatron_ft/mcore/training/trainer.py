@@ -54,10 +54,8 @@ from megatron_ft.topology import Topology
 
 
 class Trainer:
-    """Runs the iterations of a ``TrainingEngine``, and the work that is due between them.
-
-    Every rank has the reported values from the vote, so only one rank reports them, usually rank 0.
-    """
+    """Runs the iterations of a ``TrainingEngine``, and the work that is due between them. Every rank has the reported
+    values from the vote, so only one rank reports them, usually rank 0."""
 
     collectives: Collectives
     checkpoints: CheckpointManager
@@ -168,10 +166,8 @@ class Trainer:
         failpoints.watch(self._tell_phase)
 
     def break_with(self, hang_up: Abort) -> None:
-        """Register ``hang_up``, which shuts down the connections to other ranks.
-
-        The control plane also calls it when other ranks are lost.
-        """
+        """Register ``hang_up``, which shuts down the connections to other ranks. The control plane also calls it when
+        other ranks are lost."""
         self.hang_up = hang_up
         if self.context.worker.can_survive:
             self.context.worker.on_break(hang_up)
@@ -262,10 +258,8 @@ class Trainer:
         self.rounded_off = iteration
 
     def account(self, result: IterationResult, seconds: float, batch: BatchPlan | None = None) -> None:
-        """Report an iteration that took ``seconds``, and stop the run if this was decided.
-
-        ``batch`` is the batch plan with which the iteration ran, if it is not the current one.
-        """
+        """Report an iteration that took ``seconds``, and stop the run if this was decided. ``batch`` is the batch plan
+        with which the iteration ran, if it is not the current one."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
             self.report(metrics_record(self.config, result, batch or self.engine.batch, seconds, self.nodes))
@@ -322,10 +316,8 @@ class Trainer:
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
 
     def move(self, migration: MigrationPlan, iteration: int, *, is_evacuation: bool = False) -> None:
-        """Move experts between ranks, as ``migration`` says, before ``iteration``. All ranks must call this.
-
-        This rank can return to the old placement until an iteration with the new one is committed.
-        """
+        """Move experts between ranks, as ``migration`` says, before ``iteration``. All ranks must call this. This rank
+        can return to the old placement until an iteration with the new one is committed."""
         assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
         plans = self.placement.plans

@@ -62,10 +62,8 @@ class DispatchBackend(Protocol):
         ...
 
     def permute(self, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent.
-
-        This method and all following ones are differentiable.
-        """
+        """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent. This method and all following ones
+        are differentiable."""
         ...
 
     def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -77,11 +75,9 @@ class DispatchBackend(Protocol):
         ...
 
     def unpermute(self, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle) -> torch.Tensor:
-        """Sum the returned ``rows`` [S, H] of each token, weighted with ``probs`` [T, E], to [T, H].
-
-        The sum runs over the token's experts in ascending order. ``probs=None`` means no weights, for experts that
-        weight their outputs themselves. A token without rows gets zeros.
-        """
+        """Sum the returned ``rows`` [S, H] of each token, weighted with ``probs`` [T, E], to [T, H]. The sum runs over
+        the token's experts in ascending order. ``probs=None`` means no weights, for experts that weight their outputs
+        themselves. A token without rows gets zeros."""
         ...
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -91,9 +87,7 @@ class DispatchBackend(Protocol):
 
 def open_backend(name: str) -> DispatchBackend:
     """Create the backend ``name``, a value of ``placement.dispatch_backend``. Kernels are built at their first use.
-
-    Raises ``ConfigError`` for an unknown name, and ``SoftwareError`` when the kernels cannot be built or run.
-    """
+    Raises ``ConfigError`` for an unknown name, and ``SoftwareError`` when the kernels cannot be built or run."""
     if name not in BACKENDS:
         raise ConfigError.of(KEY, name, f"must be one of {', '.join(BACKENDS)}")
     return BACKENDS[name]()

@@ -9,10 +9,8 @@ import torch
 
 
 def check_schedule(counts: torch.Tensor, replicas: torch.Tensor) -> None:
-    """Check that ``counts`` and ``replicas`` are int64 [E, N], and that every expert with tokens has a copy.
-
-    Copies data from the device to the host once. Raises ``ValueError``.
-    """
+    """Check that ``counts`` and ``replicas`` are int64 [E, N], and that every expert with tokens has a copy. Copies
+    data from the device to the host once. Raises ``ValueError``."""
     matrices = counts.dtype == replicas.dtype == torch.int64 and counts.dim() == 2
     if not matrices or counts.shape != replicas.shape:
         both = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (counts, replicas))

@@ -25,9 +25,7 @@ SIGNATURES = {
 
 class CppDispatch(RowOperations):
     """Backend with single-threaded C++ kernels. Creating it raises ``SoftwareError`` if they cannot be built.
-
-    ``backend.py`` explains the notation.
-    """
+    ``backend.py`` explains the notation."""
 
     def __init__(self) -> None:
         self.library = extension.load("cpp")
@@ -37,7 +35,6 @@ class CppDispatch(RowOperations):
         self.library.dispatch_count_rows.restype = INTEGER
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """Compute the schedule [E, N, N] from ``counts`` and ``replicas``, both int64 [E, N]."""
         check_schedule(counts, replicas)
         counts, replicas = _on_host("counts", counts), _on_host("replicas", replicas)
         num_experts, num_ranks = counts.shape
@@ -70,7 +67,6 @@ class CppDispatch(RowOperations):
         return DispatchHandle.of(totals, num_tokens, rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Copy the rows ``index`` [B] of ``source`` [A, H] to a tensor [B, H]."""
         source = _on_host("rows", source)
         out = source.new_empty((len(index), source.shape[1]))
         row_bytes = source.shape[1] * source.element_size()
@@ -78,7 +74,6 @@ class CppDispatch(RowOperations):
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum, for each token, the ``rows`` [S, H] that ``rows_of_token`` [T, K] lists, in that order, to [T, H]."""
         rows = _on_host("rows", rows)
         (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
         out = rows.new_empty((num_tokens, hidden))
@@ -91,7 +86,6 @@ class CppDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of ``combine`` for its rows [S, H] and its weights [S] from ``grad`` [T, H]."""
         (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
         grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
         self.library.dispatch_weigh(

@@ -1,7 +1,4 @@
-"""The dispatch backend in CUDA. Its results equal the reference bit for bit.
-
-Each plan copies data to the host once, because the all-to-all needs its splits there.
-"""
+"""The dispatch backend in CUDA. Its results equal the reference bit for bit. A plan copies data to the host once."""
 
 import ctypes
 from collections.abc import Sequence
@@ -22,9 +19,7 @@ Argument = torch.Tensor | int | None
 
 class CudaDispatch(RowOperations):
     """Backend with CUDA kernels on the current stream. Creating it raises ``SoftwareError`` without a CUDA device.
-
-    ``backend.py`` explains the notation.
-    """
+    ``backend.py`` explains the notation."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -36,10 +31,8 @@ class CudaDispatch(RowOperations):
         self.library.dispatch_error.restype = ctypes.c_char_p
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """Compute the schedule [E, N, N] from ``counts`` and ``replicas``, both int64 [E, N].
-
-        The checks copy data to the host once.
-        """
+        """Compute the schedule [E, N, N] from ``counts`` and ``replicas``, both int64 [E, N]. The checks copy data to
+        the host once."""
         check_schedule(counts, replicas)
         num_experts, num_ranks = counts.shape
         _check_ranks(num_ranks)
@@ -64,13 +57,11 @@ class CudaDispatch(RowOperations):
         return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Copy the rows ``index`` [B] of ``source`` [A, H] to a tensor [B, H]."""
         out = source.new_empty((len(index), source.shape[1]))
         self._run("dispatch_gather", source, index, len(index), source.shape[1] * source.element_size(), out)
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum, for each token, the ``rows`` [S, H] that ``rows_of_token`` [T, K] lists, in that order, to [T, H]."""
         (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
         out = rows.new_empty((num_tokens, hidden))
         row_type = ROW_DTYPES.index(rows.dtype)
@@ -80,7 +71,6 @@ class CudaDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of ``combine`` for its rows [S, H] and its weights [S] from ``grad`` [T, H]."""
         (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
         grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
         self._run(*("dispatch_weigh", row_type, grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots))

@@ -12,10 +12,8 @@ from megatron_ft.runtime.dispatch.handle import DispatchHandle
 
 @dataclass(slots=True)
 class ExchangeCounter:
-    """Counts the bytes of rows and of gradients that this rank passes to all-to-all exchanges.
-
-    The caller reads and resets the counts.
-    """
+    """Counts the bytes of rows and of gradients that this rank passes to all-to-all exchanges. The caller reads and
+    resets the counts."""
 
     sent_bytes: int = 0
     """Bytes of the rows that go to other ranks."""
@@ -31,10 +29,8 @@ class ExchangeCounter:
 
 
 class AllToAll(torch.autograd.Function):
-    """All-to-all of rows that are ordered by destination rank; the result is ordered by source rank.
-
-    The backward pass sends the gradients of the rows back.
-    """
+    """All-to-all of rows that are ordered by destination rank; the result is ordered by source rank. The backward pass
+    sends the gradients of the rows back."""
 
     @staticmethod
     def forward(
@@ -57,20 +53,16 @@ class AllToAll(torch.autograd.Function):
 def send_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """Send ``rows`` [S, H] or [S]; return the received rows, [R, H] or [R], in order of arrival.
-
-    Every rank of ``group`` must call this.
-    """
+    """Send ``rows`` [S, H] or [S]; return the received rows, [R, H] or [R], in order of arrival. Every rank of
+    ``group`` must call this."""
     return AllToAll.apply(rows, handle.send_splits, handle.recv_splits, group, counter)
 
 
 def return_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """Send ``rows`` [R, H] or [R], in order of arrival, back to their sources: the inverse of ``send_rows``.
-
-    Returns [S, H] or [S] in the order in which this rank sent the rows. Every rank of ``group`` must call this.
-    """
+    """Send ``rows`` [R, H] or [R], in order of arrival, back to their sources: the inverse of ``send_rows``. Returns
+    [S, H] or [S] in the order in which this rank sent the rows. Every rank of ``group`` must call this."""
     return AllToAll.apply(rows, handle.recv_splits, handle.send_splits, group, counter)
 
 

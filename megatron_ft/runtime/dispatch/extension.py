@@ -35,10 +35,8 @@ NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
 
 @cache
 def load(kind: str) -> ctypes.CDLL:
-    """Load the library of ``kind``, ``cpp`` or ``cuda``. Build it first if it is not in the cache.
-
-    Raises ``SoftwareError`` when sources or compiler are missing or the build fails.
-    """
+    """Load the library of ``kind``, ``cpp`` or ``cuda``. Build it first if it is not in the cache. Raises
+    ``SoftwareError`` when sources or compiler are missing or the build fails."""
     compiler = find_compiler(kind)
     sources = source_files(kind)
     flags = [*CXX_FLAGS] if kind == "cpp" else [*NVCC_FLAGS, f"-arch={device_architecture()}"]
@@ -62,11 +60,8 @@ def include_flags() -> list[str]:
 
 
 def find_compiler(kind: str) -> str:
-    """Return the path of the compiler for ``cpp`` or ``cuda``.
-
-    ``CXX`` names the C++ compiler, else it is searched in ``PATH``; nvcc is searched in ``CUDA_HOME`` and ``PATH``.
-    Raises ``SoftwareError`` when there is none.
-    """
+    """Return the path of the compiler for ``cpp`` or ``cuda``. ``CXX`` names the C++ compiler, else it is searched in
+    ``PATH``; nvcc is searched in ``CUDA_HOME`` and ``PATH``. Raises ``SoftwareError`` when there is none."""
     if kind == "cpp":
         wanted = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
     else:
@@ -90,10 +85,8 @@ def device_architecture() -> str:
 
 
 def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
-    """Compile ``sources`` with ``command`` unless the cache has the library; return the path of the library.
-
-    The finished file is renamed to this path, so the path never has an incomplete file. Raises ``SoftwareError``.
-    """
+    """Compile ``sources`` with ``command`` unless the cache has the library; return the path of the library. The
+    finished file is renamed to this path, so the path never has an incomplete file. Raises ``SoftwareError``."""
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"
     if library.exists():
         return library
@@ -110,11 +103,8 @@ def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fold
 
 
 def digest(command: Sequence[str], sources: Sequence[Path]) -> str:
-    """Return a digest of everything that a library depends on.
-
-    These are the sources, the headers in their folders, the command, the versions of torch and Python, and the machine
-    type.
-    """
+    """Return a digest of everything that a library depends on. These are the sources, the headers in their folders, the
+    command, the versions of torch and Python, and the machine type."""
     versions = (torch.__version__, sys.version.split()[0], platform.machine())
     state = hashlib.sha256("\0".join((*command, *versions)).encode())
     headers = {path for source in sources for path in source.parent.rglob("*") if path.suffix in HEADERS}

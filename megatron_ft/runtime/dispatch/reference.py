@@ -35,11 +35,9 @@ class ReferenceDispatch(RowOperations):
         return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Copy the rows ``index`` [B] of ``source`` [A, H] to a tensor [B, H]."""
         return source.index_select(0, index)
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum, for each token, the ``rows`` [S, H] that ``rows_of_token`` [T, K] lists, in that order, to [T, H]."""
         total = rows.new_zeros((len(rows_of_token), rows.shape[1]), dtype=sum_dtype(rows))
         for column in rows_of_token.unbind(1):
             there = (column != NO_ROW).nonzero().squeeze(1)
@@ -53,7 +51,6 @@ class ReferenceDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of ``combine`` for its rows [S, H] and its weights [S] from ``grad`` [T, H]."""
         picked = grad[permutation].to(weights.dtype)
         return (picked * weights.unsqueeze(1)).to(rows.dtype), _halving_sum(picked * rows.to(weights.dtype))
 
@@ -70,10 +67,8 @@ def _halving_sum(terms: torch.Tensor) -> torch.Tensor:
 
 
 def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token and the expert of each sent row. ``outgoing`` [E, N]: tokens of each expert for each rank.
-
-    The first tokens of an expert go to this rank, the next ones to the other ranks, in rank order.
-    """
+    """Return the token and the expert of each sent row. ``outgoing`` [E, N]: tokens of each expert for each rank. The
+    first tokens of an expert go to this rank, the next ones to the other ranks, in rank order."""
     num_experts, num_ranks = outgoing.shape
     experts, tokens = routing_map.t().nonzero(as_tuple=True)
     filling = torch.tensor([rank, *(other for other in range(num_ranks) if other != rank)], device=outgoing.device)

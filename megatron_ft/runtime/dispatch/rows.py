@@ -26,9 +26,7 @@ class RowKernels(Protocol):
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Sum, for each token, the ``rows`` [S, H] that ``rows_of_token`` [T, K] lists, in that order, to [T, H].
-
-        ``weights`` [S], of type ``sum_dtype(rows)``, are factors of the rows; None means no factors.
-        """
+        ``weights`` [S], of type ``sum_dtype(rows)``, are factors of the rows; None means no factors."""
         ...
 
     def weigh(

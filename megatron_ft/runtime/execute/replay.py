@@ -1,7 +1,4 @@
-"""Executes a ``ReplayPlan``: loads slices and runs iterations again until the state is dense.
-
-A state is dense when it has all operators after the same iteration.
-"""
+"""Executes a ``ReplayPlan``: loads slices and runs iterations again, until all operators are at the same iteration."""
 
 import time
 from dataclasses import dataclass

@@ -62,10 +62,8 @@ class Transports:
                 _shut_down(found)
 
     def hang_up(self, reason: str = "") -> None:
-        """Shut down all connections and end ``limit``. ``reason`` is part of the error of abandoned waits.
-
-        A second call does nothing.
-        """
+        """Shut down all connections and end ``limit``. ``reason`` is part of the error of abandoned waits. A second
+        call does nothing."""
         # The limit ends first, because it must also apply to a wait that begins while sockets are shut down.
         self.limit.end(reason)
         with self._lock:
@@ -91,10 +89,8 @@ class Opening:
 
     def hang_up(self, reason: str = "") -> None:
         """Shut down all TCP connections made since ``__init__``, and all later ones until ``close``. End ``limit``.
-
         This includes attempts without an answer: a dead machine does not refuse a connection. ``reason`` is part of the
-        error of abandoned waits.
-        """
+        error of abandoned waits."""
         self.limit.end(reason)
         with self._lock:
             if self._breaker is None and not self._closed.is_set():

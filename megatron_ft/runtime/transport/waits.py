@@ -52,10 +52,8 @@ class WaitLimit:
         return self._end is not None
 
     def end(self, reason: str) -> None:
-        """Let waits continue for the grace period, then abandon them because of ``reason``.
-
-        Later calls have no effect, so that they do not prolong the grace period.
-        """
+        """Let waits continue for the grace period, then abandon them because of ``reason``. Later calls have no effect,
+        so that they do not prolong the grace period."""
         if self._end is None:
             self._end = (time.monotonic() + self._grace_seconds, reason)
 
@@ -161,10 +159,8 @@ def call(function: Callable[[], T]) -> T:
 
 
 def install() -> None:
-    """Replace ``Work.wait`` and the constructor of ``ProcessGroupGloo`` in this process, as the module describes.
-
-    All process groups of the process must use gloo. A second call does nothing.
-    """
+    """Replace ``Work.wait`` and the constructor of ``ProcessGroupGloo`` in this process, as the module describes. All
+    process groups of the process must use gloo. A second call does nothing."""
     global _is_installed
     if _is_installed:
         return

@@ -97,10 +97,8 @@ class UpstreamLog:
 
     def begin(self, iteration: int, generation: int) -> None:
         """Start logging ``iteration`` of ``generation``. Replace the tensors of an earlier attempt at this iteration.
-
         An iteration that was committed stays committed, because its replay sends the same bits. If no slot is free, the
-        iteration is not logged, and ``figures.num_unlogged`` increases.
-        """
+        iteration is not logged, and ``figures.num_unlogged`` increases."""
         # The slot of an earlier attempt is used again: an iteration must never have tensors of two attempts.
         earlier = self._logged.pop(iteration, None)
         # Older iterations are not discarded for this one: a replay needs all iterations since its window without a gap.
@@ -117,10 +115,8 @@ class UpstreamLog:
         return gap
 
     def append(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Copy ``tensor``, which is being sent in ``direction``, to the log.
-
-        Do nothing if no iteration is being logged: during an evaluation, or when no slot was free.
-        """
+        """Copy ``tensor``, which is being sent in ``direction``, to the log. Do nothing if no iteration is being
+        logged: during an evaluation, or when no slot was free."""
         logged = self._open
         if logged is None:
             return
