@@ -83,8 +83,8 @@ def _exchange(
 ) -> torch.Tensor:
     if len(rows) != sum(send_splits) or len(send_splits) != group.size():
         raise ValueError(
-            f"{len(rows)} rows cannot be sent with splits {list(send_splits)} to {group.size()} ranks: there must be "
-            "one split for each rank, and the splits must sum to the number of rows"
+            f"{len(rows)} rows cannot be sent with splits {list(send_splits)} in a group of size {group.size()}: there "
+            "must be one split for each rank, and the splits must sum to the number of rows"
         )
     if counter is not None:
         row_bytes = rows.shape[1:].numel() * rows.element_size()
