@@ -186,7 +186,7 @@ def form_groups(
 
 
 def dissolve_groups() -> None:
-    """Destroy all process groups of Megatron and of torch. The caller must have released its ``Groups`` and all users.
+    """Destroy all process groups of Megatron and torch. The caller must have released all objects that use them.
     If connections were shut down, operations may stay blocked in some groups until their timeout. This function does
     not wait for these operations; their groups are destroyed later."""
     groups = []

@@ -9,8 +9,8 @@ from megatron_ft.planning.commit import BALLOT_FIELDS, Ballot
 
 def exchange(ballot: Ballot, group: dist.ProcessGroup) -> list[Ballot]:
     """All-gather the ballots of all ranks of ``group``, and return them in rank order. Each ballot is float64
-    [BALLOT_FIELDS]. An all-reduce would lose the values of single ranks. The caller compares these bit for bit, and
-    sums them in a fixed order."""
+    [BALLOT_FIELDS]. It is not an all-reduce, because the caller compares the values of the ranks bit for bit, and sums
+    them in a fixed order."""
     mine = torch.tensor(ballot.to_row(), dtype=torch.float64)
     rows = torch.empty((group.size(), BALLOT_FIELDS), dtype=torch.float64)
     # Asynchronous, so that the failpoint can kill this rank while other ranks are inside the collective.

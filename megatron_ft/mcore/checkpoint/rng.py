@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
-    """Seed the generators of torch and Megatron, as at a start, from ``seed`` and the rank's place in the layout."""
+    """Seed the generators of torch and Megatron from ``seed`` and this rank's place in the layout."""
     pg = pg_collection
     torch.manual_seed(seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
     model_parallel_cuda_manual_seed(

@@ -52,8 +52,8 @@ def build_shards(state: DenseState, metadata: dict[str, Any], *, is_loading: boo
 
 
 def rank_state(host: TrainState | None = None) -> ShardedObject:
-    """Return the checkpoint object for this rank's random number generators, from ``host``. None returns an object to
-    request at a load."""
+    """Return the checkpoint object with this rank's random number generators, from ``host``. With ``host=None`` the
+    object is empty, and a load fills it."""
     world, rank = dist.get_world_size(), dist.get_rank()
     return ShardedObject(RANK_STATE_KEY, None if host is None else {"rng": host.rng}, (world,), (rank,), replica_id=0)
 

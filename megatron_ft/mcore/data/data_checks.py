@@ -70,7 +70,7 @@ def note_run_data(samples: Samples, run_dir: Path) -> None:
 def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
     """Check, before this rank joins, that it reads the data whose fingerprint is in the run folder.
 
-    This prevents that the next membership fails because of this rank. If the run folder has no fingerprint,
+    Without this check, the next membership would fail because of this rank. If the run folder has no fingerprint,
     ``check_newcomers_data`` compares the data later.
 
     Raises:
@@ -91,7 +91,7 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
 
 
 def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first: int) -> None:
-    """Exclude joining ranks that read other samples than rank ``first``, which has state. Call this before state moves.
+    """Exclude joining ranks that read other samples than rank ``first``, which has state. All ranks must call this.
 
     If the job can continue without such a rank, the rank's process exits like a killed process, because an error that
     it raised would end the job. The other ranks then form the next membership without it.

@@ -105,7 +105,7 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 
 def _space_for(expert: _ExpertId, like: NamedState) -> NamedState:
     template = expert_of(next(iter(like)))
-    assert template is not None, "like has no tensor of an expert"
+    assert template is not None, "``like`` must contain tensors of an expert"
     old, new = _prefix(template), _prefix(expert)
     return {
         name.replace(old, new, 1): torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

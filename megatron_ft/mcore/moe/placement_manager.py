@@ -108,7 +108,7 @@ class PlacementManager:
     def following(
         cls, before: PlacementState, config: JobConfig, previous_ranks: Sequence[int | None]
     ) -> "tuple[PlacementManager, MigrationPlan] | Declined":
-        """Return the manager of the next membership and the migration to its placement, or why there is none.
+        """Return the manager of the next membership and the migration to its placement, or why this is impossible.
 
         The result depends only on the arguments. The job must have one pipeline stage.
 

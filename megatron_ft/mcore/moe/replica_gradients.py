@@ -17,7 +17,7 @@ from megatron_ft.mcore.moe.replicas import Replicas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedExpert:
-    """An expert that this rank and other ranks, ``holders``, have copies of."""
+    """An expert with copies on several ranks, ``holders``, of which this rank is one."""
 
     parameters: tuple[torch.nn.Parameter, ...]
     holders: tuple[int, ...]

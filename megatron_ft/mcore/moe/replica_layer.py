@@ -39,7 +39,7 @@ class ReplicaMixtureLayer(MixtureLayer):
         # Not ``MoELayer.__init__``, which needs a number of experts that EP divides, and gives each rank a fixed block.
         MegatronModule.__init__(self, config)
         rank = utils.get_pg_rank(pg_collection.ep)
-        assert len(slots) == utils.get_pg_size(pg_collection.ep), "one row of slots for each rank of the stage"
+        assert len(slots) == utils.get_pg_size(pg_collection.ep), "slots must have one row for each rank of the stage"
         self.submodules = submodules
         self.layer_number = layer_number
         self.ep_group, self.tp_group, self.attn_tp_group = pg_collection.ep, pg_collection.tp, pg_collection.tp

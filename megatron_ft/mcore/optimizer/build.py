@@ -43,7 +43,7 @@ def build_optimizer(
 
 
 def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build Megatron's schedule of learning rate and weight decay. Its steps are samples; call ``set_position``."""
+    """Build Megatron's schedule of learning rate and weight decay, whose position is counted in samples."""
     options, batch = config.optimizer, config.training.global_batch_size
     decay = options.num_decay_iterations(config.training.train_iterations)
     wsd: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from megatron_ft.mcore.state.digest import masters_of
 
 
 def parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Yield the optimizer of the dense parameters and that of the expert parameters, unless it has no parameters."""
+    """Yield Megatron's optimizers: one for dense and one for expert parameters. Skip those without parameters."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return (part for part in chained if not getattr(part, "is_stub_optimizer", False))
 

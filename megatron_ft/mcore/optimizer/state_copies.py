@@ -29,7 +29,7 @@ from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 @dataclass(kw_only=True)
 class Kept:
-    """The copies of one owner's state on this rank: master weights as parameters of a separate optimizer."""
+    """Copies, on this rank, of optimizer state that rank ``owner`` updates. A separate optimizer updates the copies."""
 
     owner: int
     names: list[str]

@@ -178,7 +178,7 @@ def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
     requests, num_bytes = [], 0
     for direction, _ in plan.serves(engine.pg.pp.rank()):
         log = engine.boundaries.log
-        assert log is not None, "a rank that serves its upstream log has none"
+        assert log is not None, "this rank must send its upstream log, but has none"
         rank = engine.p2p.next_rank if direction == "forward" else engine.p2p.prev_rank
         begun, size = serve(log, engine.pg.pp, direction, rank, plan.iterations)
         requests += begun

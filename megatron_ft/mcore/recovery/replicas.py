@@ -211,7 +211,7 @@ def _in_common(
     # Returns the common state, the holding and, if ranks join, the shapes of the tensors, which are then broadcast.
     # ``previous`` is the same on every rank, so all ranks skip the broadcast, or none does.
     if None not in previous:
-        assert carried is not None, "a rank without state did not join"
+        assert carried is not None, "all ranks must have state, but this rank has none"
         return carried.host, _held(carried, key), None
     record = None
     if carried is not None:

@@ -34,7 +34,7 @@ def keep_log(trainer: "Trainer") -> None:
         return
     keep_room(trainer, snapshots.plan)
     log, kept = trainer.engine.boundaries.log, snapshots.kept
-    assert log is not None, "the upstream log has no memory"
+    assert log is not None, "the upstream log is not allocated"
     if kept is not None:
         # A vote has committed this window on all ranks, so no rank needs the messages of earlier iterations.
         log.trim(kept.start_iteration)

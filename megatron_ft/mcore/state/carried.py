@@ -53,8 +53,8 @@ class Carried:
     plan: WindowPlan | None = None
     """Plan of snapshot windows; None before the first plan."""
     has_whole_weights: bool = True
-    """Whether all weights on this rank are updated. If false, the optimizer is sharded and the newest iteration was
-    finished after the membership had ended. Then only this rank's shard of the weights is updated."""
+    """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
+    finished after the membership had ended, so that only this rank's shard of the weights was updated."""
 
     @classmethod
     def of(cls, trainer: "Trainer") -> "Carried":

@@ -112,7 +112,7 @@ def choose_holding(
             holdings, in the same order on every rank.
 
     Returns:
-        The key of the holding, and the rank of each rank in it.
+        The key of the holding, and for each rank of the membership its rank in the holding, or None.
 
     Raises:
         RecoveryError: no rank has state, or ranks have different placements for the same holding.

@@ -138,10 +138,10 @@ def placement_record(
 
 
 NUM_ITERATIONS = 16
-"""Largest number of iterations whose median ``StragglerTimer`` reports: the newest ones."""
+"""Number of newest iterations over which ``StragglerTimer`` takes the median."""
 MIN_ITERATIONS = 8
-"""Smallest number of iterations whose median ``StragglerTimer`` reports. The first iterations of a process are slow, by
-different amounts on different ranks."""
+"""Smallest number of iterations for this median. The first iterations of a process are slow, by different amounts on
+different ranks."""
 
 
 class Clock(Protocol):

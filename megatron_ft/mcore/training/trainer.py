@@ -385,7 +385,7 @@ class Trainer:
         self.checkpoints.save(self.state(extra_state(self)), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
-        """Return the ``DenseState`` that a checkpoint saves, or that the loading of a checkpoint fills."""
+        """Return the ``DenseState`` with ``extra``, for a checkpoint to save, or for the load of one to fill."""
         engine = self.engine
         return DenseState(
             model_chunks=engine.model_chunks,
