@@ -46,7 +46,7 @@ inline int64_t filling(int64_t position, int64_t rank) {
 struct Cursor {
     int64_t position = -1;  // of the destination rank, see `filling`
     int64_t next_row = 0;
-    int64_t room = 0;  // tokens that this destination rank still gets
+    int64_t room = 0;  // number of tokens that still go to this destination rank
 };
 
 // Returns the first row of each (expert, destination rank) block when the blocks are ordered by destination rank, then

@@ -7,8 +7,8 @@ namespace megatron_ft::dispatch {
 namespace {
 
 // Computes sent [N, N] of one expert from counts [N] and replicas [N]. `sent` must be zero before the call. Tokens
-// first go to copies on their own rank. The loops over `from` and `to` then match the tokens that are left with the
-// room that is left on the other ranks, both in rank order.
+// first go to copies on their own rank. Then the tokens that are left on rank `from` are matched with the room on rank
+// `to`, the tokens that its copies still get. Both are taken in rank order.
 void schedule_expert(const Shares& shares, const int64_t* counts, const int64_t* replicas, int64_t num_ranks,
                      int64_t* sent) {
     int64_t own_copy = 0, to = -1, to_copy = 0, room = 0;

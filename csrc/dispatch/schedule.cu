@@ -43,9 +43,10 @@ __global__ void rests_kernel(const int64_t* counts, const int64_t* replicas, int
     }
 }
 
-// Computes the schedule of one expert in one block. Thread 0 sends tokens to copies on their own rank, and sums up,
-// rank by rank, the tokens and the room that are left. These sums divide an axis into one interval of tokens and one of
-// room per rank. All threads then compute the overlap of each interval of tokens with each interval of room.
+// Computes the schedule of one expert in one block. Thread 0 sends tokens to copies on their own rank. Then it sums up,
+// rank by rank, the tokens that are left and the room: the tokens that the copies on a rank still get. These sums
+// divide an axis into one interval of tokens and one of room per rank. All threads compute the overlaps of these
+// intervals.
 __global__ void schedule_kernel(const int64_t* counts, const int64_t* replicas, const int64_t* rests_before,
                                 int64_t num_ranks, int64_t* schedule) {
     extern __shared__ int64_t shared[];

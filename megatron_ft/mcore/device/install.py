@@ -21,7 +21,9 @@ def resolve_device(requested: str) -> str:
     if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if requested == "cuda" and not torch.cuda.is_available():
-        raise ConfigError.of("training.device", requested, "needs a GPU, but PyTorch sees none; set training.device=cpu")
+        raise ConfigError.of(
+            "training.device", requested, "needs a GPU, but PyTorch sees none; set training.device=cpu"
+        )
     return requested
 
 
