@@ -20,7 +20,7 @@ SHARDING_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
-"""Metadata that tells Megatron how to lay out the optimizer in a checkpoint."""
+"""Metadata that determines how Megatron lays out the optimizer in a checkpoint."""
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

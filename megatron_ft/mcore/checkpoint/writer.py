@@ -35,7 +35,7 @@ class PlannedWrite:
     """Plan of the files that this rank writes, with copies of the tensors."""
 
     files: list[tuple[str, list[tuple[Any, Any]]]]
-    """For each file, its name and a list of (write item, bytes or CPU tensor)."""
+    """Name of each file, with a list of (write item, bytes or CPU tensor)."""
     writer: Any
     """Megatron's storage writer, which makes the metadata at the end of the save."""
     metadata: Metadata | None

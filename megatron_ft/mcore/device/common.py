@@ -16,7 +16,7 @@ def install() -> None:
     """Define the name ``te_general_gemm`` in Megatron's ``moe_utils`` if it is missing. A second call does nothing.
 
     ``moe_utils`` imports ``te_general_gemm`` after ``transformer_engine`` in one ``try`` block. Without Transformer
-    Engine the name is not defined, and each call of the router's gating raises NameError. The value None tells Megatron
+    Engine the name is not defined, and each call of the router's gating raises NameError. To Megatron, the value None means
     that the kernel does not exist.
     """
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")

@@ -55,7 +55,7 @@ def migrate(
     if keep is not None:
         keep(dict(state))
     move_experts(state, migration, engine.pg.ep)
-    # Until ``put_state`` returns, the engine has no usable state: after a failure, only the tensors in ``keep`` are.
+    # Until ``put_state`` returns, the engine has no usable state. After a failure, the caller needs what ``keep`` got.
     engine.rebuild(replicas)
     put_state(engine.model_chunks, engine.optimizer, state)
     held = migration.placement.of_rank(engine.pg.ep.rank())

@@ -65,7 +65,7 @@ class PlacementState:
     plans: list[PlacementPlan]
     """Current placement of each stage."""
     loads: list[Loads] | None
-    """For each stage, layer and expert, the smoothed number of tokens; None before the first iteration."""
+    """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
 
     def to_json(self) -> dict[str, Any]:
         return {"stages": [plan.to_json() for plan in self.plans], "loads": self.loads}
@@ -98,7 +98,7 @@ class PlacementManager:
             bytes_per_saved_token=config.placement.rebalance_bytes_per_token,
         )
         self.loads: list[Loads] | None = None if before is None else before.loads
-        """For each stage, layer and expert, the smoothed number of tokens; None before the first iteration."""
+        """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
         topology = Topology.of(config.parallel, world_size)
         operators = operators_of(config.model, 1)
         self._num_dense = parameters_of_stage(config.model, operators, topology, stage).num_dense

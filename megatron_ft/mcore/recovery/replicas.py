@@ -244,7 +244,7 @@ def _report_abandoned_saves(trainer: Trainer) -> None:
         error = "ranks were lost while the checkpoint was written; the remaining ranks save their current state instead"
         if (path / MANIFEST_NAME).exists():
             error = (
-                "ranks were lost just after the checkpoint was completed; the remaining ranks also save their current "
+                "ranks were lost just after the checkpoint was complete; the remaining ranks also save their current "
                 "state"
             )
         trainer.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))

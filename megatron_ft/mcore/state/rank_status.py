@@ -59,7 +59,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""For each rank of the new membership, its rank in the chosen holding; None if it does not have this holding."""
+"""Rank in the chosen holding, for each rank of the new membership; None for a rank that does not have this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class RankStatus:
     """Summary of the holdings of a rank with state, which the ranks exchange."""
 
     holdings: tuple[tuple[Key, int, str], ...]
-    """For each holding, its key, ``Holding.rank`` and the digest of its placement."""
+    """Key, ``Holding.rank`` and digest of the placement, for each holding."""
 
     @classmethod
     def of(cls, holdings: Sequence[Holding]) -> "RankStatus":

@@ -25,7 +25,7 @@ class IterationResult:
     """Tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts], on the CPU; None if not
     needed."""
     pass_seconds: tuple[float, ...] = ()
-    """For each rank, the seconds of a forward pass, from its ballot."""
+    """Seconds of a forward pass on each rank, from the ballots."""
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class IterationState:
     vote: Vote | None = None
     """The vote; None until it is complete on this rank."""
     pass_seconds: tuple[float, ...] = ()
-    """For each rank, the seconds of a forward pass, from its ballot; empty until the vote is complete."""
+    """Seconds of a forward pass on each rank, from the ballots; empty until the vote is complete."""
     update: Literal["none", "begun", "done"] = "none"
     """Progress of the update of master weights, moments and compute weights."""
 
