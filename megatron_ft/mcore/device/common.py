@@ -16,8 +16,8 @@ def install() -> None:
     """Define the name ``te_general_gemm`` in Megatron's ``moe_utils`` if it is missing. A second call does nothing.
 
     ``moe_utils`` imports ``te_general_gemm`` after ``transformer_engine`` in one ``try`` block. Without Transformer
-    Engine the name is not defined, and each call of the router's gating raises NameError. To Megatron, the value None means
-    that the kernel does not exist.
+    Engine the name is not defined, and each call of the router's gating raises NameError. For Megatron, the value None
+    means that the kernel does not exist.
     """
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
