@@ -1,4 +1,4 @@
-// Index of the C++ kernels: what megatron_ft/runtime/dispatch/cpp.py calls. Checks are made there.
+// The functions that megatron_ft/runtime/dispatch/cpp.py calls. The caller has checked all arguments.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -10,7 +10,7 @@ namespace dispatch = megatron_ft::dispatch;
 
 namespace {
 
-// Calls run(T()) with the type that `row_type` names.
+// Calls run(T()), where T is the element type with the code `row_type`.
 template <typename Run>
 void with_row_type(int64_t row_type, Run run) {
     switch (static_cast<dispatch::RowType>(row_type)) {

@@ -1,5 +1,5 @@
-// Index of the CUDA kernels: what megatron_ft/runtime/dispatch/cuda.py calls. Checks are made there.
-// Every function makes `device` the current one, launches on `stream` and returns the runtime's error code.
+// The functions that megatron_ft/runtime/dispatch/cuda.py calls. The caller has checked all arguments.
+// Every function makes `device` the current device, launches kernels on `stream` and returns a CUDA error code.
 #include "dispatch/kernels.cuh"
 
 namespace dispatch = megatron_ft::dispatch;

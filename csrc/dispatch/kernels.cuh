@@ -1,5 +1,5 @@
-// CUDA kernels of the dispatch; same meaning as their namesakes in schedule.hpp, plan.hpp and rows.hpp.
-// All pointers are device memory; each function only launches on `stream`.
+// CUDA versions of the functions with the same names in schedule.hpp, plan.hpp and rows.hpp.
+// All pointers are to device memory. Each function launches kernels on `stream` and does not wait for them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,23 +10,26 @@
 
 namespace megatron_ft::dispatch::cuda {
 
-// rests_before [E] is scratch.
+// rests_before [E] is scratch memory.
 void schedule(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks,
               int64_t* rests_before, int64_t* schedule, cudaStream_t stream);
 
-// row_of [T, E] is scratch. starts [E, N]: first row of each block of the order (destination, expert).
+// row_of [T, E] is scratch memory. starts [E, N]: first row of each (expert, destination rank) block when the blocks
+// are ordered by destination rank, then by expert.
 void order_sent(const uint8_t* routing_map, const int64_t* outgoing, const int64_t* starts, int64_t num_tokens,
                 int64_t num_experts, int64_t num_ranks, int64_t rank, int64_t width, int64_t* row_of,
                 int64_t* permutation, int64_t* expert_of_row, int64_t* rows_of_token, cudaStream_t stream);
 
-// For each of num_blocks: `sizes` rows that arrived from `arrivals` on stand at `places` on.
+// sizes, arrivals and places have num_blocks elements. Block b contains sizes[b] rows: they arrived at the indices from
+// arrivals[b] on, and have the sorted positions from places[b] on.
 void order_received(const int64_t* sizes, const int64_t* arrivals, const int64_t* places, int64_t num_blocks,
                     int64_t* order, int64_t* place, cudaStream_t stream);
 
 void gather(const char* source, const int64_t* index, int64_t num_rows, int64_t row_bytes, char* out,
             cudaStream_t stream);
 
-// Half of H, rounded up to a power of two, must fit a block's shared memory: H to 65536 in float sums on sm_90.
+// The shared memory of a block must have space for padded_width(hidden) / 2 sums. On sm_90, `hidden` can be at most
+// 65536 with float sums.
 void weigh(RowType type, const void* grad, const void* rows, const int64_t* permutation, const void* weights,
            int64_t num_rows, int64_t hidden, void* grad_rows, void* dots, cudaStream_t stream);
 

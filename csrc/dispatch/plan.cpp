@@ -9,7 +9,8 @@
 namespace megatron_ft::dispatch {
 namespace {
 
-// Calls visit(expert) for every set byte of one token's line, ascending, eight bytes at a time.
+// Calls visit(expert) for every expert of one token, in ascending order. `line` is the token's line of the routing map.
+// Reads eight bytes at a time, because most of them are zero.
 template <typename Visit>
 inline void for_each_expert(const uint8_t* line, int64_t num_experts, Visit visit) {
     int64_t expert = 0;
@@ -32,7 +33,8 @@ inline void for_each_expert(const uint8_t* line, int64_t num_experts, Visit visi
     }
 }
 
-// Position in the order (own rank, then the others ascending) -> rank.
+// Returns the rank at `position` in the order in which an expert's tokens are sent: `rank` itself, then the other ranks
+// in ascending order.
 inline int64_t filling(int64_t position, int64_t rank) {
     if (position == 0) {
         return rank;
@@ -40,14 +42,15 @@ inline int64_t filling(int64_t position, int64_t rank) {
     return position <= rank ? position - 1 : position;
 }
 
-// Position of one expert's tokens: the copy being filled, the row it is at and the room it has left.
+// Where the next token of one expert goes.
 struct Cursor {
-    int64_t position = -1;
+    int64_t position = -1;  // of the destination rank, see `filling`
     int64_t next_row = 0;
-    int64_t room = 0;
+    int64_t room = 0;  // number of tokens that still go to this destination rank
 };
 
-// First row of each (expert, destination) block when rows are ordered by destination, then expert.
+// Returns the first row of each (expert, destination rank) block when the blocks are ordered by destination rank, then
+// by expert.
 std::vector<int64_t> block_starts(const int64_t* outgoing, int64_t num_experts, int64_t num_ranks) {
     std::vector<int64_t> starts(num_experts * num_ranks);
     int64_t row = 0;

@@ -7,10 +7,11 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Set lanes before this one.
+// Counts the bits of `votes` for the lanes before this one.
 __device__ inline int lanes_before(unsigned votes) { return __popc(votes & ((1u << (threadIdx.x % 32)) - 1)); }
 
-// Place of this thread's token among the tokens of its tile that go to the expert; *total: all of them.
+// Returns how many threads before this one in the block have `routed` set. *total: how many threads of the block have
+// it.
 __device__ int place_in_tile(bool routed, int* warp_totals, int* total) {
     const unsigned votes = __ballot_sync(kAllLanes, routed);
     const int warp = threadIdx.x / 32;
@@ -28,7 +29,8 @@ __device__ int place_in_tile(bool routed, int* warp_totals, int* total) {
     return before + lanes_before(votes);
 }
 
-// First position of the filling order whose quota ends after `token`; quotas_end ascends.
+// Returns the first position whose entry in quotas_end, which ascends, is greater than `token`. This is the position of
+// the destination rank of an expert's token number `token`.
 __device__ int64_t copy_of(int64_t token, const int64_t* quotas_end, int64_t num_ranks) {
     int64_t low = 0, high = num_ranks - 1;
     while (low < high) {
@@ -42,14 +44,14 @@ __device__ int64_t copy_of(int64_t token, const int64_t* quotas_end, int64_t num
     return low;
 }
 
-// One block for one expert walks over the tokens, a tile at a time, and gives each routed one its row.
+// Assigns a row to each token that is routed to an expert. One block handles one expert, one tile of tokens at a time.
 __global__ void place_rows_kernel(const uint8_t* routing_map, const int64_t* outgoing, const int64_t* starts,
                                   int64_t num_tokens, int64_t num_experts, int64_t num_ranks, int64_t rank,
                                   int64_t* row_of, int64_t* permutation, int64_t* expert_of_row) {
     extern __shared__ int64_t shared[];
     __shared__ int warp_totals[kWarps];
     int64_t* quotas_end = shared;
-    int64_t* shift = shared + num_ranks;  // row of an expert's n-th token, less n, on each copy
+    int64_t* shift = shared + num_ranks;  // the expert's n-th token has row n + shift[position of its destination]
     const int64_t expert = blockIdx.x;
     if (threadIdx.x == 0) {
         int64_t end = 0;
@@ -76,7 +78,7 @@ __global__ void place_rows_kernel(const uint8_t* routing_map, const int64_t* out
     }
 }
 
-// One warp for one token lists its rows, experts ascending.
+// Lists the rows of each token, experts ascending. One warp handles one token.
 __global__ void list_rows_kernel(const uint8_t* routing_map, const int64_t* row_of, int64_t num_tokens,
                                  int64_t num_experts, int64_t width, int64_t* rows_of_token) {
     const int64_t token = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;

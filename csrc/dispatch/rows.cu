@@ -34,7 +34,7 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16, float>(float sum) {
     return __float2bfloat16_rn(sum);
 }
 
-// One block for one row.
+// One block copies one row.
 template <typename Word>
 __global__ void gather_kernel(const Word* source, const int64_t* index, int64_t row_words, Word* out) {
     const Word* from = source + index[blockIdx.x] * row_words;
@@ -44,7 +44,8 @@ __global__ void gather_kernel(const Word* source, const int64_t* index, int64_t 
     }
 }
 
-// One block for one token. Compiled without contraction: each product is rounded before it is added.
+// One block sums the rows of one token. The compiler flags forbid contraction, so each product is rounded before it is
+// added.
 template <typename T, int Size>
 __global__ void combine_kernel(const Pack<T, Size>* rows, const int64_t* rows_of_token,
                                const typename SumOf<T>::type* weights, int64_t width, int64_t row_packs,
@@ -70,7 +71,8 @@ __global__ void combine_kernel(const Pack<T, Size>* rows, const int64_t* rows_of
     }
 }
 
-// One block for one row. The first halving happens while units are read, so shared memory holds half of them.
+// One block handles one row. It adds the second half of the terms to the first half while it reads them, so shared
+// memory needs space for only half of them.
 template <typename T>
 __global__ void weigh_kernel(const T* grad, const T* rows, const int64_t* permutation,
                              const typename SumOf<T>::type* weights, int64_t hidden, int64_t half_width, T* grad_rows,

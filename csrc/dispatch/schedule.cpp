@@ -6,8 +6,9 @@
 namespace megatron_ft::dispatch {
 namespace {
 
-// One expert: sent [N, N], zero before, from counts [N] and replicas [N]. Left-over tokens and left-over room are
-// intervals of one axis, scanned by two indices.
+// Computes sent [N, N] of one expert from counts [N] and replicas [N]. `sent` must be zero before the call. Tokens
+// first go to copies on their own rank. Then the tokens that are left on rank `from` are matched with the room on rank
+// `to`, the tokens that its copies still get. Both are taken in rank order.
 void schedule_expert(const Shares& shares, const int64_t* counts, const int64_t* replicas, int64_t num_ranks,
                      int64_t* sent) {
     int64_t own_copy = 0, to = -1, to_copy = 0, room = 0;

@@ -14,7 +14,8 @@ __device__ int64_t total_of(const int64_t* values, int64_t count) {
     return total;
 }
 
-// One block: rests_before [E], a running sum over the experts, a tile of them at a time.
+// Computes rests_before [E], an exclusive prefix sum of Shares::rest over the experts. One block handles all experts,
+// one tile at a time.
 __global__ void rests_kernel(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks,
                              int64_t* rests_before) {
     __shared__ int64_t sums[kThreads];
@@ -42,7 +43,10 @@ __global__ void rests_kernel(const int64_t* counts, const int64_t* replicas, int
     }
 }
 
-// One block for one expert: thread 0 lays left-over tokens and room end to end, then all fill in the overlaps.
+// Computes the schedule of one expert in one block. Thread 0 sends tokens to copies on their own rank. Then it sums up,
+// rank by rank, the tokens that are left and the room: the tokens that the copies on a rank still get. These sums
+// divide an axis into one interval of tokens and one of room per rank. All threads compute the overlaps of these
+// intervals.
 __global__ void schedule_kernel(const int64_t* counts, const int64_t* replicas, const int64_t* rests_before,
                                 int64_t num_ranks, int64_t* schedule) {
     extern __shared__ int64_t shared[];

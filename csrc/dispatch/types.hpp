@@ -1,4 +1,4 @@
-// Element types of rows, by the codes that megatron_ft/runtime/dispatch/extension.py passes.
+// Element types of rows. The codes are indices in ROW_DTYPES of megatron_ft/runtime/dispatch/rows.py.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace megatron_ft::dispatch {
 
 enum class RowType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
 
-// The type sums over rows of T run in.
+// The type in which rows of T are summed.
 template <typename T>
 struct SumOf {
     using type = float;
@@ -17,7 +17,7 @@ struct SumOf<double> {
     using type = double;
 };
 
-// The power of two that H units are padded to before they are summed by halves.
+// Returns the smallest power of two that is at least `hidden`. `weigh` pads its terms to this number.
 inline int64_t padded_width(int64_t hidden) {
     int64_t width = 1;
     while (width < hidden) {

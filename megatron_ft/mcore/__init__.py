@@ -1,1 +1,1 @@
-"""Training on Megatron-Core: the only folder that imports ``megatron``."""
+"""Training on Megatron-Core. Only this folder imports ``megatron``."""

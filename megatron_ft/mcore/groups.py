@@ -1,4 +1,4 @@
-"""Process groups of one generation: formed, handed over, destroyed. The project never reads them from globals."""
+"""Forms and destroys the process groups of one generation. The project passes them on, and never uses globals."""
 
 import datetime
 import gc
@@ -21,33 +21,33 @@ from megatron_ft.runtime.transport.held_groups import drop_broken_graph, release
 
 _RETRY_SECONDS = 0.02
 _TRY_SECONDS = 2.0
-"""Length of one connection attempt; an existing store accepts a connection within this time."""
+"""Time limit of one connection attempt. A running store accepts a connection within this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The groups with which a rank trains.
+    """The process groups of one rank in one generation.
 
-    ``pg_collection`` is Megatron's; ``vote`` contains the whole job and is only used for commit votes and other small
-    agreements. It always uses gloo, because its values live on the host.
+    ``pg_collection`` contains Megatron's groups. ``vote`` is a group of all ranks of the job, for commit votes and
+    other small agreements. It always uses gloo, because its values are in host memory.
     """
 
     generation: int
     pg_collection: ProcessGroupCollection
     vote: dist.ProcessGroup
     transports: Transports
-    """Connections to other ranks that all of these groups use."""
+    """The connections that these groups use."""
 
     def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
-        """Create a gloo group of ``ranks``; None on ranks outside of it. Every rank of the job must call it.
+        """Create a gloo group of ``ranks``. Return None on all other ranks. Every rank of the job must call this.
 
         Raises:
-            RuntimeError: others did not come, or the connections were broken.
+            RuntimeError: a rank of the group did not connect within the timeout, or the connections were shut down.
         """
         if dist.get_backend() == "nccl":
-            # NCCL connects at its first use: all queued work must be done before sockets are compared.
+            # NCCL opens sockets at its first use. This must end before the new sockets of gloo are searched.
             torch.cuda.synchronize()
-        # torch names a group by a count of each process: a rank that left one out would wait under another name.
+        # Each process counts its groups, and torch makes the group's name from this count. So all ranks must create it.
         before, timeout = open_sockets(), datetime.timedelta(seconds=timeout_seconds)
         group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
         self.transports.include(open_sockets() - before)
@@ -63,15 +63,15 @@ def join(
     store: dist.Store | None = None,
     opening: Opening | None = None,
 ) -> Groups:
-    """Form the groups of the membership of ``context`` with all its other ranks.
+    """Form the process groups of the membership of ``context``. All ranks of the membership must call this.
 
     Args:
-        timeout_seconds: longest wait for the others.
+        timeout_seconds: longest wait for the store of the membership.
         store: store of the membership, if this process has opened it already.
-        opening: breaks the connections that are made here.
+        opening: lets another thread break the new connections after a failure.
 
     Raises:
-        RuntimeError: others did not come, or the connections were broken.
+        RuntimeError: other ranks did not connect in time, or ``opening`` broke the connections.
     """
     if opening is not None:
         waits.use(opening.limit)
@@ -89,14 +89,14 @@ def join(
 
 
 def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening | None = None) -> dist.TCPStore:
-    """Open the store of the membership of ``context``, which its rank 0 serves.
+    """Open the store of the membership of ``context``. Rank 0 starts the store's server, and all other ranks connect.
 
     Args:
-        timeout_seconds: longest wait for the others.
-        opening: interrupts the wait.
+        timeout_seconds: longest wait for the server, and on rank 0 for the other ranks.
+        opening: lets another thread interrupt this wait after a failure.
 
     Raises:
-        RuntimeError: they did not come, or the wait was interrupted.
+        RuntimeError: the server or other ranks did not answer in time, or ``opening`` interrupted the wait.
     """
     if opening is not None and context.rank > 0:
         return _connect(context, timeout_seconds, opening)
@@ -104,23 +104,26 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
 
 
 def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> dist.TCPStore:
-    # The server may have ended again while torch keeps trying, so each attempt is short. A server that accepts and does
-    # not answer is waited for until ``opening`` breaks the connection.
+    # Each attempt is short, because torch would not notice that the server is lost and would continue to try. If a
+    # server accepts the connection and does not answer, only ``opening`` ends the wait.
     where = f"{context.master_addr}:{context.master_port}"
     deadline, try_seconds = time.monotonic() + timeout_seconds, min(timeout_seconds, _TRY_SECONDS)
     while True:
         try:
             socket.create_connection((context.master_addr, context.master_port), timeout=try_seconds).close()
-            # torch pauses between its own attempts, without an open connection that could be broken.
+            # In a worker thread, because torch pauses between its own attempts without a socket to shut down.
             store = waits.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"found no store at {where} within {timeout_seconds} s: {error}") from error
+                raise RuntimeError(
+                    f"rank {context.rank} could not connect to the store of rank 0 at {where} within "
+                    f"{timeout_seconds:g} s: {error}"
+                ) from error
         else:
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
             return store
         if opening.pause(_RETRY_SECONDS):
-            raise RuntimeError(f"a rank was lost before the store at {where} was started")
+            raise RuntimeError(f"a rank was lost before rank {context.rank} had connected to the store at {where}")
 
 
 def _store(context: RankContext, timeout_seconds: float) -> dist.TCPStore:
@@ -143,12 +146,12 @@ def form_groups(
     device: str,
     timeout_seconds: float,
 ) -> Groups:
-    """Form all groups on ``store``, under a prefix of ``generation``."""
+    """Form the process groups of ``generation`` with all ranks that use ``store``."""
     timeout, backend = datetime.timedelta(seconds=timeout_seconds), parallel.backend_on(device)
     before = open_sockets()
     dist.init_process_group(
         backend=backend,
-        # A late rank of another generation uses other keys: it cannot meet ranks of this one in the same store.
+        # Each generation has its own keys, so a late rank of another generation cannot connect to ranks of this one.
         store=dist.PrefixStore(f"generation-{generation}", store),
         rank=rank,
         world_size=world_size,
@@ -162,16 +165,17 @@ def form_groups(
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
-        # Megatron would use them to save through one rank of each data-parallel group; here every rank writes its part.
+        # Megatron needs these groups only for checkpoints that one rank per data-parallel group writes. Every rank
+        # writes its own part instead.
         create_gloo_process_groups=False,
     )
     if backend == "nccl":
-        # Shutting down NCCL's sockets would be reported as an error of a peer. NCCL is aborted instead.
+        # NCCL's sockets are left out: NCCL would report their shutdown as an error of a peer. It is aborted instead.
         before = open_sockets()
     vote = dist.new_group(backend="gloo", timeout=timeout)
     store_port = store.port if isinstance(store, dist.TCPStore) else None
     transports = Transports.among(open_sockets() - before, store_port=store_port)
-    # From here on a wait ends with these connections, no longer with those that were being made.
+    # Waits that begin after this line use the limit of these connections, no longer the limit of ``Opening``.
     waits.use(transports.limit)
     return Groups(
         generation=generation,
@@ -182,28 +186,26 @@ def form_groups(
 
 
 def dissolve_groups() -> None:
-    """Destroy Megatron's groups and torch's. The caller has released its ``Groups`` and all objects that use them.
-
-    If connections were shut down, operations may be blocked in the groups until their own timeout. Those groups are
-    kept until then, and this returns at once.
-    """
+    """Destroy all process groups of Megatron and torch. The caller must have released all objects that use them.
+    If connections were shut down, operations may stay blocked in some groups until their timeout. This function does
+    not wait for these operations; their groups are destroyed later."""
     groups = []
     if waits.in_use().is_ended:
-        # Held until the operations in them end: the destructor of a gloo group joins its threads.
+        # ``release`` gets these groups, because the destructor of a gloo group waits for its blocked operations.
         groups = list(dist.distributed_c10d._world.pg_map)
         drop_broken_graph()
-        # Before anything is destroyed: destroying an NCCL group waits for peers that may be gone.
+        # NCCL is aborted before any group is destroyed: destroying an NCCL group waits for peers that may be lost.
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
     parallel_state.destroy_model_parallel()
-    # Megatron forgets to drop this one group.
+    # ``destroy_model_parallel`` does not drop this group.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
-    # A process group that is still referenced keeps its transports open, and its peers blocked.
+    # Reference cycles are collected: a group with references keeps its connections open, which blocks its peers.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
-        # Groups that could not be formed have been counted: names of the next ones would differ between ranks.
+        # torch has counted the groups that could not be formed. The next groups would get other names on other ranks.
         dist.distributed_c10d._world.group_count = 0
     release(groups)
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The life of a rank process: prepares the process, joins the job, trains, leaves."""
+"""The main function of a rank process that an agent started: prepares the process, joins the job, and trains."""
 
 import warnings
 from collections.abc import Callable
@@ -22,25 +22,22 @@ if TYPE_CHECKING:
 
 _FAILPOINTS_FILE = "failpoints.jsonl"
 _NEEDED_LATER = (
-    "scipy.optimize",  # migrations after a loss are planned with it
-    "torch._inductor.config",  # torch imports it where algorithms are to be deterministic
-    "torch.profiler._cupti_monitor",  # and this one at the first step of an optimizer
-    "torch.utils.serialization.config",  # and these when it saves
+    "scipy.optimize",  # plans migrations after a loss
+    "torch._inductor.config",  # torch imports it for deterministic algorithms
+    "torch.profiler._cupti_monitor",  # torch imports it at the first step of an optimizer
+    "torch.utils.serialization.config",  # torch imports this module and the next one when it saves
     "torch._subclasses.schema_check_mode",
-    "encodings.idna",  # Python looks up the address of a store with it
-    "megatron_ft.planning.placement.algorithms",  # the configuration names them
+    "encodings.idna",  # Python imports it when it looks up the address of a store
+    "megatron_ft.planning.placement.algorithms",  # the configuration names classes of this module and the next ones
     "megatron_ft.planning.snapshot.dense",
     "megatron_ft.planning.snapshot.sparse_window",
 )
-"""Modules that would otherwise be imported at their first use. A recovery must neither wait for an import nor fail in
-one."""
+"""Modules to import at the start of the process. Otherwise a recovery might wait for their import, or fail in it."""
 
 
 def warm() -> None:
-    """Import everything that a rank on a CPU needs, in the process from which ranks are forked.
-
-    If a GPU is visible, nothing is imported, because the ranks will report that and end.
-    """
+    """Import all modules that a rank on a CPU needs, in the process from which ranks are forked. Import nothing if a
+    GPU is visible: Megatron cannot run on a CPU then, and each rank will report this error."""
     from megatron_ft.mcore.device import common, cpu
 
     if not common.num_visible_gpus():
@@ -49,13 +46,13 @@ def warm() -> None:
 
 
 def warm_cuda() -> None:
-    """Import everything that a rank on CUDA needs, in the process from which ranks are forked. CUDA is not initialised.
+    """Import all modules that a rank on a GPU needs, in the process from which ranks are forked, without using CUDA.
 
-    If Transformer Engine is installed, Megatron would import it, and versions of it ask the driver for its devices.
-    Then the ranks import Megatron themselves.
+    Megatron imports Transformer Engine if it is installed, and some versions of Transformer Engine initialise CUDA at
+    import. So if it is installed, this function does not import Megatron, and each rank imports it after the fork.
 
     Raises:
-        SoftwareError: an import initialised CUDA, which a forked process cannot do again.
+        SoftwareError: an import initialised CUDA, so forked processes could not use CUDA.
     """
     from megatron_ft.mcore.device import common
 
@@ -65,7 +62,9 @@ def warm_cuda() -> None:
         else:
             _import_needed_later()
     if torch.cuda.is_initialized():
-        raise SoftwareError("an import initialised CUDA, so ranks cannot be forked from this process")
+        raise SoftwareError(
+            "an imported module initialised CUDA in the fork server, so ranks forked from it could not use CUDA"
+        )
 
 
 def _warm(install_device: Callable[[], None]) -> None:
@@ -78,16 +77,16 @@ def _warm(install_device: Callable[[], None]) -> None:
 
 def _import_needed_later() -> None:
     for name in _NEEDED_LATER:
-        # Private modules of torch are not in every version: what is not there is not imported later, either.
+        # Some versions of torch do not have all of these private modules, and then never import them.
         if not name.startswith("torch.") or find_spec(name) is not None:
             import_module(name)
 
 
 def run_rank(config: JobConfig, context: RankContext) -> None:
-    """Run rank ``context.rank`` of the job, from start to end.
+    """Run rank ``context.rank`` of the job until the end of the run.
 
     Raises:
-        MegatronFtError: a subclass, whose exit code the process ends with.
+        MegatronFtError: the rank failed. The caller ends the process with the ``exit_code`` of the error.
     """
     device, transformer_impl = prepare(config, context)
     from megatron_ft.mcore.recovery.coordinator import run_memberships
@@ -105,16 +104,20 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
 
 
 def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]:
-    """Arm failpoints, take the rank's device and import what it needs: (the device, what builds layers)."""
+    """Prepare this process for training: arm failpoints, select the device, import Megatron and the trainer.
+
+    Returns:
+        The rank's device, and the ``transformer_impl`` of ``Trainer``.
+    """
     _arm_failpoints(config, context)
-    # Useless in a rank's log: warnings about Megatron's and torch's own calls.
+    # Megatron and torch warn about calls in their own code, which a user cannot change.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
-    # First of all: what looks for Transformer Engine may touch CUDA, which then takes memory of the device in use.
+    # Before ``install``: the search for Transformer Engine may initialise CUDA, which allocates memory on the device.
     device = take_device(config, node=context.node, local_rank=context.local_rank)
     _, transformer_impl = install(config)
     _prepare_process(config)
     with warnings.catch_warnings():
-        # Megatron warns at import about every optional package; device.software has checked them.
+        # Megatron warns at import about each missing optional package. ``device.software`` has checked them already.
         warnings.simplefilter("ignore")
         import_module("megatron_ft.mcore.recovery.coordinator")
         _import_needed_later()
@@ -122,10 +125,10 @@ def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]
 
 
 def join_job(trainer: "Trainer") -> "dist.Store":
-    """Form the groups of the job's start and build ``trainer`` on them; collective.
+    """Form the process groups of generation 0, and build ``trainer`` on them. All ranks must call this.
 
     Returns:
-        Store of generation 0. It closes with the last reference to it.
+        The store of generation 0, which closes when the last reference to it is dropped.
     """
     from megatron_ft.mcore.data.data_checks import note_run_data
     from megatron_ft.mcore.groups import join, open_store
@@ -135,15 +138,14 @@ def join_job(trainer: "Trainer") -> "dist.Store":
     store = open_store(context, timeout_seconds=timeout_seconds)
     device = trainer.device.type
     trainer.build(join(trainer.config, context, device=device, timeout_seconds=timeout_seconds, store=store))
-    # After ``build``, in which ranks have compared their data: joining ranks compare theirs with this.
+    # After ``build``, in which the ranks have checked that they have the same data. Joining ranks use this record.
     if context.rank == 0 and job.may_lose_nodes:
         note_run_data(trainer.samples["train"], context.run_dir)
     return store
 
 
 def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
-    # Arm failpoints; each hit is written to disk first and then sent to the sinks, because the fault may end this
-    # process.
+    # Each hit is written to disk before it is sent to the sinks, because the fault may end this process.
     write = failpoints.append_to(context.run_dir / _FAILPOINTS_FILE)
 
     def record(hit: failpoints.Record) -> None:
@@ -151,14 +153,14 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         names = ("action", "phase", "iteration", "rank", "node", "failpoint")
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
-    generation = context.generation + int(context.is_joining)  # it begins with the next membership
+    generation = context.generation + int(context.is_joining)  # a joining rank begins in the next generation
     failpoints.arm(
         config.testing.failpoints, rank=context.rank, node=context.node, generation=generation, record=record
     )
 
 
 def report_unfired(context: RankContext) -> None:
-    """Report failpoints that were not reached: a trial without its fault must not count as survived."""
+    """Report failpoints that were not reached. Otherwise a trial in which no fault was injected counts as survived."""
     for failpoint in failpoints.unfired():
         unfired = FailpointUnfired(failpoint=failpoint.text, rank=context.rank, node=context.node)
         context.worker.report(unfired.to_record())
@@ -167,7 +169,7 @@ def report_unfired(context: RankContext) -> None:
 def _prepare_process(config: JobConfig) -> None:
     torch.set_num_threads(config.training.num_threads)
     if config.training.deterministic:
-        # What cuBLAS and Transformer Engine want besides is in the environment already (planning/rank_environment.py).
+        # planning/rank_environment.py has set the environment variables that cuBLAS and Transformer Engine also need.
         torch.use_deterministic_algorithms(True, warn_only=False)
-        # Filling fresh memory hides reads of it and costs time; nothing here reads what it has not written.
+        # Filling new tensors with a fixed value costs time, and would hide reads of uninitialized memory.
         torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,7 +1,8 @@
-"""A rank that ``torchrun`` or ``srun`` started, without agent and controller.
+"""The main function of a rank process that ``torchrun`` or ``srun`` started, without agent and controller.
 
-Ranks agree on the run folder and on a port through a small store: torchrun's own, or one that rank 0 serves. Sinks run
-in rank 0; reports of other ranks are kept in ``logs/rank-00003.records.jsonl``.
+Rank 0 chooses the run folder and a port, and publishes them in a key-value store, which torchrun or rank 0 serves.
+Rank 0 also sends its reports to the sinks. Every other rank writes its reports to a file, for example
+``logs/rank-00003.records.jsonl``.
 """
 
 import contextlib
@@ -37,20 +38,20 @@ _READERS_POLL_SECONDS = 0.05
 
 
 def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | None = None) -> int:
-    """Run this rank; return its exit code.
+    """Run this rank, and return its exit code.
 
-    SIGTERM, SIGINT and SIGUSR1 (which ``srun`` forwards) ask it to stop after the iteration.
+    After SIGTERM, SIGINT or SIGUSR1, which ``srun`` forwards, the rank stops at the end of the current iteration.
 
     Args:
-        run_rank: the work of the rank; the training loop unless a test replaces it.
+        run_rank: replaces the training loop in tests.
 
     Raises:
-        MegatronFtError: the run folder cannot be claimed, or the rank failed with such an error.
+        MegatronFtError: the run folder cannot be claimed, or the rank failed.
     """
     if run_rank is None:
         from megatron_ft.mcore.rank_main import run_rank
     faulthandler.enable()
-    # CUDA and NCCL read these at their first call; what the user has set takes precedence.
+    # CUDA and NCCL read these variables at their first call. Values that the user has set are not changed.
     for name, value in rank_environment(config, environment.rank).items():
         os.environ.setdefault(name, value)
     stop = StopFlag()
@@ -71,7 +72,7 @@ def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | No
 
 @dataclass
 class _Rank:
-    """One rank from start to exit code."""
+    """Runs one rank and computes its exit code."""
 
     config: JobConfig
     environment: RankEnvironment
@@ -89,7 +90,7 @@ class _Rank:
             self.run_rank(self.config, self._context(worker))
             interrupted = bool(self.stop) and not self.finished
             exit_code = EXIT_INTERRUPTED if interrupted else EXIT_OK
-            reason = "asked to stop" if interrupted else "finished"
+            reason = "the rank stopped after a signal" if interrupted else "finished"
         except MegatronFtError as error:
             exit_code, reason = error.exit_code, str(error)
             raise
@@ -127,11 +128,8 @@ class _Rank:
 
 @contextlib.contextmanager
 def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag) -> Iterator[TCPStore]:
-    """Open the store through which ranks agree. If rank 0 serves it, it exists until the others have read from it.
-
-    Raises:
-        ControlError: it does not answer within ``launch.start_timeout_seconds``.
-    """
+    """Open the store in which rank 0 publishes its decisions. If rank 0 serves the store, it exits the context only
+    after all other ranks have read the decisions. Raise ControlError if the store does not answer in time."""
     serve = environment.rank == 0 and not environment.store_is_served
     try:
         store = TCPStore(
@@ -153,14 +151,19 @@ def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag)
 
 
 def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCPStore, stop: StopFlag) -> None:
-    """Wait for the others: if rank 0 left before another rank has read, that rank would try to connect until its
-    timeout. Rank 0 leaves this early if the run is refused, or if nothing makes it wait for the other ranks."""
+    """Wait on rank 0 until all other ranks have read its decisions from the store. The store ends with rank 0. A rank
+    that has not read by then would try to connect until its timeout. Rank 0 may end so early if it could not start the
+    run."""
     deadline = time.monotonic() + config.launch.start_timeout_seconds
     num_others = environment.world_size - 1
-    # Adding 0 reads the count; ``get`` would block until the first reader has come.
+    # Adding 0 reads the counter. ``get`` would block until the first rank has increased it.
     while (num_readers := store.add(_readers(environment), 0)) < num_others and not stop:
         if time.monotonic() > deadline:
-            print(f"rank 0: {num_others - num_readers} of {num_others} other ranks did not start", file=sys.stderr)
+            print(
+                f"rank 0: {num_others - num_readers} of {num_others} other ranks did not start within "
+                f"launch.start_timeout_seconds={config.launch.start_timeout_seconds:g}",
+                file=sys.stderr,
+            )
             return
         threading.Event().wait(_READERS_POLL_SECONDS)
 
@@ -168,7 +171,7 @@ def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCP
 def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> RunDir:
     try:
         run = config.run
-        # torchrun starts workers again with the same store: they continue in the folder of the first attempt.
+        # torchrun restarts workers with the same store. They continue in the run folder of the first attempt.
         if environment.attempt > 0 and store.check(["megatron_ft/name"]):
             run = replace(run, name=store.get("megatron_ft/name").decode(), resume="auto")
         config_yaml = yaml.safe_dump(to_dict(config), sort_keys=False)
@@ -180,7 +183,7 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
             "master_port": free_port(environment.master_addr),
         }
     except MegatronFtError as error:
-        # The others wait for this key: without an answer each would wait until its timeout.
+        # Without this value, all other ranks would wait for the key until their timeout.
         store.set(_key(environment), json.dumps({"error": str(error)}))
         raise
     store.set(_key(environment), json.dumps(agreed))
@@ -188,27 +191,28 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
 
 
 def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> dict[str, Any]:
-    """Receive rank 0's decisions: ``run_dir``, ``resume_from``, ``master_port``.
-
-    Raises:
-        ControlError: rank 0 refused, or did not answer in time.
-    """
+    """Read the decisions of rank 0 from the store: ``run_dir``, ``resume_from`` and ``master_port``. Raise ControlError
+    if rank 0 could not start the run, or did not publish its decisions in time."""
     try:
         store.wait([_key(environment)], timedelta(seconds=config.launch.start_timeout_seconds))
     except RuntimeError as error:
-        raise ControlError(f"rank {environment.rank} received no start message from rank 0: {error}") from error
+        raise ControlError(
+            f"rank {environment.rank}: rank 0 did not choose a run folder within "
+            f"launch.start_timeout_seconds={config.launch.start_timeout_seconds:g}: {error}"
+        ) from error
     agreed: dict[str, Any] = json.loads(store.get(_key(environment)))
-    # Counted before an error is raised: rank 0 serves the store until all have read from it.
+    # Counted before an error is raised, because rank 0 serves the store until all other ranks have been counted.
     if environment.rank != 0:
         store.add(_readers(environment), 1)
     if "error" in agreed:
-        raise ControlError(f"rank 0 could not start: {agreed['error']}")
+        raise ControlError(f"rank 0 could not start the run: {agreed['error']}")
     return agreed
 
 
 def _key(environment: RankEnvironment) -> str:
-    # Return the key of this start, because a launcher's store outlives a start. A store that rank 0 serves is new in
-    # each start, and nodes may count starts differently: a spare that came later has counted fewer.
+    # The store of torchrun survives a restart of the ranks, so each attempt needs its own key. A store that rank 0
+    # serves is new in each attempt, so one key is enough. There the key must not contain the attempt, because nodes
+    # count attempts differently: a spare node that joined later has counted fewer.
     return f"megatron_ft/attempt-{environment.attempt}" if environment.store_is_served else "megatron_ft/start"
 
 

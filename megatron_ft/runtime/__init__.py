@@ -1,1 +1,1 @@
-"""Mechanisms over torch and torch.distributed, independent of Megatron."""
+"""Operations on tensors and process groups. This folder imports torch, but neither Megatron nor the control plane."""

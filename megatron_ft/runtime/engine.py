@@ -1,4 +1,4 @@
-"""Interface of an engine for recovery: load a slice, run a logged iteration again."""
+"""The methods that an engine must have to replay a window: load a slice, run a logged iteration again."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -8,16 +8,16 @@ from megatron_ft.planning.commit import Vote
 
 
 class ReplayEngine(Protocol):
-    """Protocol of one rank's engine with a window to replay. All calls are collective over the ranks that replay."""
+    """Interface of one rank's engine during the replay of a window. All ranks that replay must make the same calls."""
 
     def load(self, index: int) -> None:
-        """Load slice ``index`` of the window; slice 0 also restores random numbers, counters and history."""
+        """Load slice ``index`` of the window. Slice 0 also restores random number generators, counters and history."""
         ...
 
     def replay(self, vote: Vote, frozen: Collection[OperatorId]) -> None:
-        """Run the iteration of ``vote`` again, without weight gradients and updates of the operators ``frozen``.
+        """Run the iteration of the logged ``vote`` again. Do not update the operators in ``frozen``.
 
         Raises:
-            RecoveryError: the result differs from the logged vote.
+            RecoveryError: the new vote of this iteration differs from ``vote``.
         """
         ...

@@ -53,7 +53,7 @@ def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
         reason = f"must be empty with training.device={trainer.device.type}: only ranks on gloo (CPU) can leave"
         raise ConfigError.of(key, texts, reason)
     if schedule.next is not None and schedule.next.target.iteration < iteration:
-        reason = f"must begin after iteration {iteration}, from which the run continues with all nodes"
+        reason = f"all changes must be after iteration {iteration}, from which the run continues with all nodes"
         raise ConfigError.of(key, texts, reason)
 
 

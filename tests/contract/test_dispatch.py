@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused(opened: tuple[DispatchBackend, str]) -> No
     routing = routing_of("skewed").to(device)
     schedule = backend.schedule(routing.counts, routing.replicas)
     local = routing.local_experts(0)
-    with pytest.raises(ValueError, match="but its routing map has"):
+    with pytest.raises(ValueError, match="but the routing map of this rank has"):
         backend.plan(routing.maps[1], schedule, 0, local)
     with pytest.raises(ValueError, match="which has only experts"):
         backend.plan(routing.maps[0], schedule, 0, local[1:])
@@ -276,7 +276,7 @@ def test_what_does_not_fit_is_refused(opened: tuple[DispatchBackend, str]) -> No
     with pytest.raises(ValueError, match="from 0 to 2"):
         backend.plan(routing.maps[0], schedule, 3, local)
     handle = backend.plan(routing.maps[0], schedule, 0, local)
-    with pytest.raises(ValueError, match=r"must be \[64, H\]"):
+    with pytest.raises(ValueError, match=r"must have shape \[64, H\]"):
         backend.permute(torch.zeros(63, HIDDEN, device=device), handle)
     with pytest.raises(ValueError, match="float32"):
         backend.permute(torch.zeros(64, HIDDEN, dtype=torch.int64, device=device), handle)

@@ -132,7 +132,7 @@ def test_a_save_is_given_up_without_waiting_for_storage(outcomes: dict[str, Any]
     """The next one, into the same folder, begins when nothing is written any more for the first."""
     ranks = ranks_of(outcomes, "fault:given_up")
     assert [rank["was_writing"] for rank in ranks] == [False, True]
-    assert ranks[1]["num_written"] == 0 and "the save was cancelled" in ranks[1]["given_up"]
+    assert ranks[1]["num_written"] == 0 and "was cancelled while its files were written" in ranks[1]["given_up"]
     for rank in ranks:
         assert rank["complete_after"] == ["iter_0000001"]
         assert rank["opened_at"] >= ranks[1]["released_at"]

@@ -40,7 +40,7 @@ def test_a_survivor_leaves_the_operation_and_its_groups(survivors: dict[str, Any
 def test_an_operation_that_gloo_forgets_is_abandoned(survivors: dict[str, Any], name: str) -> None:
     seen = survivors[name]
     assert seen["error"].startswith("WaitAbandoned: ")
-    assert "(rank 1 was killed)" in seen["error"]
+    assert "reason of the shutdown: rank 1 was killed" in seen["error"]
     assert seen["num_abandoned"] == 1
 
 

@@ -196,6 +196,9 @@ def test_a_stop_writes_a_window_on_all_ranks_or_on_none(outcomes: dict[str, list
     first, second = of_ranks(outcomes, "stop")
     assert first["resumed"] == second["resumed"] == []
     (problem,) = [*first["problems"], *second["problems"]]
-    assert problem["what"] == "persist" and "lacks the parts of ranks [1]" in problem["error"]
+    assert (
+        problem["what"] == "persist"
+        and "the parts of ranks [1] are not in the memory of their own nodes" in problem["error"]
+    )
     (folder,) = {name.partition("/")[0] for name in first["new"]}
     assert first["new"] == second["new"] == [f"{folder}/rank-00000.window", f"{folder}/rank-00001.window"]

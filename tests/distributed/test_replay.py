@@ -86,9 +86,9 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")
 """Of what each of them has, another one has all, and more."""
 DAMAGES: dict[str, str] = {
-    "weight": "the replay of iteration 3 gave other results than the log",
-    "random_numbers": "the replay of iteration 3 gave other results than the log: loss=",
-    "vote": "the replay of iteration 3 gave other results than the log: loss=",
+    "weight": "the replay of iteration 3 had other results than the logged vote",
+    "random_numbers": "the replay of iteration 3 had other results than the logged vote: loss=",
+    "vote": "the replay of iteration 3 had other results than the logged vote: loss=",
     "short": "captured bytes, but",
     "no_train_state": "slice 0 has no train state",
 }

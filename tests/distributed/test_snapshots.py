@@ -204,8 +204,9 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     refused, chosen = of_kind(resumed, "recovery_started")
     assert refused["source"] == "persisted" and chosen["strategy"] in ("window", "checkpoint")
     assert 0 < chosen["iteration"] < refused["iteration"]
-    (declined,) = [text for text in chosen["declined"] if "was rejected before" in text]
-    assert f"iteration {newest.start_iteration}:" in declined and "gave other results than the log: loss=" in declined
+    (declined,) = [text for text in chosen["declined"] if "was rejected by an earlier start" in text]
+    assert f"window of iteration {newest.start_iteration} was rejected" in declined
+    assert "had other results than the logged vote: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
     assert [window.start_iteration for window in read_rejected(resumed.run_dir)] == [newest.start_iteration]
@@ -230,7 +231,7 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
     while codes:
         stopped = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
         assert stopped.exit_code == codes.pop(0), stopped.output
-    assert "cannot continue: " in stopped.output
+    assert "cannot continue the run in " in stopped.output
     assert [event["source"] for event in of_kind(stopped, "recovery_started")] == ["persisted"], (
         "the second job never started"
     )

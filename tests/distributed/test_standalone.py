@@ -131,7 +131,7 @@ def test_a_rank_that_comes_late_hears_why_rank_0_was_refused(tmp_path: Path) -> 
     late = start(command, environment=srun_environment(1, port))
     outputs = [wait(rank, LIMIT_SECONDS) for rank in (late, first)]
     assert all(rank.returncode for rank in (late, first))
-    assert "rank 0 could not start: run.dir=" in outputs[0]
+    assert "rank 0 could not start the run: run.dir=" in outputs[0]
 
 
 def test_srun_and_a_forwarded_signal(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Dense checkpoints in the format of Megatron's ``dist_checkpointing``, with a manifest that makes them complete."""
+"""Saves and loads dense checkpoints in the format of Megatron's ``dist_checkpointing``, with a manifest."""

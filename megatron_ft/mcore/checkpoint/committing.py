@@ -1,4 +1,4 @@
-"""Adds the files of rank 0 to those of all ranks, which completes a checkpoint; the manifest is last."""
+"""Writes the files that complete a checkpoint: Megatron's metadata and the manifest. Only rank 0 writes them."""
 
 import importlib.metadata
 import io
@@ -25,17 +25,15 @@ def commit_files(
     written: list[dict[str, Any]],
     make_manifest: Callable[[tuple[FileEntry, ...]], Manifest],
 ) -> int:
-    """Write Megatron's metadata and the manifest; return the bytes of the checkpoint.
-
-    ``written`` has the ``results`` and ``entries`` of every rank, in rank order. After an OSError the directory is not
-    a checkpoint.
-    """
+    """Write Megatron's metadata and the manifest. Return the number of bytes of the whole checkpoint. ``written``
+    contains ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order. After an OSError the directory
+    is not a valid checkpoint."""
     entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
     content = metadata_bytes(planned, [of_rank["results"] for of_rank in written])
     entries.append(write_file(directory, METADATA_NAME, content))
     form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
     entries.append(write_file(directory, FORMAT_NAME, form))
-    # The names of all files are durable before the manifest, whose existence makes the directory a checkpoint.
+    # All files must be durable before the manifest is written, because the manifest makes the directory a checkpoint.
     fsync_directory(directory)
     write_manifest(directory, make_manifest(tuple(sorted(entries, key=lambda entry: entry.name))))
     return sum(entry.num_bytes for entry in entries)
@@ -49,6 +47,6 @@ def torch_bytes(content: dict[str, Any]) -> bytes:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of the software that writes the checkpoint."""
+    """Return the versions of Python and of the packages that write the checkpoint."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
     return {"python": platform.python_version(), **packages}

@@ -1,5 +1,4 @@
-"""Chooses the checkpoint to load: all ranks verify it together and compare it with the job; damaged ones are
-renamed."""
+"""Finds the checkpoint to load. All ranks verify it together; damaged checkpoints are renamed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
 
 class CheckpointFinder:
-    """Finds and verifies checkpoints; the ranks share the reading. All methods are collective."""
+    """Finds and verifies checkpoints. Each rank reads a part of the files. All ranks must call the same methods."""
 
     def __init__(
         self,
@@ -24,32 +23,33 @@ class CheckpointFinder:
         *,
         allow_other_data: bool = False,
     ) -> None:
-        """``report_damage`` is called with iteration, directory and reason."""
+        """Create a finder. ``report_damage`` is called with iteration, directory and reason of each renamed
+        checkpoint."""
         self._collectives = collectives
         self._allow_other_data = allow_other_data
         self._identity = identity
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
-        """Reasons for which ``newest`` has skipped checkpoints, because they belong to other runs or iterations."""
+        """Checkpoints of other runs or iterations that ``newest`` has skipped, with the reasons."""
         self._reasons: dict[str, str] = {}
-        """Reasons for which this start has renamed checkpoints, by their new names; on rank 0."""
+        """Why this start has renamed checkpoints, by their new names; only on rank 0."""
 
     def newest(self, folder: Path) -> Path | None:
-        """Find the newest checkpoint in ``folder`` that verifies and belongs to this run and to the iteration in its
-        name.
+        """Return the newest undamaged checkpoint of this run in ``folder``; None if there is none.
 
-        Damaged newer ones are reported and renamed; those of other runs and iterations are added to ``foreign``.
+        Newer checkpoints that are damaged are reported and renamed. Newer checkpoints of other runs, or with a manifest
+        for another iteration than their name, are added to ``foreign``.
 
         Raises:
-            CheckpointError: it was written with other data, or with another model, optimizer or schedule than the job
-                has.
+            CheckpointError: this checkpoint was written with other data, or another model, optimizer or schedule, than
+                this job has.
         """
         self.foreign = {}
         while True:
             found = [entry.path for entry in checkpoints.list_checkpoints(folder) if entry.complete]
             names = [path.name for path in found if path not in self.foreign]
-            # Rank 0's list counts: a shared file system may show ranks different folders for a moment.
+            # All ranks use the list of rank 0, because a shared file system may briefly show them different contents.
             name: str | None = self._collectives.from_first(names[-1] if names else None)
             if name is None:
                 return None
@@ -59,7 +59,7 @@ class CheckpointFinder:
             except CheckpointError as error:
                 self._set_aside(path, str(error), "damaged")
                 continue
-            # Rank 0 compares for all: ranks that differ here would wait for each other forever.
+            # Only rank 0 compares. If ranks came to different results, they would wait for each other forever.
             settings, ignores_data = self._identity.settings, self._allow_other_data
             other = other_checkpoint(path, manifest, settings, ignores_data=ignores_data)
             reason, error = self._collectives.from_first([self._not_own(path, manifest), other])
@@ -77,20 +77,19 @@ class CheckpointFinder:
         self.foreign = {}
 
     def differences(self, directory: Path, manifest: Manifest) -> tuple[str, ...]:
-        """List the differences between this job and a checkpoint, which may belong to another run; empty for one of
-        this job."""
+        """List the differences between this job and the checkpoint in ``directory``, which may be of another run."""
         notes = [self._not_own(directory, manifest)]
         if manifest.format_version == 1:
             notes.append(
-                "a checkpoint of format 1 does not record data, model, optimizer and schedule, so these cannot "
-                "be compared"
+                "the checkpoint has format 1, which does not record data, model, optimizer and schedule, so these "
+                "cannot be compared"
             )
         else:
             notes += map(str, differences(manifest.settings, self._identity.settings))
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:
-        # Return the reason why it is not the checkpoint of this run that its name says; None if it is.
+        # Returns why the checkpoint is of another iteration than its name, or of another run; None if it is not.
         if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
             return renamed
         reason = self._identity.not_of_run(
@@ -99,11 +98,11 @@ class CheckpointFinder:
         return None if reason is None else f"{path}: {reason}"
 
     def unusable(self, folder: Path) -> tuple[str, ...]:
-        """List complete checkpoints of ``folder`` that were damaged and renamed, by this start or an earlier one."""
+        """List the checkpoints in ``folder`` that were renamed because they were damaged, each with the reason."""
         reasons = []
         if self._collectives.rank == 0:
             for path in checkpoints.list_set_aside(folder):
-                reasons.append(f"{path}: {self._reasons.get(path.name, 'damaged, set aside by an earlier start')}")
+                reasons.append(f"{path}: {self._reasons.get(path.name, 'damaged, renamed by an earlier start')}")
         return tuple(self._collectives.from_first(reasons))
 
     def _set_aside(self, path: Path, reason: str, kind: Literal["damaged", "foreign"]) -> None:
@@ -112,7 +111,7 @@ class CheckpointFinder:
             try:
                 moved = checkpoints.set_aside(path, kind)
             except OSError as failure:
-                error = f"{path}: {kind} ({reason}), but cannot be renamed: {failure}"
+                error = f"{path} is {kind} ({reason}), but cannot be renamed: {failure}"
         error = self._collectives.errors(error)
         if error is not None:
             raise CheckpointError(error)
@@ -121,10 +120,8 @@ class CheckpointFinder:
             self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, renamed to {moved.name}: {reason}")
 
     def verify(self, directory: Path) -> Manifest:
-        """Check all files of ``directory``; the ranks share the reading.
-
-        Raises CheckpointError on every rank when one of them finds damage.
-        """
+        """Verify all files of ``directory``. Each rank reads a part of them. Raises CheckpointError on every rank if
+        any rank finds damage."""
         manifest: Manifest | None = None
         error: str | None = None
         try:
@@ -139,21 +136,19 @@ class CheckpointFinder:
         return manifest
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Read the manifest of ``directory``, whose files are verified first or have just been; None if it has none and
-        is trusted.
-
-        Raises CheckpointError when it is damaged, or has no manifest and is not trusted.
-        """
+        """Verify ``directory``, unless the preceding call has verified it, and return its manifest. If there is no
+        manifest, return None if ``trust`` is true. Raises CheckpointError when files are damaged, or there is no
+        manifest and ``trust`` is false."""
         if not directory.is_dir():
             raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
         if not (directory / MANIFEST_NAME).exists():
             if trust:
                 return None
             raise CheckpointError(
-                f"{directory}: has no {MANIFEST_NAME} of this project, so its pickle files cannot be verified; "
-                "set checkpoint.trust=true only if you trust its origin"
+                f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot "
+                "be verified; set checkpoint.trust=true only if you trust the origin of this checkpoint"
             )
-        # Good for one load: the files may change afterwards.
+        # An earlier verification counts only once, because the files may change later.
         verified, self._verified = self._verified, None
         if verified is not None and verified[0] == directory:
             return verified[1]

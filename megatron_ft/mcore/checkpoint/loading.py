@@ -1,4 +1,4 @@
-"""Reads shards of a verified checkpoint with Megatron."""
+"""Reads the shards of a verified checkpoint with Megatron."""
 
 import pickle
 from pathlib import Path
@@ -25,9 +25,17 @@ def load_shards(
     *,
     fully_parallel: bool,
 ) -> dict[str, Any]:
-    """Load the model shards of ``frame``, ``wanted``, the optimizer's under ``optimizer_shards``, and the common state.
+    """Load the tensors that ``frame`` describes, the objects in ``wanted``, and the state that is common to all ranks.
 
-    Raises CheckpointError when the checkpoint lacks a tensor or has one that the model does not have.
+    Args:
+        frame: result of ``state.build_shards``: Megatron's description of the model and the optimizer.
+        wanted: other sharded objects to load, by key.
+
+    Returns:
+        The loaded values by key; those of the optimizer are under ``optimizer_shards``.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a tensor, or has a tensor that the model does not have.
     """
     request = {key: value for key, value in frame.items() if key != "optimizer"}
     request |= {"optimizer_shards": split_shards(frame["optimizer"]), **wanted}
@@ -35,17 +43,17 @@ def load_shards(
         strategy = get_default_load_sharded_strategy(str(directory))
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(strategy, dp_cp_group)
-        # Megatron calls stored tensors without a request "missing", and requested tensors without storage "unexpected".
+        # Megatron calls stored tensors that were not requested "missing", and requested ones not stored "unexpected".
         loaded, unclaimed, absent = dist_checkpointing.load(
             request, str(directory), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
         )
     except (CheckpointingException, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    # Generators are requested at the layout of the save only.
+    # Random number generators are requested only with the layout of the save.
     unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
     if absent or unclaimed:
         raise CheckpointError(
-            f"{directory}: does not fit this model: tensors are missing ({sorted(absent)[:3]}) or not part of the "
-            f"model ({unclaimed[:3]})"
+            f"{directory} does not match this model: the checkpoint lacks the tensors {sorted(absent)[:3]}, and the "
+            f"model lacks the tensors {unclaimed[:3]} (the first 3 of each are shown)"
         )
     return loaded

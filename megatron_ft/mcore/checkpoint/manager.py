@@ -1,4 +1,4 @@
-"""Saves and loads dense checkpoints of a job."""
+"""Saves and loads the dense checkpoints of a job."""
 
 import time
 from collections.abc import Callable
@@ -41,11 +41,11 @@ class LoadResult:
     """Result of a load."""
 
     iteration: int
-    """Last iteration in the checkpoint."""
+    """Iteration after which the checkpoint was saved."""
     rng_restored: bool
-    """Whether every rank restored its generators; False with another layout, where they keep their seeded state."""
+    """Whether the random number generators were restored. They are not if the checkpoint has another layout."""
     manifest: Manifest | None
-    """None for a checkpoint of another project."""
+    """Manifest of the checkpoint; None for a checkpoint of another project."""
 
 
 @dataclass(kw_only=True)
@@ -61,11 +61,11 @@ class _Pending:
 
 
 class CheckpointManager:
-    """Saves in the background, completes a save when all ranks have written, and loads.
+    """Saves dense checkpoints in the background, and loads them.
 
-    All methods are collective over ``group`` (the whole job) and are called by every rank in the same order. A save
-    that fails on any rank is reported as ``checkpoint_failed``, its directory is removed, and training continues;
-    earlier checkpoints do not change.
+    All ranks of ``group``, the whole job, must call the same methods in the same order. A save is complete when all
+    ranks have written their files. If a save fails on any rank, it is reported as ``checkpoint_failed``, its directory
+    is removed, and training continues.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class CheckpointManager:
         report: Callable[[dict[str, Any]], None],
         generation: int = 0,
     ) -> None:
-        """``dp_cp_group``: ranks with the same dense weights. ``report`` is called with records on rank 0."""
+        """Create the manager of one rank. ``dp_cp_group`` contains the ranks with the same dense weights. ``report``
+        sends an event to the sinks; only rank 0 calls it."""
         self.folder = run_dir / "checkpoints"
         self._config = config
         self._identity = identity
@@ -109,10 +110,8 @@ class CheckpointManager:
     # -- saving
 
     def save(self, state: DenseState, iteration: int) -> None:
-        """Start to save ``state`` as it is now; wait for the end unless ``checkpoint.async_save``.
-
-        Before that, a save in progress is finished, and all writing for an abandoned save has ended.
-        """
+        """Begin to save the current ``state``. Wait for the end of the save unless ``checkpoint.async_save`` is true.
+        If an earlier save is in progress, it is finished first. If a save was abandoned, this waits for its threads."""
         assert iteration == state.host.iteration, (
             f"cannot save the state of iteration {state.host.iteration} as iteration {iteration}"
         )
@@ -135,13 +134,13 @@ class CheckpointManager:
             self.finish()
 
     def poll(self) -> None:
-        """Complete a save whose writing has ended on all ranks; returns at once otherwise."""
-        # Every rank has the same save pending: all enter this collective, and all commit after the same iteration.
+        """Complete the save in progress if all ranks have written their files. Do not wait for them."""
+        # All ranks have the same save in progress, so all call this collective and commit after the same iteration.
         if self._pending is not None and self._collectives.all(self._pending.job.done):
             self._complete(self._pending)
 
     def finish(self) -> None:
-        """Wait for the save in progress, if any, and complete it."""
+        """Wait for the save in progress, if there is one, and complete it."""
         if self._pending is not None:
             began = time.monotonic()
             self._pending.job.wait()
@@ -149,13 +148,13 @@ class CheckpointManager:
             self._complete(self._pending)
 
     def abandon(self) -> Path | None:
-        """Abandon the save in progress, if any, without communication and without waiting for storage.
+        """Abandon the save in progress, if there is one, without communication and without waiting for storage.
 
-        It gets no manifest from here on. The next save of this process waits until all writing for the abandoned one
-        has ended, and removes its files.
+        Its manifest is not written after this call. The next save of this process first waits until nothing is written
+        for the abandoned save, and removes its files.
 
         Returns:
-            Directory of the save. It is complete if rank 0 had written the manifest before ranks were lost.
+            Directory of the abandoned save. The checkpoint is complete if rank 0 had written the manifest before.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -164,10 +163,9 @@ class CheckpointManager:
         return pending.directory
 
     def _await_given_up(self) -> None:
-        # Wait until no rank writes for an abandoned save, because that may use the folder that is about to be created
-        # again.
+        # Waits until no rank writes for an abandoned save, whose folder may be the one that is about to be created.
         WriteJob.await_given_up()
-        # A barrier: once every rank is here, no thread of any rank writes for the abandoned save.
+        # A barrier: after it, no thread of any rank writes for the abandoned save.
         self._collectives.all(True)
 
     def _open_directory(self, iteration: int) -> Path | None:
@@ -186,7 +184,7 @@ class CheckpointManager:
 
     def _start(self, state: DenseState, directory: Path) -> WriteJob:
         metadata = self._metadata()
-        # A process group cannot be stored.
+        # The process group is left out, because it cannot be stored.
         content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
         tree = {
             **build_shards(state, metadata, is_loading=False),
@@ -194,7 +192,7 @@ class CheckpointManager:
             RANK_STATE_KEY: rank_state(state.host),
             "content_metadata": content_metadata,
         }
-        # Megatron's check would gather the metadata of all tensors as pickled objects at every save.
+        # Without Megatron's check, which would gather the metadata of all tensors as pickled objects at every save.
         shards, common = save_preprocess(tree, validate_access_integrity=False)
         whole_files = {}
         if self._collectives.rank == 0:
@@ -205,7 +203,7 @@ class CheckpointManager:
         return {
             **SHARDING_METADATA,
             "dp_cp_group": self._dp_cp_group,
-            # One stored tensor for each expert, so that ranks may hold any subset of them.
+            # Each expert is stored as separate tensors, so that a rank may have any experts.
             "singleton_local_shards": True,
             "non_homogeneous_layers": True,
         }
@@ -218,7 +216,7 @@ class CheckpointManager:
                 {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
             )
             error, num_bytes = self._commit(pending, written)
-        # Only now: where ranks are lost in a collective above, the save is still pending, and is reported as abandoned.
+        # Reset only here: if ranks are lost in a collective above, the save is still pending and reported as abandoned.
         self._pending = None
         if error is not None:
             self._discard(pending, error)
@@ -233,12 +231,12 @@ class CheckpointManager:
                 blocked_seconds=pending.blocked_seconds + time.monotonic() - began,
             ).to_record()
         )
-        # Only after the commit: until then the checkpoints before are all there is.
+        # Older checkpoints are deleted only after the commit, because before it no newer checkpoint is complete.
         if self._collectives.rank == 0:
             self._clean(pending)
 
     def _commit(self, pending: _Pending, written: list[dict[str, Any]]) -> tuple[str | None, int]:
-        # Complete the save: rank 0 writes the remaining files, the manifest last; all ranks receive the result.
+        # Rank 0 writes the remaining files, with the manifest last. All ranks return the same error and bytes.
         error, num_bytes = None, 0
         if self._collectives.rank == 0:
             try:
@@ -265,7 +263,7 @@ class CheckpointManager:
         )
 
     def _discard(self, pending: _Pending, error: str) -> None:
-        # With a manifest the checkpoint is complete, and only ``latest`` could not be moved: the files stay.
+        # With a manifest the checkpoint is complete, and only ``latest`` could not be moved, so the files are kept.
         if self._collectives.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
             try:
                 checkpoints.delete(pending.directory)
@@ -274,7 +272,7 @@ class CheckpointManager:
         self._say_failed(pending.iteration, pending.directory, error)
 
     def _clean(self, pending: _Pending) -> None:
-        # Apply the retention policy. A failed deletion costs only space, so it is just reported.
+        # Applies the retention policy. A deletion that fails only costs space, so it is reported and not raised.
         try:
             checkpoints.sweep(self.folder, before_iteration=pending.iteration)
             stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]
@@ -283,60 +281,61 @@ class CheckpointManager:
                 checkpoints.delete(self.folder / name)
         except OSError as failure:
             self._say_failed(
-                pending.iteration, pending.directory, f"saved, but older checkpoints could not be removed: {failure}"
+                pending.iteration,
+                pending.directory,
+                f"the checkpoint is saved, but older checkpoints could not be removed: {failure}",
             )
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
-        """The checkpoint that this run resumed from, until two newer ones are complete; ``complete``: oldest first."""
-        # It is the only one that has been read. If the first newer one is damaged on disk, a restart needs it.
+        """Return the checkpoint from which this run resumed, until two newer checkpoints are complete. ``complete``
+        lists the complete checkpoints, oldest first."""
+        # Only this checkpoint has been read back. If the next one is damaged on disk, a restart needs this one.
         return tuple(name for name in complete[-2:] if name == self._resumed_from)
 
     # -- loading
 
     def newest(self, folder: Path | None = None) -> Path | None:
-        """Find the newest checkpoint in ``folder`` (default: of this run) that verifies and belongs to this run; None
-        if there is none.
+        """Return the newest undamaged checkpoint of this run in ``folder``; None if there is none.
 
-        Damaged newer ones are reported and renamed.
+        ``folder=None`` is the run's own folder. Newer checkpoints that are damaged are reported and renamed.
 
         Raises:
-            CheckpointError: it was written with other data, or with another model, optimizer or schedule than the job
-                has.
+            CheckpointError: this checkpoint was written with other data, or another model, optimizer or schedule, than
+                this job has.
         """
         return self._finder.newest(folder or self.folder)
 
     @property
     def foreign(self) -> tuple[str, ...]:
-        """Return the reasons why checkpoints of other runs were skipped, one for each."""
+        """Reasons why ``newest`` has skipped checkpoints of other runs, one per checkpoint."""
         return tuple(self._finder.foreign.values())
 
     def set_foreign_aside(self) -> None:
-        """Rename the checkpoints that ``newest`` has found to belong to other runs, and report them."""
+        """Rename and report the checkpoints of other runs that ``newest`` has skipped."""
         self._finder.set_foreign_aside()
 
     def unusable(self, folder: Path) -> tuple[str, ...]:
-        """List complete checkpoints of ``folder`` that were damaged and renamed, each with the reason."""
+        """List the checkpoints in ``folder`` that were renamed because they were damaged, each with the reason."""
         return self._finder.unusable(folder)
 
     def load(self, state: DenseState, directory: Path) -> LoadResult:
-        """Verify ``directory``, then fill ``state`` from it; Megatron opens no file before.
-
-        Raises CheckpointError when it is damaged, is from another project and ``checkpoint.trust`` is false, or does
-        not contain exactly the tensors that this model and optimizer need.
-        """
+        """Verify the checkpoint in ``directory``, then fill ``state`` from it. Raises CheckpointError when the
+        checkpoint is damaged, when it is from another project and ``checkpoint.trust`` is false, or when its tensors
+        are not exactly those of this model and optimizer."""
         began = time.monotonic()
-        # First: ``.metadata`` and ``common.pt`` are pickle, which can run code when Megatron opens them.
+        # Verified first, because ``.metadata`` and ``common.pt`` are pickles, which can run code when they are opened.
         manifest = self._finder.check(directory, trust=self._config.trust)
         same_layout = manifest is not None and manifest.topology == self._topology
         frame = build_shards(state, self._metadata(), is_loading=True)
-        # Generators belong to ranks: in another layout no rank is the one that saved them.
+        # Random number generators belong to a rank in a layout. In another layout, no rank has the same place.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
         loaded = load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
         install(state, frame, loaded)
         iteration = state.host.iteration
         if manifest is not None and manifest.iteration != iteration:
             raise CheckpointError(
-                f"{directory}: contains iteration {iteration}, but its manifest names iteration {manifest.iteration}"
+                f"{directory} contains the state of iteration {iteration}, but its manifest is of iteration "
+                f"{manifest.iteration}"
             )
         self.last_saved_iteration = iteration
         self._resumed_from = directory.name if directory.parent == self.folder else None
@@ -352,10 +351,9 @@ class CheckpointManager:
         return LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
-        """Read ``DenseState.extra`` and the history as saved in ``directory``, without building anything.
-
-        Raises CheckpointError as ``load`` does; a checkpoint of another project has no such values.
-        """
+        """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest. The
+        result is empty for a checkpoint of another project. Raises CheckpointError when the checkpoint is damaged, or
+        when it is from another project and ``checkpoint.trust`` is false."""
         self._finder.check(directory, trust=self._config.trust)
         common = dist_checkpointing.load_common_state_dict(str(directory))
         extra: dict[str, Any] = common.get(OURS_KEY, {}).get("extra", {})

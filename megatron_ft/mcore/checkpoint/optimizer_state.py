@@ -1,8 +1,8 @@
-"""Splits an optimizer's state, as Megatron shards it, into tensors to store and all other values.
+"""Separates the tensors of an optimizer's sharded state from its other values.
 
-The distributed optimizer is stored ``fully_reshardable``: its flat buffers are gathered over the data-parallel ranks
-and cut into tensors shaped like the model's, so another TP, PP, EP or DP size reads the same numbers. Masters and
-moments are FP32 copies: nothing is rounded.
+The distributed optimizer is stored in Megatron's format ``fully_reshardable``: its flat buffers are gathered over the
+data-parallel ranks and divided into tensors with the shapes of the parameters. So a job with other TP, PP, EP or DP
+sizes can load the same numbers. Master weights and moments are stored in FP32, without rounding.
 """
 
 from collections.abc import Iterator
@@ -16,31 +16,31 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 SHARDING_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    # True would gather to one rank of each data-parallel group, over gloo groups beside NCCL's.
+    # With True, one rank of each data-parallel group would gather the state, which needs additional gloo groups.
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
-"""Megatron's metadata for the layout of the optimizer in a checkpoint."""
+"""Metadata that determines how Megatron lays out the optimizer in a checkpoint."""
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """List the optimizers inside ``optimizer`` that own parameters, in order."""
+    """Return the optimizers in ``optimizer`` that have parameters, in order."""
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [member for member in chain if member.optimizer is not None]
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Create the moments and step counts that the first update would create: zeros, so no bit changes."""
+    """Create the moments and step counts that the first update would create, with the same values: zeros."""
     for member in sub_optimizers(optimizer):
-        # Megatron's function makes moments without a step count, and AdamW then adds none.
+        # Megatron's function creates moments without a step count, and AdamW does not add one later.
         member.init_state_fn(member.optimizer, member.config)
-        if isinstance(member.optimizer, torch.optim.Adam):  # AdamW is one as well
+        if isinstance(member.optimizer, torch.optim.Adam):  # includes AdamW
             for state in member.optimizer.state.values():
                 state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
-    """Return the number of applied updates, the same for every parameter."""
+    """Return the number of updates, which must be the same for every parameter."""
     steps = {int(step) for member in sub_optimizers(optimizer) for step in _steps(member)}
     assert len(steps) <= 1, f"parameters have different numbers of updates: {sorted(steps)}"
     return steps.pop() if steps else 0
@@ -56,18 +56,18 @@ def _steps(member: MegatronOptimizer) -> Iterator[Any]:
 def sharded_tree(
     optimizer: MegatronOptimizer, model_shards: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
 ) -> Any:
-    """Build Megatron's nested description of the optimizer's state; leaves are shards, numbers or strings."""
+    """Build Megatron's nested description of the optimizer's state, whose leaves are shards, numbers or strings."""
     allocate_state(optimizer)
     return optimizer.sharded_state_dict(model_shards, is_loading, metadata=metadata)
 
 
 def split_shards(tree: Any) -> dict[str, ShardedBase]:
-    """Collect the shards of ``tree`` by their path."""
+    """Return the shards of ``tree`` by their path."""
     return {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if isinstance(leaf, ShardedBase)}
 
 
 def fill_frame(tree: Any, loaded: dict[str, Any], path: tuple[str, ...] = ()) -> Any:
-    """Return ``tree`` with the shard at each path replaced by the value loaded for it."""
+    """Return ``tree`` with each shard replaced by the value in ``loaded`` for its path."""
     if isinstance(tree, dict):
         return {key: fill_frame(value, loaded, (*path, str(key))) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -89,11 +89,9 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
-    """Set the optimizer's state from ``tree`` (from :func:`fill_frame`), its step count and loss scale.
-
-    Learning rate, weight decay and similar values keep their present values: the configuration and the scheduler set
-    them.
-    """
+    """Set the optimizer's state from ``tree``, the result of :func:`fill_frame`, and its step count and loss scale.
+    Learning rate, weight decay and similar values are not changed: the configuration and the scheduler determine
+    them."""
     members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
     for member, frame in zip(members, frames, strict=True):
@@ -115,8 +113,8 @@ def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int,
 
 @contextmanager
 def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
-    """Remove step counts during a load: Megatron copies every entry of the inner state from the stored tensors, which
-    lack them."""
+    """Remove the step counts during a load. Megatron would look for each entry of the optimizer's state in the stored
+    tensors, which have no step counts."""
     states = list(member.optimizer.state.values())
     steps = [state.pop("step", None) for state in states]
     try:
@@ -137,8 +135,9 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
 
 
 def _own_steps(member: MegatronOptimizer, step: int) -> None:
-    """Give each parameter a separate step tensor: Megatron's load gives all of them the same object, which the update
-    of every parameter would advance. Remove the step that it leaves in the groups, which would become stale."""
+    """Give each parameter its own step tensor, and remove the step counts of parameter groups. Megatron's load gives
+    all parameters the same tensor, which each parameter's update would increase. It also leaves step counts in the
+    groups, which no update would increase."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)

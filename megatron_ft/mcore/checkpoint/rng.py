@@ -1,4 +1,4 @@
-"""Random number generators of one rank, as plain tensors and numbers."""
+"""The state of a rank's random number generators, as tensors and numbers."""
 
 import random
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
-    """Seed torch's and Megatron's generators by this rank's coordinates, as at the start of a run."""
+    """Seed the generators of torch and Megatron from ``seed`` and this rank's place in the layout."""
     pg = pg_collection
     torch.manual_seed(seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
     model_parallel_cuda_manual_seed(
@@ -25,10 +25,8 @@ def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Capture the state of Python's, numpy's, torch's (CPU, and CUDA where there is one) and Megatron's generators.
-
-    Tensors are copies: later draws do not change them.
-    """
+    """Return the state of the generators of Python, numpy, torch (CPU and, if available, CUDA) and Megatron. Tensors
+    are copies, which later random numbers do not change."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -49,7 +47,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`capture_rng`."""
+    """Restore the generators from ``state``, the result of :func:`capture_rng`."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy = state["numpy"]

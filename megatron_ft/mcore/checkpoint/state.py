@@ -1,4 +1,4 @@
-"""Complete training state of a run, and its form in a checkpoint."""
+"""The complete training state of a run, and its form in a checkpoint."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,16 +22,17 @@ OURS_KEY = "megatron_ft"
 
 @dataclass(kw_only=True)
 class DenseState:
-    """State that is saved, and that a load fills: objects are changed in place, other fields are assigned."""
+    """Complete state of one rank, which a save reads. A load changes model and optimizer in place, and sets the other
+    fields."""
 
     model_chunks: list[torch.nn.Module]
-    """Model chunks of this rank, wrapped or not, in virtual-pipeline order."""
+    """Model chunks of this rank, in the order of virtual pipeline stages. They may be wrapped for data parallelism."""
     optimizer: MegatronOptimizer
-    """Megatron's optimizer, distributed or not, chained or not."""
+    """Any optimizer of Megatron, including chained and distributed ones."""
     scheduler: OptimizerParamScheduler
-    """Scheduler of learning rate and weight decay, which depend on its position."""
+    """Scheduler of learning rate and weight decay."""
     host: TrainState
-    """State besides parameters and their optimizer state."""
+    """State besides parameters and optimizer state."""
     consumed_samples: int = 0
     """Number of consumed samples."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -39,10 +40,9 @@ class DenseState:
 
 
 def build_shards(state: DenseState, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    """Build ``{"model": ..., "optimizer": tree}``: Megatron's sharded description of weights and optimizer.
-
-    Collective over the data-parallel groups (the distributed optimizer is gathered) unless loading.
-    """
+    """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
+    several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, all ranks must call
+    this, because the distributed optimizer is gathered over the data-parallel groups."""
     model = {
         f"model{index}" if len(state.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(state.model_chunks)
@@ -52,15 +52,16 @@ def build_shards(state: DenseState, metadata: dict[str, Any], *, is_loading: boo
 
 
 def rank_state(host: TrainState | None = None) -> ShardedObject:
-    """Make this rank's own state (the generators of ``host``) an object of the checkpoint; None for one to load."""
+    """Return the checkpoint object with this rank's random number generators, from ``host``. With ``host=None`` the
+    object is empty, and a load fills it."""
     world, rank = dist.get_world_size(), dist.get_rank()
     return ShardedObject(RANK_STATE_KEY, None if host is None else {"rng": host.rng}, (world,), (rank,), replica_id=0)
 
 
 def common_state(state: DenseState) -> dict[str, Any]:
-    """Return the state that is the same on all ranks and written once."""
+    """Return the state that is the same on all ranks and is written only once."""
     host = state.host
-    # One loss scale is saved, whatever the number of optimizers, so that any layout can read it.
+    # Only one loss scale is saved, because another layout may have another number of optimizers.
     scaler = dict(host.grad_scalers[0]) if host.grad_scalers else None
     history = {"losses": list(host.history.losses), "num_consecutive_skips": host.history.num_consecutive_skips}
     return {
@@ -71,14 +72,14 @@ def common_state(state: DenseState) -> dict[str, Any]:
             "consumed_samples": state.consumed_samples,
             "optimizer_step": optimizer_state.step_count(state.optimizer),
             "grad_scaler": scaler,
-            # History is under ``extra`` since the first format.
+            # The format of checkpoints contains the history under ``extra``.
             "extra": {**state.extra, **history},
         },
     }
 
 
 def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Fill ``state`` with the loaded values; ``frame`` is :func:`build_shards` of the live objects."""
+    """Fill ``state`` with the ``loaded`` values. ``frame`` is the result of :func:`build_shards` for ``state``."""
     ours = loaded.get(OURS_KEY)
     if ours is None:
         ours = _foreign(loaded)
@@ -87,7 +88,7 @@ def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) ->
         unwrap(chunk).load_state_dict(loaded[key], strict=True)
     tree = optimizer_state.fill_frame(frame["optimizer"], loaded["optimizer_shards"])
     optimizer_state.install_state(state.optimizer, tree, step=ours["optimizer_step"], scaler=ours["grad_scaler"])
-    # The position only: ``load_state_dict`` would also take rates and lengths from the checkpoint.
+    # Only the position is loaded. ``load_state_dict`` would also load learning rates and the length of the schedule.
     state.scheduler.num_steps = 0
     state.scheduler.step(increment=loaded["opt_param_scheduler"]["num_steps"])
     if RANK_STATE_KEY in loaded:
@@ -119,5 +120,5 @@ def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
         }
     except (KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"a checkpoint of another project lacks an entry that resuming needs: {error!r}"
+            f"this checkpoint of another project cannot be loaded, because it lacks an entry: {error!r}"
         ) from error

@@ -1,9 +1,8 @@
-"""One save on one rank: Megatron plans the bytes and their places, a thread writes a copy of them.
+"""Plans one save with Megatron, and writes this rank's files in a thread.
 
-Megatron's own background writer forks processes, and needs a manager process for their results. A rank that is killed
-meanwhile leaves these processes behind, and a fork copies locks held by the threads of gloo and gRPC. Here the tensors
-are copied at the call and a thread of the rank writes them: training may change its state at once, and a failed write
-raises an exception.
+Megatron's own background writer forks processes, and needs a manager process for their results. If the rank is killed,
+these processes stay. A fork also copies locks that threads of gloo and gRPC have locked. So this module copies the
+tensors when the save begins, and a thread of the rank writes them. Training may change its state at once.
 """
 
 import io
@@ -33,33 +32,32 @@ BACKEND, BACKEND_VERSION = "torch_dist", 1
 
 @dataclass(kw_only=True)
 class PlannedWrite:
-    """Bytes that this rank writes, from its own copy of every tensor."""
+    """Plan of the files that this rank writes, with copies of the tensors."""
 
     files: list[tuple[str, list[tuple[Any, Any]]]]
-    """Name of each file with its (write item, bytes or CPU tensor)."""
+    """Name of each file, with a list of (write item, bytes or CPU tensor)."""
     writer: Any
-    """Megatron's storage writer, for the metadata at the end of the save."""
+    """Megatron's storage writer, which makes the metadata at the end of the save."""
     metadata: Metadata | None
-    """Location of every tensor; on rank 0 only."""
+    """Metadata of the whole checkpoint; only on rank 0."""
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """Strategy that stops after planning and keeps the plan."""
+    """Megatron's save strategy, which only plans: it stores the plan in ``planned`` and writes nothing."""
 
     planned: PlannedWrite
     given: frozenset[int] = frozenset()
-    """Storages of the tensors to be saved."""
+    """Addresses of the storages of the tensors to be saved."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         buckets = _on_host(writer)
         files = [(name, [*bytes_items, *self._copies(tensors)]) for _, name, (bytes_items, tensors) in buckets]
-        writer.write_buckets = None  # the copies would otherwise live as long as the save
+        writer.write_buckets = None  # otherwise the copies would stay in memory until the end of the save
         self.planned = PlannedWrite(files=files, writer=writer, metadata=save_state_dict_ret[1])
         return AsyncRequest(None, (), [])
 
     def _copies(self, items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-        """Copy the tensors that the plan still refers to in place; Megatron has already copied views and tensors of the
-        device."""
+        """Copy the tensors that training may change. Megatron has already copied views, and tensors on a GPU."""
         return [(item, tensor.detach().clone() if _storage(tensor) in self.given else tensor) for item, tensor in items]
 
 
@@ -74,7 +72,8 @@ def _on_host(writer: Any) -> Any:
 
 
 class Planner:
-    """Megatron's planning, which keeps its distribution over ``dp_cp_group`` between saves."""
+    """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` share the writing; which rank
+    writes what is computed once and used for all saves."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
@@ -83,7 +82,7 @@ class Planner:
             self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
 
     def plan(self, shards: dict[str, Any], directory: Path) -> PlannedWrite:
-        """Plan this rank's part of the save into ``directory`` and copy it. Collective over the job."""
+        """Plan the save of ``shards`` into ``directory``, and copy this rank's part. All ranks must call this."""
         leaves = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor))
         self._base.given = frozenset(_storage(leaf.data) for leaf in leaves if leaf.data is not None)
         with _without_manager_process():
@@ -95,7 +94,7 @@ class Planner:
 
 @contextmanager
 def _without_manager_process() -> Iterator[None]:
-    # Replace the inter-process queue that Megatron's writer creates while planning; a thread does not need it.
+    # Megatron's writer would create a manager process with a queue during planning, which a thread does not need.
     module: Any = filesystem_async
     before, module._results_queue = module._results_queue, object()
     try:
@@ -105,14 +104,15 @@ def _without_manager_process() -> Iterator[None]:
 
 
 class GivenUp(Exception):
-    """The save in progress was cancelled."""
+    """The save was cancelled while its files were written."""
 
 
 class WriteJob:
-    """Writes a :class:`PlannedWrite` in a thread. ``error`` and ``entries`` are final once ``done``."""
+    """Writes a :class:`PlannedWrite` in a thread. ``error``, ``entries`` and ``results`` are final if ``done`` is true.
+    ``whole_files`` are additional files: names with contents."""
 
     _given_up: ClassVar[list["WriteJob"]] = []
-    """Cancelled saves of this process that may still write; they outlive the memberships that began them."""
+    """Cancelled saves of this process that may still write, even in a later membership."""
 
     def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
         self.planned = planned
@@ -122,7 +122,7 @@ class WriteJob:
         self._directory = directory
         self._whole_files = whole_files
         self._cancelled = threading.Event()
-        # A daemon: a process that ends with an error does not wait for storage.
+        # A daemon thread, so that a process that ends with an error does not wait for storage.
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
@@ -132,23 +132,23 @@ class WriteJob:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when ``done``."""
+        """Wait until ``done`` is true."""
         self._thread.join()
 
     def give_up(self) -> None:
-        """Cancel the save: the thread ends after the current item. Does not wait for it."""
+        """Cancel the save without waiting. The thread ends after the current item."""
         self._cancelled.set()
         self._given_up.append(self)
 
     @classmethod
     def await_given_up(cls) -> None:
-        """Wait until no cancelled save of this process writes any more."""
+        """Wait until the threads of all cancelled saves of this process have ended."""
         while cls._given_up:
             cls._given_up.pop().wait()
 
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
-            raise GivenUp(f"{self._directory}: the save was cancelled while its files were written")
+            raise GivenUp(f"the save to {self._directory} was cancelled while its files were written")
 
     def _run(self) -> None:
         try:
@@ -158,10 +158,10 @@ class WriteJob:
             for name, items in self.planned.files:
                 self._check_wanted()
                 self._write(name, items)
-        except BaseException as error:  # noqa: BLE001 - whatever it was, finalisation reports it
+        except BaseException as error:  # noqa: BLE001 - the manager reports every error
             self.error = f"{type(error).__name__}: {error}"
         finally:
-            # The copies are freed once they are on disk, before other ranks have finished.
+            # The copies are freed now, without waiting for other ranks.
             self.planned.files = []
             self._whole_files = {}
 
@@ -172,7 +172,7 @@ class WriteJob:
                     self._check_wanted()
                     self.results.append(_to_json(self._write_one(file, name, item, data)))
             except RuntimeError:
-                if file.failure is not None:  # torch's writer raises its own error and would hide it
+                if file.failure is not None:  # the error of the file is the cause of the error of torch's writer
                     raise file.failure from None
                 raise
             self.entries.append(file.commit())
@@ -183,7 +183,8 @@ class WriteJob:
 
 
 def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> bytes:
-    """Serialize ``.metadata``: the plan with the place of every item that a rank wrote."""
+    """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results`` is
+    ``WriteJob.results`` of every rank."""
     capture = _Capture()
     writer = planned.writer
     writer.fs, writer.sync_files = capture, False
@@ -192,7 +193,7 @@ def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> byt
 
 
 class _Capture(FileSystem):
-    """Receives the one file that a writer's ``finish`` writes, in memory."""
+    """File system in memory for the single file that the writer's ``finish`` writes."""
 
     content = b""
 

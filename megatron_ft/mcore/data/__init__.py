@@ -1,1 +1,1 @@
-"""Reads the samples of a job with Megatron's ``IndexedDataset``."""
+"""Reads the samples of a job with Megatron's ``IndexedDataset``, and makes microbatches from them."""

@@ -1,4 +1,4 @@
-"""Turns samples into the microbatches of a rank."""
+"""Makes the microbatches of a rank from samples."""
 
 import functools
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from megatron_ft.planning.batch import BatchPlan
 
 
 class Samples(Protocol):
-    """Token sequences by index."""
+    """Interface of a source of token sequences."""
 
     def sample(self, index: int) -> npt.NDArray[np.int64]:
-        """Tokens of sample ``index``: [seq_length + 1]."""
+        """Return the tokens of sample ``index``: [seq_length + 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """One microbatch on one rank.
 
-    ``tokens``, ``labels`` and ``position_ids`` are int64 [micro_batch_size, seq_length], or None on stages
-    that neither embed nor score tokens. A padding microbatch holds zeros and counts nowhere.
+    ``tokens``, ``labels`` and ``position_ids`` are int64 [micro_batch_size, seq_length], or None on stages other than
+    the first and the last. A padding microbatch contains zeros and has no effect on losses and gradients.
     """
 
     tokens: torch.Tensor | None
@@ -37,11 +37,8 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReader:
-    """Reads one rank's microbatches of an iteration.
-
-    With context parallelism a rank gets its part of every sequence, in Megatron's layout: two chunks, which balance
-    causal attention.
-    """
+    """Reads the microbatches of one rank. With context parallelism, a rank gets two chunks of every sequence, which
+    Megatron's layout chooses so that the work of causal attention is balanced."""
 
     samples: Samples
     plan: BatchPlan
@@ -56,7 +53,7 @@ class BatchReader:
     def of(
         cls, pg: ProcessGroupCollection, *, samples: Samples, plan: BatchPlan, seq_length: int, device: torch.device
     ) -> "BatchReader":
-        """Create the reader of this rank among ``pg``."""
+        """Create the reader of this rank, whose place in the layout follows from the process groups ``pg``."""
         return cls(
             samples=samples,
             plan=plan,
@@ -69,15 +66,13 @@ class BatchReader:
         )
 
     def microbatches(self, iteration: int) -> Iterator[Microbatch]:
-        """Read the rank's microbatches of ``iteration`` (counted from 1), in order.
-
-        On CUDA the next one is read and copied to the device while the present one is computed.
-        """
+        """Yield the rank's microbatches of ``iteration`` (counted from 1), in order. On CUDA, the next microbatch is
+        read and copied to the device while the current one is computed."""
         samples = (
             self.plan.first_sample(iteration, self.data_parallel_rank, number)
             for number in range(self.plan.num_microbatches)
         )
-        # Inner stages read nothing, but must know which microbatches are padding.
+        # Inner stages need no tokens, but must know which microbatches are padding.
         if not self.needs_tokens:
             yield from (Microbatch(None, None, None, first is None) for first in samples)
         elif self.device.type == "cuda":
@@ -94,7 +89,8 @@ class BatchReader:
             under_way = following
 
     def _packed(self, first_sample: int | None) -> torch.Tensor:
-        """Pack tokens, labels and positions in one host tensor: int64 [3, micro_batch_size, own seq_length]."""
+        """Return tokens, labels and positions as one host tensor, int64 [3, micro_batch_size, length]. ``length`` is
+        the part of the sequence that this rank has. ``first_sample`` is None for padding."""
         size = self.plan.micro_batch_size
         if first_sample is None:
             rows = torch.zeros((size, self.seq_length + 1), dtype=torch.int64)
@@ -122,17 +118,17 @@ class _Upload:
 
     @classmethod
     def begin(cls, packed: torch.Tensor, is_padding: bool, device: torch.device) -> "_Upload":
-        """Start one copy from pinned memory; a copy from other memory would block the host."""
+        """Begin the copy from pinned memory, because a copy from other memory would block the host."""
         stream = _upload_stream(device)
         with torch.cuda.stream(stream):
             tensors = packed.pin_memory().to(device, non_blocking=True)
             return cls(tensors, is_padding, stream.record_event())
 
     def take(self) -> Microbatch:
-        """Make the computation wait for the copy, and return the microbatch."""
+        """Return the microbatch. The current stream waits for the copy."""
         computing = torch.cuda.current_stream(self.tensors.device)
         computing.wait_event(self.is_there)
-        self.tensors.record_stream(computing)  # it was allocated on the other stream
+        self.tensors.record_stream(computing)  # the tensors were allocated on the other stream
         return Microbatch(*self.tensors, self.is_padding)
 
 
@@ -142,7 +138,8 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbatches_multiple: int) -> BatchPlan:
-    """Plan the distribution of an iteration's samples over ``data_parallel_size`` ranks."""
+    """Plan how the samples of an iteration are divided among ``data_parallel_size`` ranks. The number of microbatches
+    per rank is a multiple of ``num_microbatches_multiple``."""
     return BatchPlan(
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,

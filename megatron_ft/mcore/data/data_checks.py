@@ -1,4 +1,4 @@
-"""Opens the samples of a run; checks that all ranks, and the checkpoint that is continued, have the same."""
+"""Opens the samples of a run, and checks that all ranks and the loaded checkpoint use the same data."""
 
 import json
 import os
@@ -25,7 +25,7 @@ RUN_DATA_NAME = "data_fingerprint.json"
 
 
 def open_splits(config: JobConfig) -> dict[str, Samples]:
-    """Open the samples of ``train``, and of ``valid`` if the run evaluates."""
+    """Open the samples of the split ``train``, and of ``valid`` if the run evaluates."""
     splits = ["train"] + (["valid"] if config.training.eval_interval_iterations else [])
     return {split: open_samples(config, split) for split in splits}
 
@@ -34,7 +34,7 @@ def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdent
     """Return the identity of a job that trains on ``samples`` in ``run_dir``.
 
     Raises:
-        ConfigError: the run's random id cannot be read.
+        ConfigError: the random id of the run cannot be read from ``run_dir``.
     """
     known = read_run_id(run_dir)
     vocab_size = resolve_vocab_size(config)
@@ -47,7 +47,7 @@ def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdent
 
 
 def check_same_data(config: JobConfig, samples: Samples, collectives: Collectives) -> None:
-    """Check that all ranks read the same samples; collective.
+    """Check that all ranks read the same samples. All ranks must call this.
 
     Raises:
         DataError: a rank reads other samples than rank 0.
@@ -59,21 +59,22 @@ def check_same_data(config: JobConfig, samples: Samples, collectives: Collective
 
 
 def note_run_data(samples: Samples, run_dir: Path) -> None:
-    """Write the fingerprint of the run's data, for ranks that are started later; called by one rank.
+    """Write the fingerprint of the run's data to the run folder, for ranks that join later. One rank calls this.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write_atomically(run_dir, RUN_DATA_NAME, json.dumps({"train": samples.fingerprint()}).encode())
 
 
 def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
-    """Compare a joining rank's samples with the run's before it joins, so that no membership fails because of it.
+    """Check, before this rank joins, that it reads the data whose fingerprint is in the run folder.
 
-    If the run folder has no fingerprint, ``check_newcomers_data`` compares when ranks join.
+    Without this check, the next membership would fail because of this rank. If the run folder has no fingerprint,
+    ``check_newcomers_data`` compares the data later.
 
     Raises:
-        DataError: this rank reads other samples, or the file is damaged.
+        DataError: this rank reads other samples, or the file with the fingerprint is damaged.
     """
     path = run_dir / RUN_DATA_NAME
     if not path.exists():
@@ -81,26 +82,26 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
     try:
         known = parse_json(path.read_bytes())["train"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: must contain the fingerprint of the run's data: {error}") from None
+        raise DataError(f"{path}: must contain the fingerprint of the run's data, but is damaged: {error!r}") from None
     if known != samples.fingerprint():
         raise DataError(
-            f"data.train={config.data.train}: a rank that joins must read the run's data, whose fingerprint is in "
-            f"{path}"
+            f"data.train={config.data.train}: this joining rank reads other data than the run, whose fingerprint is in "
+            f"{path}; give its node the same data"
         )
 
 
 def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first: int) -> None:
-    """Exclude joining ranks that read other samples than rank ``first``, which has state; before any state moves.
+    """Exclude joining ranks that read other samples than rank ``first``, which has state. All ranks must call this.
 
-    If the others can survive, the process of such a rank ends here as if it had died, because an error that it raised
-    would end the job. The others then form the next membership without it.
+    If the job can continue without such a rank, the rank's process exits like a killed process, because an error that
+    it raised would end the job. The other ranks then form the next membership without it.
 
     Args:
-        fingerprints: of every rank of the membership that is being formed.
+        fingerprints: data fingerprint of every rank of the new membership.
 
     Raises:
-        DataError: there is such a rank, and the others need it.
-        RuntimeError: there is such a rank, and it ends.
+        DataError: a rank reads other samples, and the job cannot continue without it.
+        RuntimeError: another rank reads other samples and has exited.
     """
     strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[first]]
     if not strangers:
@@ -110,27 +111,28 @@ def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first:
         raise error
     if trainer.context.rank in strangers:
         _end_alone(_other_data(trainer.job, trainer.context.rank, first))
-    # Like the error of a broken collective: the others then form the next membership.
-    raise RuntimeError(f"ranks {strangers} cannot join: {error}")
+    # The same type as the error of a failed collective, after which the ranks form the next membership.
+    raise RuntimeError(f"the ranks {strangers} cannot join: {error}")
 
 
 def _end_alone(error: DataError) -> NoReturn:
     print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-    # As a killed rank ends: an exception would be reported, and would end the job.
+    # An exception would be reported and would end the job, so the process exits like a killed rank.
     os._exit(error.exit_code)
 
 
 def _other_data(config: JobConfig, rank: int, first: int) -> DataError:
     return DataError(
-        f"data.train={config.data.train}: must be the same data on every rank; rank {rank} and rank {first} read "
-        "different data (a built-in corpus differs between Python versions: write it to an indexed dataset once "
-        "and share that)"
+        f"data.train={config.data.train} must be the same data on every rank, but rank {rank} and rank {first} read "
+        "different data. The built-in corpus differs between Python versions: write it to an indexed dataset once, and "
+        "use this dataset on all nodes"
     )
 
 
 def check_known_data(config: JobConfig, samples: Samples, known: str | None, directory: Path) -> None:
-    """Compare with ``known``, the fingerprint of the data that the checkpoint in ``directory`` was trained on, if it
-    has one.
+    """Check that ``samples`` are the data on which the checkpoint in ``directory`` was trained.
+
+    ``known`` is the fingerprint of the checkpoint's data; None, if the checkpoint has none, skips the check.
 
     Raises:
         DataError: the data differ, and ``checkpoint.allow_other_data`` is false.
@@ -139,7 +141,7 @@ def check_known_data(config: JobConfig, samples: Samples, known: str | None, dir
         return
     if known != samples.fingerprint():
         raise DataError(
-            f"data.train={config.data.train}: must be the data that {directory.name} was trained on (same "
-            "sources, weights, seed and sequence length); otherwise some samples are repeated and others "
-            "skipped. To continue anyway set checkpoint.allow_other_data=true"
+            f"data.train={config.data.train} is not the data on which {directory.name} was trained: sources, weights, "
+            "seed and sequence length must be the same, or some samples would be repeated and others skipped. To "
+            "continue anyway, set checkpoint.allow_other_data=true"
         )

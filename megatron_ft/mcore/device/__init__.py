@@ -1,1 +1,1 @@
-"""Prepares a process for Megatron-Core on its device. ``install`` comes before any import of megatron."""
+"""Prepares a process for Megatron-Core on its device. Call ``install`` before anything imports ``megatron``."""

@@ -1,9 +1,8 @@
-"""Lets unmodified Megatron-Core 0.16.1 train on a CPU with gloo.
+"""Patches torch and Megatron-Core 0.16.1, so that Megatron can train on a CPU with gloo.
 
-Megatron calls ``torch.cuda`` unconditionally, writes ``device="cuda"`` into some factories and compares tensor type
-names. ``install`` makes these calls work on the CPU: before Megatron is imported it patches ``torch.cuda``; afterwards
-it gives the few modules with literals their own view of ``torch``. It is meant for processes without a GPU, and refuses
-to run if one is visible.
+Megatron calls ``torch.cuda`` unconditionally, creates some tensors with ``device="cuda"``, and compares the names of
+tensor types. ``install`` first patches ``torch.cuda`` and then imports Megatron. Modules with ``device="cuda"`` get a
+modified copy of the module ``torch``. ``install`` raises an error if a GPU is visible.
 """
 
 import contextlib
@@ -51,7 +50,7 @@ _MODULES_WITH_CUDA_LITERALS = (
 
 
 class _Stream:
-    """A stream of a device that executes everything in order."""
+    """Replacement for ``torch.cuda.Stream``. All work on a CPU is executed in order, so nothing has to wait."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -70,7 +69,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that is always complete."""
+    """Replacement for ``torch.cuda.Event`` that is always complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -97,7 +96,7 @@ _ONE_STREAM = _Stream()
 
 
 def _no_op(name: str) -> Callable[..., None]:
-    # One distinct function per name: torch._dynamo's trace rules refuse a shared one.
+    # Each name needs its own function, because the trace rules of torch._dynamo do not allow a shared one.
     def call(*args: object, **kwargs: object) -> None:
         return None
 
@@ -109,7 +108,7 @@ def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
         setattr(cuda, name, _no_op(name))
-    # Megatron passes the result on as ``device=``.
+    # Megatron passes this result as the argument ``device``.
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
     cuda.current_stream = lambda device=None: _ONE_STREAM
@@ -124,7 +123,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_tensor_methods() -> None:
-    # Megatron compares names of types, such as ``torch.cuda.FloatTensor``.
+    # Megatron compares the names of tensor types with names such as ``torch.cuda.FloatTensor``.
     original_type = torch.Tensor.type
 
     def named_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +145,7 @@ def _redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CpuView(types.ModuleType):
-    """A view of ``torch`` for the modules with ``device="cuda"`` literals."""
+    """Copy of the module ``torch`` whose tensor factories replace ``device="cuda"`` by the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -159,7 +158,7 @@ class _CpuView(types.ModuleType):
 
 
 def _import_megatron_eagerly() -> None:
-    # Import Megatron without its ``torch.compile`` fusions: compiling takes minutes on a CPU.
+    # Imports Megatron without its ``torch.compile`` fusions, because compiling takes minutes on a CPU.
     compiler = torch.compile
     torch.compile = lambda function=None, **kwargs: function  # type: ignore[assignment]
     try:
@@ -176,7 +175,7 @@ def _patch_megatron() -> None:
         importlib.import_module(name).torch = view  # type: ignore[attr-defined]
 
     mapping: Any = importlib.import_module("megatron.core.dist_checkpointing.mapping")
-    # The factory is a default argument, bound before the view of torch was installed.
+    # The default argument still references the original ``torch.empty``.
     mapping.ShardedTensor.init_data.__defaults__ = (view.empty,)
 
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -185,7 +184,7 @@ def _patch_megatron() -> None:
 
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
 
-    # Megatron leaves a tensor that is on the CPU as it is, and gloo's all-to-all refuses split sizes in a tensor.
+    # Megatron does not convert a tensor that is on the CPU, but gloo's all-to-all needs split sizes as numbers.
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -198,7 +197,7 @@ _installed = False
 
 
 def install() -> None:
-    """Make Megatron-Core usable on this process's CPU. Calling it again does nothing.
+    """Patch this process so that Megatron-Core runs on the CPU. A second call does nothing.
 
     Raises:
         SoftwareError: a GPU is visible to this process.
@@ -208,7 +207,8 @@ def install() -> None:
         return
     if common.num_visible_gpus():
         raise SoftwareError(
-            "training.device=cpu: no GPU may be visible; set CUDA_VISIBLE_DEVICES= (empty) or training.device=cuda"
+            "training.device=cpu: this process must not see a GPU; set CUDA_VISIBLE_DEVICES= (empty) or "
+            "training.device=cuda"
         )
     _patch_torch_cuda()
     _patch_tensor_methods()

@@ -1,4 +1,4 @@
-"""Prepares a process for Megatron-Core, on any device, in one call."""
+"""Prepares a process for Megatron-Core, on any device."""
 
 import logging
 import warnings
@@ -13,25 +13,26 @@ from megatron_ft.planning.devices import device_index, node_on_host
 
 
 def resolve_device(requested: str) -> str:
-    """Resolve the device: ``cpu`` or ``cuda``.
+    """Return ``cpu`` or ``cuda`` for ``requested``, a value of ``training.device``.
 
     Raises:
-        ConfigError: CUDA was requested and PyTorch sees no GPU.
+        ConfigError: ``requested`` is ``cuda`` and PyTorch sees no GPU.
     """
     if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if requested == "cuda" and not torch.cuda.is_available():
-        raise ConfigError.of("training.device", requested, "needs a GPU that PyTorch can see")
+        raise ConfigError.of(
+            "training.device", requested, "needs a GPU, but PyTorch sees none; set training.device=cpu"
+        )
     return requested
 
 
 def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.device:
-    """Make the rank's device the current device of this process, and return it. Call it before anything else that may
-    use CUDA.
+    """Make the device of this rank the current device of the process, and return it. Nothing may use CUDA before.
 
     Args:
-        node: the rank's node.
-        local_rank: the rank's position on that node.
+        node: number of the rank's node.
+        local_rank: rank within the node.
 
     Raises:
         ConfigError: PyTorch sees no GPU, or too few for this rank.
@@ -50,22 +51,22 @@ def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.devic
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # Logged for every MoE layer that is a subclass of Megatron's; the project's gets its groups by the layer spec.
+    # Megatron logs this for each subclass of its MoE layer. The project's layers get their groups from the layer spec.
     return not record.getMessage().startswith("Unknown MLP type")
 
 
 def install(config: JobConfig) -> tuple[str, str]:
-    """Check the software, install the CPU layer if there is no GPU, import Megatron.
+    """Check the optional software, patch Megatron if the device is a CPU, and import it.
 
     Returns:
-        (device, transformer_impl): ``cpu`` or ``cuda``, ``local`` or ``transformer_engine``.
+        (device, transformer_impl): ``cpu`` or ``cuda``, and ``local`` or ``transformer_engine``.
     """
     software = inspect_software()
     device = resolve_device(config.training.device)
     transformer_impl = choose_transformer_impl(config.training.transformer_impl, device, software)
     check_provider(config.precision.fp8, config.parallel.context_parallel_size, transformer_impl)
     with warnings.catch_warnings():
-        # Megatron warns at import about every optional package; this module checks them above.
+        # Megatron warns at import about each missing optional package. They have been checked above.
         warnings.simplefilter("ignore")
         if device == "cpu":
             cpu.install()

@@ -1,8 +1,8 @@
-"""Optional software beside Megatron-Core, inspected before Megatron is imported.
+"""Checks optional software, such as Transformer Engine, before Megatron is imported.
 
-Megatron guards its optional imports only with ``except ImportError``. A half-installed Transformer Engine raises other
-errors, which break ``import megatron.core``. With any package called ``apex``, Megatron chooses kernels that do not
-exist. Both are reported here in one sentence instead.
+Megatron protects its optional imports only with ``except ImportError``. An incomplete Transformer Engine raises other
+errors, so that ``import megatron.core`` fails. With any package called ``apex``, Megatron chooses kernels that may not
+exist. This module reports each of these problems with one clear error.
 """
 
 import importlib
@@ -18,17 +18,19 @@ TRANSFORMER_ENGINE_END = (2, 12)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Optional software that can be used: version of Transformer Engine or None, and whether apex can be used."""
+    """Optional software that Megatron can use."""
 
     transformer_engine: str | None
+    """Version of Transformer Engine; None if it is not installed."""
     apex: bool
+    """Whether NVIDIA's apex is installed."""
 
 
 def inspect_software() -> Software:
-    """Probe Transformer Engine and apex.
+    """Check the installations of Transformer Engine and apex.
 
     Raises:
-        SoftwareError: an installation that would break Megatron's import or its choice of kernels.
+        SoftwareError: an installation is incomplete, and Megatron's import or its choice of kernels would fail.
     """
     return Software(transformer_engine=_transformer_engine(), apex=_apex())
 
@@ -43,12 +45,15 @@ def _transformer_engine() -> str | None:
     except Exception as error:
         raise SoftwareError(
             f"transformer_engine is installed but cannot be imported ({type(error).__name__}: {error}): "
-            "install all three parts (pip install 'transformer_engine[pytorch]>=2.9,<2.12' beside a CUDA torch) "
-            "or remove it (pip uninstall transformer_engine transformer_engine_cu12 transformer_engine_cu13)"
+            "install all three parts (pip install 'transformer_engine[pytorch]>=2.9,<2.12', which needs a torch with "
+            "CUDA) or remove it (pip uninstall transformer_engine transformer_engine_cu12 transformer_engine_cu13)"
         ) from error
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if not TRANSFORMER_ENGINE_MIN <= numbers < TRANSFORMER_ENGINE_END:
-        raise SoftwareError(f"transformer_engine=={version}: Megatron-Core 0.16.1 needs >=2.9,<2.12")
+        raise SoftwareError(
+            f"transformer_engine {version} is installed, but Megatron-Core 0.16.1 needs >=2.9,<2.12: install such a "
+            "version or remove it"
+        )
     return version
 
 
@@ -60,18 +65,20 @@ def _apex() -> bool:
         importlib.import_module("apex.normalization.fused_layer_norm")
     except Exception as error:
         raise SoftwareError(
-            f"a package called apex is installed that is not NVIDIA's apex with its CUDA extensions "
-            f"({type(error).__name__}: {error}): Megatron would choose kernels that are missing; "
-            "pip uninstall apex, or install NVIDIA's from source"
+            f"the installed package apex is not NVIDIA's apex with its CUDA extensions "
+            f"({type(error).__name__}: {error}), so Megatron would choose kernels that are missing: remove it (pip "
+            "uninstall apex), or install NVIDIA's apex from source"
         ) from error
     return True
 
 
 def choose_transformer_impl(requested: str, device: str, software: Software) -> str:
-    """Choose ``local`` or ``transformer_engine`` as requested; ``auto`` chooses Transformer Engine if it is complete.
+    """Return ``local`` or ``transformer_engine`` for ``requested``, a value of ``training.transformer_impl``.
+
+    ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``.
 
     Raises:
-        ConfigError: Transformer Engine was requested and is not usable here.
+        ConfigError: Transformer Engine was requested, but is not installed or cannot run on the device.
     """
     if requested == "auto":
         return "transformer_engine" if device == "cuda" and software.transformer_engine else "local"
@@ -86,19 +93,17 @@ def choose_transformer_impl(requested: str, device: str, software: Software) -> 
 
 
 def check_provider(fp8: str | None, context_parallel_size: int, transformer_impl: str) -> None:
-    """Refuse features of Transformer Engine if it does not run the layers.
-
-    Megatron itself would accept ``fp8`` and train unquantised, without a warning.
-    """
+    """Raise ConfigError for features that need Transformer Engine, unless ``transformer_impl`` is this engine. Megatron
+    itself would accept ``fp8`` and train without quantization, without a warning."""
     if transformer_impl == "transformer_engine":
         return
     if fp8 is not None:
         raise ConfigError.of(
-            "precision.fp8", fp8, "needs Transformer Engine, which this job does not use; set precision.fp8=null"
+            "precision.fp8", fp8, "needs Transformer Engine, but this job does not use it; set precision.fp8=null"
         )
     if context_parallel_size > 1:
         raise ConfigError.of(
             "parallel.context_parallel_size",
             context_parallel_size,
-            "must be 1 without Transformer Engine, which provides attention over split sequences",
+            "must be 1 without Transformer Engine, because only Transformer Engine has context-parallel attention",
         )

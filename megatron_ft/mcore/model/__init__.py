@@ -1,1 +1,1 @@
-"""Builds the Megatron model of a configuration, with weights that depend on their names only."""
+"""Builds the Megatron model of a configuration. Initial weights depend only on the seed and the parameter's name."""

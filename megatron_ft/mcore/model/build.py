@@ -1,4 +1,4 @@
-"""Builds the model chunks of this rank, wrapped for precision and data parallelism."""
+"""Builds the model chunks of a rank, wrapped for mixed precision and data parallelism."""
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -26,10 +26,13 @@ def build_model(
     replicas: Replicas | None = None,
     router: RouterBuilder = PaddingAwareRouter,
 ) -> list[torch.nn.Module]:
-    """Build the DDP-wrapped chunks of this rank, bottom first (one, or one per virtual stage).
+    """Build the model chunks of this rank in ``DistributedDataParallel``: one chunk per virtual pipeline stage, in
+    order.
 
-    ``vocab_size`` is the padded size; ``replicas`` are the experts of each rank of the stage, None for Megatron's own
-    layout; ``router`` makes the routers of MoE layers.
+    Args:
+        vocab_size: size of the vocabulary after padding.
+        replicas: experts of each rank of the stage; None for Megatron's own assignment of experts to ranks.
+        router: creates the routers of the MoE layers.
     """
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
@@ -41,7 +44,7 @@ def build_model(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        # The vote answers values that are not finite; this check would raise on one rank in the middle of a reduction.
+        # The commit vote handles gradients that are not finite. This check would raise on one rank during a reduction.
         check_for_nan_in_grad=False,
     )
     return [
@@ -97,11 +100,9 @@ def _build_chunk(
 
 
 def _reduce_experts_over_their_holders(chunk: torch.nn.Module, pg_collection: ProcessGroupCollection) -> None:
-    """Sum expert gradients over every rank that holds a copy.
-
-    Megatron reduces experts over their own group only when experts are split (EP > 1). With EP=1 and TP > 1 every
-    tensor-parallel rank holds all experts and processes other tokens, so the copies would differ.
-    """
+    """Make Megatron sum the gradients of an expert over all ranks that have a copy of it. Megatron does so by itself
+    only with EP > 1. With EP = 1 and TP > 1, every tensor-parallel rank has all experts and processes other tokens than
+    its peers, so the copies would diverge."""
     if pg_collection.ep.size() == 1 and pg_collection.tp.size() != pg_collection.expt_tp.size():
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:

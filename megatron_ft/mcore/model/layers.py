@@ -1,4 +1,4 @@
-"""Layer specs of the model: Megatron's, with the project's norm and router."""
+"""Megatron's layer specs with the project's norm, router and MoE layer."""
 
 import copy
 from typing import Any
@@ -26,8 +26,8 @@ def build_block_spec(
     replicas: Replicas | None,
     router: RouterBuilder,
 ) -> TransformerBlockSubmodules:
-    """Return the layer specs of one model chunk: this rank's pipeline stage, virtual chunk ``vp_stage``. ``router``
-    makes routers."""
+    """Return the layer specs of one model chunk of this rank: virtual pipeline stage ``vp_stage``, or None. Without
+    ``replicas``, MoE layers assign experts to ranks as Megatron does. ``router`` creates their routers."""
     local = transformer_impl == "local"
     block = get_gpt_decoder_block_spec(
         config,
@@ -36,7 +36,7 @@ def build_block_spec(
         vp_stage=vp_stage,
         pp_rank=pg_collection.pp.rank(),
     )
-    # Megatron gives all layers one spec; layers differ in their experts, so each gets its own.
+    # Megatron uses one spec object for all layers. Layers differ in their experts, so each needs its own object.
     block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pg_collection.pp.rank())
     for layer_number, layer in enumerate(block.layer_specs, offset + 1):
@@ -66,7 +66,7 @@ def _use_own_norms(submodules: Any) -> None:
 def _use_own_mixture(
     mlp: Any, layer_number: int, pg_collection: ProcessGroupCollection, replicas: Replicas | None
 ) -> None:
-    # Megatron passes its groups to its own MoELayer only; a subclass would have to read globals.
+    # Megatron passes process groups only to its own ``MoELayer`` class, so the spec passes them to the subclass.
     mlp.params = {"pg_collection": pg_collection}
     if replicas is None:
         mlp.module = MixtureLayer

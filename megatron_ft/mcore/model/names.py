@@ -1,7 +1,7 @@
-"""Global parameter names: they identify a tensor on every rank.
+"""Global parameter names, which identify a parameter in the same way on every rank.
 
-A global name is the parameter's name in the model on one rank: layers and experts are counted over the whole model
-(from 0, as in Megatron's own state dicts).
+A global name is the name that the parameter would have if one rank had the whole model. Layers and experts are counted
+from 0, as in Megatron's state dicts.
 """
 
 import re
@@ -16,18 +16,16 @@ _GROUPED_EXPERT = re.compile(r"\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the GPT model inside DDP and precision wrappers."""
+    """Return the GPT model that ``model`` wraps for data parallelism and mixed precision."""
     while hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
     return model
 
 
 def global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, Sequence[int]]) -> str:
-    """Convert a parameter's name on one rank to its global name.
-
-    ``layer_offset`` is the number of layers before this chunk; ``expert_ids`` gives, by the layer's local number, the
-    experts that the rank holds there, in the order of its modules.
-    """
+    """Convert the name of a parameter in one model chunk to its global name. ``layer_offset`` is the number of layers
+    before this chunk. ``expert_ids`` lists, for each layer of the chunk (counted from 0), the experts that this rank
+    has, in the order of its modules."""
     layer = _LAYER.search(local_name)
     if layer is None:
         return local_name
@@ -41,13 +39,13 @@ def global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, 
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Iterate over (global name, parameter) of one model chunk, in the chunk's own order."""
+    """Yield (global name, parameter) for each parameter of one model chunk, in the order of the chunk's modules."""
     chunk = unwrap(model)
     layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
     layer_offset = layers[0].layer_number - 1 if len(layers) else 0
     expert_ids = {number: getattr(layer.mlp, "local_expert_indices", ()) for number, layer in enumerate(layers)}
     for name, parameter in chunk.named_parameters():
         if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-            # The last stage's copy of the embedding has the name of the embedding.
+            # The last stage has a copy of the word embedding, which gets the name of the embedding.
             name = "embedding.word_embeddings.weight"
         yield global_name(name, layer_offset=layer_offset, expert_ids=expert_ids), parameter

@@ -1,20 +1,19 @@
-"""Norms of the local layer spec. Megatron's own torch norm refuses sequence parallelism."""
+"""Norm layers for Megatron's local layer spec. Megatron's own torch norm does not support sequence parallelism."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SequenceParallelNorm:
-    """Makes a torch LayerNorm or RMSNorm from the configuration; a layer spec needs a class.
+    """Creates a torch LayerNorm or RMSNorm, as configured. It is a class because a layer spec needs a class.
 
-    If sequences are split over tensor-parallel ranks, the parameters are marked ``sequence_parallel``, so that Megatron
-    sums their gradients over those ranks.
+    With sequence parallelism, the parameters are marked ``sequence_parallel``, so that Megatron sums their gradients
+    over the tensor-parallel ranks.
     """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
-        """Create a norm over the last ``hidden_size`` channels."""
         kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
         norm: torch.nn.Module = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():

@@ -1,4 +1,4 @@
-"""Frees a model: removes references that would keep it and its groups after the engine ends."""
+"""Removes references that would keep a model and its process groups in memory after its engine ends."""
 
 import weakref
 from collections.abc import Callable
@@ -9,10 +9,11 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 
 class ReleasableDataParallel(DistributedDataParallel):
-    """Megatron's data parallelism, freed when nothing refers to it.
+    """Megatron's ``DistributedDataParallel`` with gradient hooks that do not keep the model chunk in memory.
 
-    Autograd keeps gradient hooks where Python's garbage collector does not search. Megatron's hooks refer to the whole
-    chunk, so the chunk, its buffers and groups would never be freed. The hooks here refer to it weakly.
+    Autograd stores hooks where Python's garbage collector does not find them. Megatron's hooks reference the whole
+    chunk, so the chunk, its buffers and its process groups would never be freed. The hooks of this class use weak
+    references.
     """
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -25,5 +26,5 @@ class ReleasableDataParallel(DistributedDataParallel):
 
 
 def release_caches() -> None:
-    """Empty the cache of Megatron's rotary embedding, which keeps instances, and these keep groups."""
+    """Empty the cache of Megatron's ``RotaryEmbedding``. Its entries reference modules, and these process groups."""
     RotaryEmbedding.forward.cache_clear()

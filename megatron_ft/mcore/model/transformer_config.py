@@ -16,11 +16,11 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": functional.silu,
 
 
 def build_transformer_config(config: JobConfig, transformer_impl: str) -> TransformerConfig:
-    """Build the Megatron configuration of a job on ``transformer_impl`` (``local`` or ``transformer_engine``)."""
+    """Build Megatron's configuration of a job. ``transformer_impl`` is ``local`` or ``transformer_engine``."""
     parallel, dtype = config.parallel, DTYPES[config.precision.params_dtype]
     arguments = {
         **_architecture(config.model),
-        # Grouped linears hold all experts of a rank in one module; experts in replica slots are one module each.
+        # Grouped linear layers combine all experts of a rank in one module. Expert replicas need one module per expert.
         **_mixture(config.model, grouped=transformer_impl == "transformer_engine" and not config.placement.algorithm),
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
@@ -28,14 +28,14 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         "context_parallel_size": parallel.context_parallel_size,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        # Interleaved stages of a pipeline of two exchange several tensors with one peer at once: only the
-        # unbatched, ordered calls distinguish them.
+        # With interleaved stages and two pipeline ranks, a rank exchanges several tensors with the same peer at once.
+        # Only unbatched calls, which are ordered, keep these tensors apart.
         "overlap_p2p_comm": parallel.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,
-        # Megatron waits for the whole device after each exchange of stages, for the sake of PyTorch before 2.0.
+        # If true, Megatron waits for the whole device after each exchange, which only PyTorch before 2.0 needs.
         "batch_p2p_sync": False,
-        # An output that has been sent is needed for its graph only: its memory is freed. Interleaved stages free it
-        # while it is still being sent: the communicator holds the memory until then.
+        # Only the autograd graph of a sent output is needed, so its data is freed. Interleaved stages free the data
+        # before the send has ended; then the communicator keeps the memory until the end of the send.
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": parallel.tensor_model_parallel_size > 1,
         "params_dtype": dtype,
@@ -45,11 +45,11 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         "fp8": config.precision.fp8,
         "fp8_recipe": config.precision.fp8_recipe,
         "transformer_impl": transformer_impl,
-        # Gradients are divided by the tokens of the whole iteration, so padding microbatches weigh nothing.
+        # Gradients are divided by the number of tokens of the iteration, so padding microbatches have no effect.
         "calculate_per_token_loss": True,
         "deterministic_mode": config.training.deterministic,
         "use_cpu_initialization": transformer_impl == "local",
-        # Weights are set by name afterwards (weights.py); Megatron only marks which are sharded.
+        # weights.py sets the weights later. Megatron's initialization only marks which parameters are sharded.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
@@ -132,7 +132,7 @@ def _mixture(model: ModelConfig, *, grouped: bool) -> dict[str, Any]:
 
 
 def moe_layer_pattern(model: ModelConfig) -> list[int]:
-    """Build the pattern of layers, bottom first: 1 for a mixture of experts, 0 for a dense MLP."""
+    """Return one number per layer, first layer first: 1 for an MoE layer, 0 for a dense MLP."""
     return [
         int(layer > model.moe_first_dense_layers and layer % model.moe_layer_freq == 0)
         for layer in range(1, model.num_layers + 1)
@@ -147,5 +147,5 @@ def _recompute(config: JobConfig) -> dict[str, Any]:
 
 
 def output_layer_std(model: ModelConfig) -> float:
-    """Standard deviation of projections that write into the residual stream."""
+    """Return the initial standard deviation of projections whose output is added to the residual stream."""
     return model.init_method_std / math.sqrt(2.0 * model.num_layers)

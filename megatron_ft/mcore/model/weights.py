@@ -1,4 +1,4 @@
-"""Initial weights: a pure function of (seed, global parameter name), independent of the layout."""
+"""Sets the initial weights, which depend only on the seed and the global parameter name, not on the layout."""
 
 import hashlib
 
@@ -18,9 +18,10 @@ def initialize_weights(
 ) -> None:
     """Set every parameter of a model chunk in place.
 
-    Matrices are normal with ``init_method_std`` (over sqrt(2 * num_layers) if they write into the residual stream),
-    norms are one, biases zero. Each matrix is drawn whole, on the CPU in FP32, from a generator seeded by its name; a
-    tensor-parallel rank keeps its part.
+    Biases are 0 and norm weights 1. Matrices are drawn from a normal distribution with standard deviation
+    ``init_method_std``, divided by sqrt(2 * num_layers) if their output is added to the residual stream. Each rank
+    draws the whole matrix in FP32 on the CPU, with a generator seeded from ``seed`` and the name, and uses its
+    tensor-parallel part.
     """
     with torch.no_grad():
         for name, parameter in named_parameters(model):
@@ -47,7 +48,7 @@ def _draw(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> torch
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     std = output_layer_std(config) if name.endswith(_RESIDUAL_WRITERS) else config.init_method_std
-    # On the CPU whatever the device: CUDA's generator gives other numbers for the same seed.
+    # Always on the CPU, because CUDA's generator gives other numbers for the same seed.
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
@@ -58,24 +59,25 @@ def own_part(
     config: ModelConfig,
     pg_collection: ProcessGroupCollection,
 ) -> torch.Tensor:
-    """Return the part of the whole tensor ``full`` that this rank's ``parameter`` (global ``name``) holds."""
+    """Return the part of the unsharded tensor ``full`` that belongs in this rank's ``parameter``. ``name`` is the
+    global name of the parameter."""
     group = _tensor_group(name, pg_collection)
     tp_rank, tp_size = group.rank(), group.size()
     if not _is_sharded(parameter, tp_size):
         return full
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-    # A gated first layer stacks [gate; up]: each rank holds its part of both.
+    # The first layer of a gated MLP stacks [gate; up], and each rank has a part of both.
     parts = full.chunk(2, dim) if config.gated_linear_unit and "linear_fc1." in name else (full,)
     return torch.cat([part.chunk(tp_size, dim)[tp_rank] for part in parts], dim)
 
 
 def tensor_part(name: str, parameter: torch.nn.Parameter, pg_collection: ProcessGroupCollection) -> int:
-    """Return the number of the tensor-parallel part of global parameter ``name`` that this rank has; 0 if it is not
-    split."""
+    """Return which tensor-parallel part of ``parameter`` this rank has: 0 to TP - 1, or 0 if it is not sharded.
+    ``name`` is the global name of the parameter."""
     group = _tensor_group(name, pg_collection)
     return group.rank() if _is_sharded(parameter, group.size()) else 0
 
 
 def _tensor_group(name: str, pg_collection: ProcessGroupCollection) -> dist.ProcessGroup:
-    # Return the ranks over which a parameter's matrices are split; experts have a tensor parallelism of their own.
+    # The group over which the parameter is sharded. Experts have a tensor-parallel group of their own.
     return pg_collection.expt_tp if ".experts." in name else pg_collection.tp

@@ -1,1 +1,1 @@
-"""Mixture-of-experts parts of the model that differ from Megatron's."""
+"""The project's extensions of Megatron's MoE layer: expert replicas, padding, load counts and forced routing."""

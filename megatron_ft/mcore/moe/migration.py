@@ -1,4 +1,4 @@
-"""Carries out a ``MigrationPlan``: moves expert weights and optimizer state, without changing a bit of any state."""
+"""Carries out a ``MigrationPlan``: moves expert weights and optimizer state between ranks, bit for bit."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ _ExpertId = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousPlacement:
-    """State with which a rank can return to the previous placement until an iteration with the new one is committed."""
+    """State with which a rank can return to the placement before a migration."""
 
     before_iteration: int
-    """First iteration of the new placement."""
+    """First iteration with the new placement."""
     plans: list[PlacementPlan]
-    """Previous plan of each stage."""
+    """Placement of each stage before the migration."""
     state: NamedState
-    """Tensors of experts that this rank no longer has; while experts move, all its previous tensors."""
+    """During the migration, all tensors of this rank; after it, only the tensors of experts that this rank no longer
+    has."""
     host: TrainState | None = None
-    """Previous state besides tensors, while experts move: if a rank is lost then, the engine's state belongs to no
-    placement, and no engine can be built from it. None after the move."""
+    """During the migration, the state besides tensors, because a migration that fails leaves the engine without usable
+    state; after it, None."""
     is_evacuation: bool = False
-    """Whether the new placement was made for the ranks that stay in the next membership."""
+    """Whether the migration moved all experts to the ranks that stay, before other ranks leave."""
 
 
 def migrate(
@@ -41,20 +42,20 @@ def migrate(
     *,
     keep: Callable[[NamedState], None] | None = None,
 ) -> NamedState:
-    """Rebuild ``engine`` for ``replicas`` after carrying out ``migration``; collective over the stage.
+    """Carry out ``migration``, and rebuild ``engine`` for ``replicas``. All ranks of the stage must call this.
 
     Args:
-        keep: called with this rank's whole state before any of it moves, so that it can be restored at any time.
+        keep: called with all tensors of this rank before the migration, so that the caller can restore them.
 
     Returns:
-        State of the experts that this rank no longer has; with it, the previous placement can be restored afterwards.
+        The tensors of the experts that this rank no longer has.
     """
     state = take_state(engine.model_chunks, engine.optimizer)
-    # A copy of the dict: the move adds experts to ``state``.
+    # A copy of the dict, because ``move_experts`` adds tensors to ``state``.
     if keep is not None:
         keep(dict(state))
     move_experts(state, migration, engine.pg.ep)
-    # From here until ``put_state`` returns there may be no model: only what ``keep`` has received is sound.
+    # Until ``put_state`` returns, the engine has no usable state. After a failure, the caller needs what ``keep`` got.
     engine.rebuild(replicas)
     put_state(engine.model_chunks, engine.optimizer, state)
     held = migration.placement.of_rank(engine.pg.ep.rank())
@@ -64,14 +65,15 @@ def migrate(
 def move_experts(
     state: NamedState, migration: MigrationPlan, group: dist.ProcessGroup, *, like: NamedState | None = None
 ) -> int:
-    """Send the experts of ``migration`` from ``state``, and add received ones; collective over the plan's ranks,
-    ``group``.
+    """Send and receive the experts of ``migration``, and add the received ones to ``state``.
+
+    All ranks of ``group``, which are the ranks of the plan, must call this.
 
     Args:
-        like: state of any expert, for shapes, dtypes and devices; None takes one of this rank.
+        like: tensors of any expert, for shapes, dtypes and devices; None uses an expert in ``state``.
 
     Returns:
-        Bytes that this rank sent.
+        Number of bytes that this rank sent.
     """
     position = {rank: place for place, rank in enumerate(migration.placement.ranks)}
     me = migration.placement.ranks[group.rank()]
@@ -79,7 +81,7 @@ def move_experts(
     like = {name: state[name] for name in next(iter(names.values()))} if like is None else like
     outgoing: list[list[torch.Tensor]] = [[] for _ in position]
     incoming: list[list[torch.Tensor]] = [[] for _ in position]
-    # Senders and receivers follow the plan's order, and names in sorted order: tensors travel without names.
+    # Sender and receiver use the order of the plan and sort the names, so names need not be sent.
     for transfer in migration.transfers:
         expert = (transfer.layer_number, transfer.expert)
         if transfer.source_rank == me:
@@ -92,7 +94,7 @@ def move_experts(
 
 
 def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
-    """Return the names of each expert's tensors in ``state``, sorted, so that all ranks have the same order."""
+    """Return, for each expert (layer number, expert id), the sorted names of its tensors in ``state``."""
     names: dict[_ExpertId, list[str]] = {}
     for name in sorted(state):
         expert = expert_of(name)
@@ -103,7 +105,7 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 
 def _space_for(expert: _ExpertId, like: NamedState) -> NamedState:
     template = expert_of(next(iter(like)))
-    assert template is not None, "the state names no expert"
+    assert template is not None, "``like`` must contain tensors of an expert"
     old, new = _prefix(template), _prefix(expert)
     return {
         name.replace(old, new, 1): torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

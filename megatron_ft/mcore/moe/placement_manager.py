@@ -1,7 +1,7 @@
-"""Keeps the placement of a run: the first one, the loads, the changes.
+"""Stores the placement of experts and the expert loads of a run, and plans new placements.
 
-Loads are reduced over the job, so they are the same on every rank. Plans are pure functions of loads, so all ranks have
-the same plan of every stage without communication.
+Loads are summed over all ranks, so every rank has the same loads. Plans are pure functions of the loads, so every rank
+computes the same plans for all stages without communication.
 """
 
 import json
@@ -44,7 +44,7 @@ Loads = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A new placement of all stages."""
+    """A change to a new placement of all stages."""
 
     migrations: tuple[MigrationPlan, ...]
     reason: str
@@ -54,36 +54,35 @@ class Change:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes over all stages."""
+        """Number of bytes that ranks send, over all stages."""
         return sum(migration.num_bytes for migration in self.migrations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementState:
-    """Placement and loads for the next membership, or from a checkpoint for a restart."""
+    """Placement and loads of a job, as they are passed on to the next membership or saved in a checkpoint."""
 
     plans: list[PlacementPlan]
-    """Plan in force of each stage."""
+    """Current placement of each stage."""
     loads: list[Loads] | None
-    """Smoothed tokens per stage, layer and expert; None before the first iteration."""
+    """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
         return {"stages": [plan.to_json() for plan in self.plans], "loads": self.loads}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "PlacementState":
-        """Read the values of ``to_json``."""
         plans = [PlacementPlan.from_json(plan) for plan in content["stages"]]
         return cls(plans=plans, loads=content["loads"])
 
 
 class PlacementManager:
-    """Plans of all stages of a job, and the loads from which they are made.
+    """The current placement of all stages of a job, and the loads from which new placements are planned.
 
     Args:
+        world_size: number of ranks of the job.
         stage: pipeline stage of this rank.
-        before: state of the previous membership, whose loads are continued; None plans like a new run.
+        before: plans and loads of the previous membership; None makes the first plans of a new run.
     """
 
     def __init__(self, config: JobConfig, *, world_size: int, stage: int, before: PlacementState | None = None) -> None:
@@ -99,7 +98,7 @@ class PlacementManager:
             bytes_per_saved_token=config.placement.rebalance_bytes_per_token,
         )
         self.loads: list[Loads] | None = None if before is None else before.loads
-        """Smoothed tokens per stage, layer and expert; None before the first iteration."""
+        """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
         topology = Topology.of(config.parallel, world_size)
         operators = operators_of(config.model, 1)
         self._num_dense = parameters_of_stage(config.model, operators, topology, stage).num_dense
@@ -109,14 +108,14 @@ class PlacementManager:
     def following(
         cls, before: PlacementState, config: JobConfig, previous_ranks: Sequence[int | None]
     ) -> "tuple[PlacementManager, MigrationPlan] | Declined":
-        """Return the manager for the next membership, and the moves to its plan. For one pipeline stage.
+        """Return the manager of the next membership and the migration to its placement, or why this is impossible.
 
-        A pure function of its arguments.
+        The result depends only on the arguments. The job must have one pipeline stage.
 
         Args:
-            before: state of the previous membership.
+            before: plans and loads of the previous membership.
             config: configuration of the next membership.
-            previous_ranks: number in ``before`` of each rank of the next membership, in order; None if it has no state.
+            previous_ranks: for each rank of the next membership, its rank in ``before``; None if it has no state.
         """
         keeper = cls(config, world_size=len(previous_ranks), stage=0, before=before)
         found = plan_replicas(
@@ -132,7 +131,9 @@ class PlacementManager:
         return keeper, found
 
     def evacuation(self, config: JobConfig, staying: Sequence[int]) -> MigrationPlan | None:
-        """Plan the moves before all ranks except ``staying`` leave; None if these have all experts. For one stage.
+        """Plan the migration that moves all experts to the ranks ``staying``, before all other ranks leave.
+
+        Return None if the ranks that stay already have all experts. The job must have one pipeline stage.
 
         Args:
             config: configuration of the ranks that stay.
@@ -142,18 +143,17 @@ class PlacementManager:
         return plan_drain(self.plans[0], staying, keeper._wanted, expert_bytes=expert_state_bytes(self._config))
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """Return placement and backend for building this rank's model, for ``plan`` of the stage or the one in
-        force."""
+        """Return ``Replicas`` for building this rank's model, with ``plan``, or the current plan of its stage."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
-        """Plan copies of this stage's optimizer state; None if only the ranks that compute keep it."""
+        """Plan the copies of optimizer state of this rank's stage; None if ``placement.state_copies`` is null."""
         return plan_state_copies(self._config, self.plans[self._stage], self._num_dense)
 
     @property
     def single_loss_survival(self) -> float | None:
-        """Probability that the job continues from replicas when one failure domain is lost; None if a lost node ends
-        the job, or if there is only one domain."""
+        """Probability that the job can continue from expert replicas after the loss of one failure domain. None if the
+        job does not continue with fewer nodes, or if there is only one failure domain."""
         launch, recovery = self._config.launch, self._config.recovery
         if recovery.min_nodes is None or recovery.keep_layout:
             return None
@@ -161,11 +161,12 @@ class PlacementManager:
 
     @property
     def needs_loads(self) -> bool:
-        """Whether every iteration's loads are needed."""
+        """Whether ``observe`` must be called after every iteration."""
         return self._policy.interval_iterations > 0
 
     def observe(self, load: torch.Tensor) -> None:
-        """Add the tokens per expert of one iteration: int64 [num_layers, num_moe_experts] over the job."""
+        """Add ``load``, the tokens of each expert in one iteration, to the smoothed loads. ``load`` is int64
+        [num_layers, num_moe_experts], summed over all ranks."""
         rows = load.tolist()
         weight = self._config.placement.load_smoothing
         newest = [[rows[number - 1] for number in request.layer_numbers] for request in self._requests]
@@ -173,13 +174,14 @@ class PlacementManager:
         self.loads = [smooth(old, new, weight) for old, new in zip(previous, newest, strict=True)]
 
     def change_before(self, iteration: int) -> Change | None:
-        """Return the new placement from ``iteration`` on, if it is scheduled or saves enough; otherwise None."""
+        """Return the change of placement that is due before ``iteration``, or None. A change is due if
+        ``placement.schedule`` contains it, or if a new placement for the current loads saves enough."""
         if iteration in self._inputs.schedule:
             plans = scripted_plans(self._requests, self._inputs.schedule[iteration])
             return self._change([self._migration(stage, plan) for stage, plan in enumerate(plans)], "scripted", 0.0)
         if self.loads is None or not self._policy.due(iteration - 1):
             return None
-        # Every rank plans all stages: whether a placement changes is one decision of the whole job.
+        # Every rank plans all stages, because all stages change their placements before the same iteration.
         migrations = [self._replan(stage) for stage in range(len(self.plans))]
         verdicts = [
             self._policy.decide(plan, migration, loads)
@@ -187,7 +189,7 @@ class PlacementManager:
         ]
         if not any(verdict.pays for verdict in verdicts):
             return None
-        # A stage that would gain too little keeps its plan, and its migration moves nothing.
+        # A stage that would save too little keeps its placement: its migration moves nothing.
         kept = [
             migration if verdict.pays else self._migration(stage, self.plans[stage])
             for stage, (migration, verdict) in enumerate(zip(migrations, verdicts, strict=True))
@@ -196,38 +198,36 @@ class PlacementManager:
         return self._change(kept, best.reason, best.gain)
 
     def propose(self) -> Change:
-        """Return the placement for the present loads, whether it saves enough or not."""
+        """Return the change to the best placement for the current loads, even if it saves little."""
         return self._change([self._replan(stage) for stage in range(len(self.plans))], "asked for", 0.0)
 
     def adopt(self, change: Change) -> MigrationPlan:
-        """Put ``change`` in force; return the moves of this rank's stage."""
+        """Make the placement of ``change`` the current one. Return the migration of this rank's stage."""
         self.plans = [migration.placement for migration in change.migrations]
         return self.part_of(change)
 
     def part_of(self, change: Change) -> MigrationPlan:
-        """Return the moves of this rank's stage for ``change``."""
+        """Return the migration of this rank's stage in ``change``."""
         return change.migrations[self._stage]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plans and loads as JSON values, for checkpoints and for a scheduled history."""
+        """Return plans and loads as JSON values, for checkpoints and placement files."""
         return PlacementState(plans=self.plans, loads=self.loads).to_json()
 
     def write(self, path: Path) -> None:
-        """Write the plans in force, durably and in one atomic step, to a file that ``placement.schedule`` can name.
+        """Write the current plans durably and atomically to ``path``, a file that ``placement.schedule`` can name.
 
         Raises:
-            OSError: the write failed; a file of that name is unchanged.
+            OSError: the write failed. An existing file at ``path`` is unchanged.
         """
         path.parent.mkdir(exist_ok=True)
         fsync_folder(path.parent.parent)
         replace_file(path, json.dumps(self.to_json()).encode())
 
     def restore(self, content: dict[str, Any] | None) -> None:
-        """Continue from the values of ``to_json``.
-
-        If the plans do not fit (other ranks, slots or failure domains), new ones are made from the loads. Other
-        pipeline stages, and checkpoints without replicas (None), lead to the plans of a new run.
-        """
+        """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If its plans are for other
+        ranks, slots or failure domains, new plans are made from its loads. If it is for other pipeline stages, or None,
+        the first plans of a new run stay."""
         if content is None:
             return
         state = PlacementState.from_json(content)
@@ -252,7 +252,7 @@ class PlacementManager:
         return self._place(0, first_loads(self._config, self._requests[0], self._inputs))
 
     def _replan(self, stage: int) -> MigrationPlan:
-        assert self.loads is not None, "no loads are known to plan from"
+        assert self.loads is not None, "a new placement needs the loads of at least one iteration"
         wanted = self._place(stage, self.loads[stage])
         return self._migration(stage, remap(wanted, holdings(self.plans[stage])))
 

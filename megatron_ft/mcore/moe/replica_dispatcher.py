@@ -1,6 +1,7 @@
-"""Token dispatch to expert replicas, in the six phases of Megatron's dispatchers.
+"""A token dispatcher for expert replicas, with the six phases of Megatron's dispatchers.
 
-Notation: T tokens on this rank, E experts, N ranks of the group, H hidden size, S rows sent, R rows received.
+Notation: T tokens on this rank, E experts, N ranks of the group, H hidden size, S sent rows, R received rows. A row is
+one token for one of its experts.
 """
 
 import torch
@@ -15,11 +16,12 @@ from megatron_ft.runtime.dispatch.handle import DispatchHandle
 
 
 class ReplicaTokenDispatcher(MoETokenDispatcher):
-    """Sends each token to one copy of each of its experts; probabilities are applied when the rows return.
+    """Sends each token to one copy of each of its experts, and applies the probabilities when the rows return.
 
     Args:
-        replicas: int64 [E, N]: copies of each expert on each rank of ``pg_collection.ep``.
-        local_experts: distinct experts of this rank, ascending.
+        replicas: int64 [E, N], number of copies of each expert on each rank of ``pg_collection.ep``.
+        local_experts: distinct experts of this rank, in ascending order.
+        backend: computes the schedule and orders the rows.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order; ``probs`` [T, E] are not sent."""
+        """Copy ``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order. ``probs`` [T, E] stay here."""
         self._shape = hidden_states.shape
         self._probs = probs
         counts = gather_counts(routing_map, self.group)
@@ -51,26 +53,26 @@ class ReplicaTokenDispatcher(MoETokenDispatcher):
         return rows, probs
 
     def token_dispatch(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [S, H] to [R, H] by an unpadded all-to-all."""
+        """Send ``rows`` [S, H] and receive [R, H] with an all-to-all without padding."""
         return send_rows(rows, self._handle, self.group, self.bytes), probs
 
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Group rows [R, H] by local expert; also return the number of rows of each."""
+        """Sort ``rows`` [R, H] by local expert. Return them, the number of rows of each local expert, and ``probs``."""
         return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Put rows [R, H] back into the order of arrival."""
+        """Return ``rows`` [R, H] to their order of arrival."""
         return self.backend.unsort(rows, self._handle)
 
     def token_combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [R, H] to [S, H] by the reverse all-to-all."""
+        """Send ``rows`` [R, H] back and receive [S, H] with the reverse all-to-all."""
         return return_rows(rows, self._handle, self.group, self.bytes)
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Weigh and sum each token's rows [S, H] -> [sequence, batch, H]."""
+        """Sum the ``rows`` [S, H] of each token, weighted with their probabilities, to [sequence, batch, H]."""
         output = self.backend.unpermute(rows, self._probs, self._handle).view(self._shape)
-        # Autograd keeps what the backward pass needs; these would keep the rest until the next microbatch.
+        # Autograd keeps the tensors that the backward pass needs. These references would keep all until the next call.
         del self._probs, self._handle
         return output

@@ -1,4 +1,4 @@
-"""Experts of a rank when experts have replicas: any subset of them, each once."""
+"""The experts of one rank, if experts have replicas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ReplicaExperts(SequentialMLP):
-    """The experts ``expert_ids`` (ascending) of a layer, one set of weights each.
+    """The experts of one layer on one rank. Each expert has one set of weights on the rank.
 
     Args:
-        holders: for each expert, the ranks of the expert group that hold it, ascending.
-        rank: this rank's number in that group.
+        expert_ids: ids of these experts, in ascending order.
+        holders: for each of these experts, the ranks of the expert group that have it, in ascending order.
+        rank: this rank in the expert group.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class ReplicaExperts(SequentialMLP):
         self._mark_copies()
 
     def _mark_copies(self) -> None:
-        # Let each expert count once in the gradient norm: on the first rank that holds it.
-        # Megatron leaves parameters with ``shared`` out of the norm (``param_is_not_shared``).
+        # Each expert must count once in the gradient norm, so only its first copy counts. Megatron leaves parameters
+        # with ``shared`` out of the norm (``param_is_not_shared``).
         for expert, copy_number in zip(self.local_experts, self.copy_numbers, strict=True):
             for parameter in expert.parameters():
                 parameter.shared = copy_number > 0
@@ -45,10 +46,10 @@ class ReplicaExperts(SequentialMLP):
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: Sequence[int], permuted_probs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Run ``tokens`` [rows, H], grouped by expert; probabilities are applied later, on the ranks that sent the
-        tokens."""
+        """Run ``tokens`` [rows, H], which are sorted by expert. The ranks that sent the tokens apply the probabilities.
+        ``tokens_per_expert`` is the number of rows of each expert."""
         outputs = []
-        # Experts without rows run too: a bucket is reduced once each of its parameters has a gradient.
+        # Experts without rows run, too, because a gradient bucket is reduced after all its parameters have a gradient.
         for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
             output, bias = expert(self._padded(rows))
             outputs.append((output if bias is None else output + bias)[: len(rows)])
@@ -63,16 +64,17 @@ class ReplicaExperts(SequentialMLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return Megatron's form, keyed by expert; the copies of an expert are replicas of one tensor."""
+        """Return Megatron's sharded state dict, with one entry per expert. All copies of an expert are replicas of one
+        tensor, of which Megatron saves one."""
         assert metadata is not None and metadata.get("singleton_local_shards"), (
-            "metadata must have singleton_local_shards: each expert with replicas is saved as tensors of its own"
+            "metadata must have singleton_local_shards, because each expert is saved as separate tensors"
         )
         state: ShardedStateDict = {}
         for number, expert in enumerate(self.local_experts):
             local = f"{prefix}local_experts.{number}."
             of_expert = expert.sharded_state_dict(local, sharded_offsets, metadata)
             replace_prefix_for_sharding(of_expert, local, f"{prefix}experts.{self.expert_ids[number]}.")
-            # Of all copies Megatron writes the one whose ``replica_id`` is zero.
+            # Megatron writes only the copy whose ``replica_id`` is zero.
             for tensor in of_expert.values():
                 tensor.replica_id = (*tensor.replica_id[:2], self.copy_numbers[number])
             state.update(of_expert)

@@ -1,7 +1,7 @@
 """Sums the gradients of an expert's copies in rank order, so that every copy gets the same bits.
 
-Each expert's gradient is cut into as many pieces as it has holders. There are two exchanges over the stage: every
-holder sends each piece to the holder that sums it, and then receives the sums of the other pieces.
+The gradient of an expert is divided into as many pieces as ranks have the expert. In a first exchange, these ranks send
+piece k to the k-th of them, which sums it. In a second exchange, they receive the sums of all pieces.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,24 +17,24 @@ from megatron_ft.mcore.moe.replicas import Replicas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedExpert:
-    """An expert that this rank shares with other ranks."""
+    """An expert with copies on several ranks, ``holders``, of which this rank is one."""
 
     parameters: tuple[torch.nn.Parameter, ...]
     holders: tuple[int, ...]
 
     def pieces(self) -> list[int]:
-        """Return the number of elements that each holder sums."""
+        """Return, for each rank in ``holders``, the number of gradient elements that it sums."""
         total, count = sum(parameter.numel() for parameter in self.parameters), len(self.holders)
         return [total * (number + 1) // count - total * number // count for number in range(count)]
 
 
 class ReplicaGradients:
-    """Sums replica gradients over the ranks of one stage.
+    """Sums the gradients of all experts that have copies on several ranks of one stage.
 
     Args:
-        model_chunks: DDP-wrapped chunks of this rank.
-        replicas: the placement in force.
-        group: the ranks of the stage.
+        model_chunks: chunks of this rank in ``DistributedDataParallel``.
+        replicas: current placement of the stage.
+        group: ranks of the stage.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class ReplicaGradients:
         self._group = group
         self._rank = group.rank()
         self._experts = list(_shared_experts(model_chunks, replicas))
-        # A rank whose experts have no copies takes part with empty tensors, of the others' type and device.
+        # A rank whose experts have no copies elsewhere takes part in the exchanges with an empty tensor of this type.
         self._nothing = next(p.main_grad for chunk in model_chunks for p in chunk.parameters()).new_empty(0)
 
     def sum(self) -> None:
-        """Replace each gradient by the sum over all copies; collective over the stage."""
-        # One exchange for all experts, instead of a group for each set of holders, which changes with the placement.
+        """Replace the gradients of each expert by their sum over all copies. All ranks of the stage must call this."""
+        # All experts share one exchange. Groups for each set of ranks would have to change with the placement.
         flats = [torch.cat([p.main_grad.reshape(-1) for p in expert.parameters]) for expert in self._experts]
         parts = [flat.split(expert.pieces()) for flat, expert in zip(flats, self._experts, strict=True)]
         contributions = self._exchange(
@@ -71,7 +71,7 @@ class ReplicaGradients:
         expert = self._experts[number]
         mine = own[expert.holders.index(self._rank)]
         terms = [mine if holder == self._rank else contributions[holder][number] for holder in expert.holders]
-        # Not an all-reduce: its order of additions depends on the backend, the sizes and the number of ranks.
+        # Not an all-reduce, whose order of additions depends on the backend, the sizes and the number of ranks.
         total = terms[0].clone()
         for term in terms[1:]:
             total += term
@@ -80,14 +80,13 @@ class ReplicaGradients:
     def _exchange(
         self, parts: list[tuple[Sequence[torch.Tensor], _SharedExpert]], *, to_owners: bool
     ) -> dict[int, dict[int, torch.Tensor]]:
-        """Exchange pieces by one uneven all-to-all; return the pieces of each rank, by number of expert.
-
-        To owners, piece k is sent to holder k; on the way back, this rank's piece is sent to every other holder.
-        """
+        """Exchange pieces with one uneven all-to-all; return the received pieces by rank and index of the expert. With
+        ``to_owners``, piece k is sent to the k-th rank of ``holders``. Otherwise the only piece, which is summed, is
+        sent to all other ranks of ``holders``."""
         ranks = range(self._group.size())
         outgoing: list[list[torch.Tensor]] = [[] for _ in ranks]
         incoming: list[list[tuple[int, int]]] = [[] for _ in ranks]
-        # Two ranks list the experts they share in the same order, by layer and number: no counts have to be exchanged.
+        # Two ranks list their common experts in the same order, by layer and id, so sizes need not be exchanged.
         for number, (pieces, expert) in enumerate(parts):
             sizes, me = expert.pieces(), expert.holders.index(self._rank)
             for place, holder in enumerate(expert.holders):

@@ -1,4 +1,4 @@
-"""An MoE layer with slots: any number of ranks, any number of copies of each expert."""
+"""An MoE layer in which each expert can have any number of copies on any number of ranks."""
 
 from collections.abc import Sequence
 
@@ -18,14 +18,12 @@ from megatron_ft.runtime.dispatch.backend import DispatchBackend
 
 
 class ReplicaMixtureLayer(MixtureLayer):
-    """Megatron's MoE layer with a placement.
-
-    Its constructor takes the placement; everything after construction is Megatron's.
+    """Megatron's MoE layer, built for a placement of expert copies. Only the constructor differs from Megatron's.
 
     Args:
-        slots: for each rank of ``pg_collection.ep``, the expert of each slot. Several copies of an expert on one rank
-            are one set of weights with a larger share of the tokens.
-        backend: computes schedule and permutation.
+        slots: for each rank of ``pg_collection.ep``, the expert in each of its slots. Several copies of an expert on
+            one rank share one set of weights and get a larger share of the tokens.
+        backend: dispatch backend.
     """
 
     def __init__(
@@ -38,17 +36,17 @@ class ReplicaMixtureLayer(MixtureLayer):
         backend: DispatchBackend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        # Not ``MoELayer.__init__``, which asserts that EP divides the experts and gives each rank a contiguous block.
+        # Not ``MoELayer.__init__``, which needs a number of experts that EP divides, and gives each rank a fixed block.
         MegatronModule.__init__(self, config)
         rank = utils.get_pg_rank(pg_collection.ep)
-        assert len(slots) == utils.get_pg_size(pg_collection.ep), "one row of slots for each rank of the stage"
+        assert len(slots) == utils.get_pg_size(pg_collection.ep), "slots must have one row for each rank of the stage"
         self.submodules = submodules
         self.layer_number = layer_number
         self.ep_group, self.tp_group, self.attn_tp_group = pg_collection.ep, pg_collection.tp, pg_collection.tp
         self.local_expert_indices = sorted(set(slots[rank]))
         self.num_local_experts = len(self.local_expert_indices)
         self.use_shared_expert = config.moe_shared_expert_intermediate_size is not None
-        # The overlap is a feature of Megatron's own dispatchers (``set_shared_experts``).
+        # Only Megatron's own dispatchers support this overlap (``set_shared_experts``).
         self.shared_expert_overlap = False
         selective = config.recompute_granularity == "selective"
         self.moe_layer_recompute = selective and "moe" in config.recompute_modules
@@ -91,5 +89,5 @@ def replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Te
 
 
 def holders(slots: Sequence[Sequence[int]], expert: int) -> list[int]:
-    """List the ranks that hold ``expert``, ascending."""
+    """Return the ranks that have ``expert`` in a slot, in ascending order."""
     return [rank for rank, experts in enumerate(slots) if expert in experts]

@@ -1,4 +1,4 @@
-"""The placement in force on this rank's pipeline stage, in the form that the model needs."""
+"""The placement of one pipeline stage, in the form in which the model uses it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from megatron_ft.runtime.dispatch.backend import DispatchBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """A stage's plan and the backend for its dispatch; the plan's ranks are those of the expert group."""
+    """Placement of one pipeline stage, over the ranks of its expert group, and the dispatch backend."""
 
     plan: PlacementPlan
     backend: DispatchBackend
 
     def slots_of(self, layer_number: int) -> Sequence[Sequence[int]]:
-        """Return the expert of each slot of each rank, for a layer by Megatron's number (from 1)."""
+        """Return, for each rank, the expert in each of its slots. ``layer_number`` counts from 1, as in Megatron."""
         return self.plan.slots[self.plan.layer_numbers.index(layer_number)]

@@ -1,4 +1,4 @@
-"""Router that ignores padding microbatches, and counts the routed tokens.
+"""A router that ignores padding microbatches and counts the tokens of each expert.
 
 Notation: T tokens of a microbatch on this rank, E experts.
 """
@@ -12,13 +12,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class PaddingAwareRouter(TopKRouter):
-    """Megatron's top-k router, except that a microbatch with a ``padding_mask`` is padding.
+    """Megatron's top-k router, which treats each microbatch with a ``padding_mask`` as padding.
 
-    Such a microbatch is routed and dispatched like any other (the all-to-all is collective) but adds nothing to
-    auxiliary losses, z-loss, router bias or load counts. Megatron attaches auxiliary losses through an autograd
-    function whatever the loss value is, so masking only the loss is not enough.
+    A padding microbatch is routed and dispatched, because the all-to-all is collective. But it adds nothing to
+    auxiliary losses, z-loss, router bias and load counts. Masking the loss would not be enough, because Megatron
+    attaches auxiliary losses through an autograd function that does not depend on the loss.
 
-    ``load`` [E] int64 holds the tokens given to each expert since the iteration began.
+    ``load`` [E] int64 is the number of tokens that were routed to each expert since the iteration began.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,30 +27,30 @@ class PaddingAwareRouter(TopKRouter):
         self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
 
     def start_iteration(self, iteration: int) -> None:
-        """Restart counting before the microbatches of an iteration; 0 is an evaluation."""
+        """Reset ``load`` at the start of ``iteration``. For an evaluation, iteration 0, do nothing."""
         if iteration:
             self.load.zero_()
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route ``logits`` [sequence, batch, E]; returns probs [T, E] and routing_map [T, E]."""
+        """Route the tokens with ``logits`` [sequence, batch, E]. Return probs [T, E] and routing_map [T, E]."""
         self.is_padding = padding_mask is not None
         probs, routing_map = super().routing(logits)
-        # Under full recomputation only the second pass runs with gradients: count once.
+        # Full recomputation routes each microbatch twice, but only the second time with gradients.
         if self.training and torch.is_grad_enabled() and not self.is_padding:
             self.load += routing_map.sum(dim=0)
         return probs, routing_map
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attach the z-loss (ST-MoE, arXiv 2202.08906, eq. 5) to ``logits`` [T, E], except for padding."""
+        """Attach the z-loss (ST-MoE, arXiv 2202.08906, eq. 5) to ``logits`` [T, E], unless they are padding."""
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or self.is_padding or not (self.training and torch.is_grad_enabled()):
             return logits
         z_loss = z_loss_func(logits, coefficient / self._num_shares())
         save_to_aux_losses_tracker("z_loss", z_loss / coefficient, self.layer_number, self.config.num_layers)
-        # Gradients are divided by the tokens of the iteration later (``calculate_per_token_loss``): a mean over this
-        # microbatch has to be multiplied by its tokens first.
+        # The loss is a mean over this microbatch, so it is multiplied by the number of tokens of the microbatch. Later,
+        # gradients are divided by the number of tokens of the iteration (``calculate_per_token_loss``).
         return MoEAuxLossAutoScaler.apply(logits, z_loss * (logits.shape[0] * self._num_shares()))
 
     def attach_and_log_load_balancing_loss(
@@ -63,17 +63,17 @@ class PaddingAwareRouter(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attach a balancing loss to ``activation`` [T, E], except for padding.
+        """Attach a balancing loss to ``activation`` [T, E], unless it is padding.
 
-        Each rank of ``reduce_group`` contributes its share of ``aux_loss``. With per-token losses Megatron weights it
-        by ``valid_token_count``. That is too little if ranks hold a part of a microbatch's tokens, if ranks of all
-        data-parallel groups share one loss, and, for the sequence-level loss, by the microbatch's size. Here the weight
-        does not depend on the split of the batch.
+        With per-token losses, Megatron multiplies the loss by ``valid_token_count``. This weight is too small if a rank
+        has only a part of a microbatch's tokens, if data-parallel ranks share one loss, and, for the sequence-level
+        loss, with several sequences per microbatch. This method uses a weight that does not depend on how the batch is
+        divided.
         """
         if self.is_padding:
             return activation
         num_shares = self._num_shares()
-        # More than one for ``global_aux_loss`` only, whose group spans data-parallel ranks.
+        # Greater than one only for ``global_aux_loss``, whose group contains data-parallel ranks.
         num_microbatches = reduce_group.size() // num_shares
         return super().attach_and_log_load_balancing_loss(
             activation,
@@ -95,7 +95,7 @@ class PaddingAwareRouter(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        # This loss reduces over data-parallel ranks, some of which may have a real microbatch.
+        # Also called for padding, because this loss is reduced with data-parallel ranks that have real microbatches.
         counted = torch.zeros_like(routing_map) if self.is_padding else routing_map
         return super()._apply_global_aux_loss(probs, scores_for_aux_loss, counted, with_padding_mask)
 

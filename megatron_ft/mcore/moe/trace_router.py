@@ -1,4 +1,4 @@
-"""Forced routing: recorded loads choose the experts, the learned gate gives the probabilities.
+"""A router that chooses experts from recorded loads. The learned gate still computes the probabilities.
 
 Notation: T tokens of a microbatch on this rank, K experts of each token, E experts.
 """
@@ -19,11 +19,11 @@ from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced
 
 
 class TraceRouter(PaddingAwareRouter):
-    """Routes every microbatch in the proportions of a recording (Lazarus, arXiv 2407.04656, section 6.1).
+    """Routes tokens so that the experts' shares equal those in a trace (Lazarus, arXiv 2407.04656, section 6.1).
 
-    The assignment of tokens depends only on (seed, iteration, layer, microbatch of the global batch), neither on the
-    layout of ranks nor on the placement of experts. Tensor-parallel ranks route their parts of one assignment.
-    Auxiliary losses use the gate's own choice.
+    The assignment of tokens to experts depends only on the seed, the iteration, the layer and the position of the
+    microbatch in the global batch, not on the parallel layout or the placement. Tensor-parallel ranks use parts of the
+    same assignment. Auxiliary losses use the choice of the learned gate.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TraceRouter(PaddingAwareRouter):
         self.start_iteration(0)
 
     def start_iteration(self, iteration: int) -> None:
-        """Start counting the microbatches of ``iteration``."""
+        """Begin ``iteration``: reset ``load`` and the count of its microbatches. 0 is an evaluation."""
         super().start_iteration(iteration)
         self._iteration = iteration
         self._num_routed = {False: 0, True: 0}
@@ -49,38 +49,37 @@ class TraceRouter(PaddingAwareRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route ``logits`` [sequence, batch, E]; returns probs [T, E] and routing_map [T, E]."""
+        """Route tokens to the forced experts. ``logits`` is [sequence, batch, E]. Returns probs [T, E], which the
+        learned gate computes, and routing_map [T, E]."""
         num_tokens = logits.shape[0] * logits.shape[1]
         self.router_replay.experts = self._forced(num_tokens, self._next_microbatch()).to(logits.device)
         return super().routing(logits, padding_mask)
 
     def _next_microbatch(self) -> int:
-        """Return the position of the next microbatch in the global batch.
-
-        Full recomputation routes each microbatch once without gradients and once with, both times in order.
-        """
+        """Return the position of the next microbatch in the global batch. Passes with and without gradients are counted
+        separately, because full recomputation routes each microbatch once in each of them."""
         with_gradients = torch.is_grad_enabled()
         number = self._num_routed[with_gradients]
         self._num_routed[with_gradients] += 1
         return microbatch_position(self._dp_group.size(), self._dp_group.rank(), number)
 
     def _forced(self, num_tokens: int, microbatch: int) -> torch.Tensor:
-        """Choose the experts of this rank's tokens: int64 [T, K]. Sequence parallelism cuts a microbatch into equal
-        parts."""
+        """Return the experts of this rank's tokens: int64 [T, K]. With sequence parallelism, each rank has an equal
+        part of the tokens of a microbatch."""
         part, num_parts = self.tp_cp_group.rank(), self.tp_cp_group.size()
         loads = self.trace.loads(self._iteration, self.layer_number)
         counts = expert_token_counts(loads, num_tokens * num_parts, self.topk)
         key = f"{self.seed}/iteration {self._iteration}/layer {self.layer_number}/microbatch {microbatch}"
-        # Of the whole microbatch, then cut: ranks that hold its parts must route them by one assignment.
+        # The whole microbatch is assigned, and this rank uses its part, so that all parts belong to one assignment.
         experts = forced_experts(counts, num_tokens * num_parts, key)
         return torch.from_numpy(experts[part * num_tokens : (part + 1) * num_tokens].copy())
 
 
 class _ForcedChoice:
-    """Replaces Megatron's recorded choices: scores are taken at given experts instead of the best ones."""
+    """Replaces Megatron's ``RouterReplay``, to select given experts instead of those with the highest scores."""
 
     experts: torch.Tensor
-    """int64 [T, K]."""
+    """The experts to select, int64 [T, K]."""
 
     def get_replay_topk(
         self,
@@ -90,15 +89,15 @@ class _ForcedChoice:
         group_topk: int | None,
         choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores [T, K] at the forced experts, and the experts."""
+        """Return the scores [T, K] of the given experts, and the experts [T, K]."""
         return scores.gather(1, self.experts), self.experts
 
 
 def router_builder(config: JobConfig) -> RouterBuilder:
-    """Build the function that makes the routers of a job's MoE layers.
+    """Return the function that creates the routers of a job's MoE layers.
 
     Raises:
-        ConfigError, DataError: a trace that cannot be read or does not fit the model.
+        ConfigError, DataError: the routing trace cannot be read, or does not match the model.
     """
     if config.model.router != "trace":
         return PaddingAwareRouter

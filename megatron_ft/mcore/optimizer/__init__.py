@@ -1,1 +1,1 @@
-"""Megatron's optimizer, divided into steps around the commit point."""
+"""Megatron's optimizer, divided into steps before and after the commit vote."""

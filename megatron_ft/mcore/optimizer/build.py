@@ -15,7 +15,8 @@ from megatron_ft.mcore.model.transformer_config import DTYPES
 def build_optimizer(
     config: JobConfig, model_chunks: list[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """Build AdamW over the chunks' parameters; master weights and moments are sharded if configured."""
+    """Build AdamW for the parameters of the chunks. Master weights and moments are sharded if
+    ``parallel.use_distributed_optimizer`` is true."""
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
     megatron_config = OptimizerConfig(
         optimizer="adam",
@@ -42,7 +43,7 @@ def build_optimizer(
 
 
 def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build Megatron's schedule, counted in samples. ``set_position`` sets its position from the iteration."""
+    """Build Megatron's schedule of learning rate and weight decay, whose position is counted in samples."""
     options, batch = config.optimizer, config.training.global_batch_size
     decay = options.num_decay_iterations(config.training.train_iterations)
     wsd: dict[str, Any] = {}
@@ -68,7 +69,7 @@ def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> Optimize
 
 
 def set_position(scheduler: OptimizerParamScheduler, consumed_samples: int) -> None:
-    """Set learning rate and weight decay for the iteration that follows ``consumed_samples``."""
-    # ``step`` adds to the position: from zero, the result does not depend on earlier calls.
+    """Set learning rate and weight decay for the iteration after ``consumed_samples`` samples."""
+    # ``step`` adds to the position, so the position is set to zero first.
     scheduler.num_steps = 0
     scheduler.step(increment=consumed_samples)

@@ -1,7 +1,7 @@
 """Megatron's ``optimizer.step()`` in the parts that the commit protocol needs.
 
-``prepare`` (copy, unscale, norm) changes nothing that cannot be rolled back. ``update`` (clip, update) changes master
-weights and moments on this rank. ``gather`` updates every rank's parameters.
+``prepare`` computes the master gradients and their norm, and changes nothing that cannot be rolled back. ``update``
+clips the gradients, and updates master weights and moments of this rank. ``gather`` all-gathers the parameters.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,22 +16,23 @@ from megatron_ft.mcore.state.digest import masters_of
 
 
 def parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """List the optimizers of the dense and of the expert parameters, without empty ones."""
+    """Yield Megatron's optimizers: one for dense and one for expert parameters. Skip those without parameters."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return (part for part in chained if not getattr(part, "is_stub_optimizer", False))
 
 
 @torch.no_grad()
 def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
-    """Copy reduced gradients to the master gradients and unscale them.
+    """Copy the reduced gradients to the master gradients, unscale them and compute their norm.
 
     Returns:
-        (found_inf, grad_norm): whether an unscaled gradient overflowed, and the global norm.
+        (found_inf, grad_norm): whether a gradient is not finite after unscaling, and the global gradient norm.
     """
     scalers = grad_scalers(optimizer)
     before = [scaler.state_dict() for scaler in scalers]
     found_inf = bool(optimizer.prepare_grads())
-    # Each part checks its own gradients. There is one loss scale, so every part answers an overflow in any.
+    # Megatron updates each scaler for the overflow of its own part. But there is one loss scale for all parts, so each
+    # scaler is reset and updated again for an overflow in any part.
     for scaler, state in zip(scalers, before, strict=True):
         scaler.load_state_dict(state)
         scaler.update(found_inf)
@@ -42,20 +43,18 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """Do the work of ``prepare`` if its results are known already, without communication.
-
-    Parameters ``without`` get no master gradients, so that no update changes their state.
-    """
+    """Do the work of ``prepare`` without communication, in a replay: the logged vote has its results. Parameters in
+    ``without`` get no master gradients, so that the update does not change their state."""
     for part in parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
         if scaler is None:
             part.prepare_grads()
         else:
-            # Megatron's own method all-reduces the overflow flag, also over stages that do not replay.
+            # Megatron's own method would all-reduce the overflow flag with stages that do not replay.
             _unscale(part, scaler)
             scaler.update(found_inf)
         for parameter, master in masters_of(part):
-            # A zero gradient would still decay weights and moments.
+            # The gradient is removed, because with a zero gradient the update would still decay weights and moments.
             if parameter in without:
                 master.grad = None
 
@@ -68,28 +67,28 @@ def _unscale(part: Any, scaler: Any) -> None:
 
 
 def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
-    """List the loss scalers of the parts; none unless the run is in FP16."""
+    """Return the loss scalers of all parts. Only a run in FP16 has loss scalers."""
     scalers = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
     return [scaler for scaler in scalers if scaler is not None]
 
 
 @torch.no_grad()
 def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
-    """Clip with the voted norm and update master weights, moments and this rank's compute weights."""
+    """Clip the gradients with ``grad_norm`` from the vote; update this rank's master weights, moments and weights."""
     for part in parts(optimizer):
         parameters = part.get_parameters()
-        # In a replay all parameters of a part may be frozen: there is nothing to clip.
+        # In a replay all parameters of a part may be frozen. Then no gradient is left to clip.
         if clip_grad > 0.0 and any(parameter.grad is not None for parameter in parameters):
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)
         if isinstance(part, DistributedOptimizer):
-            # DistributedOptimizer's own method would also gather, once per part.
+            # The method of ``DistributedOptimizer`` would also gather parameters, once for each part.
             MixedPrecisionOptimizer.step_with_ready_grads(part)
         else:
             part.step_with_ready_grads()
 
 
 def gather(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) -> None:
-    """All-gather updated parameters if the optimizer is sharded."""
+    """All-gather the updated parameters if the optimizer is sharded."""
     if any(isinstance(part, DistributedOptimizer) for part in parts(optimizer)):
         for chunk in model_chunks:
             chunk.start_param_sync()  # type: ignore[operator]

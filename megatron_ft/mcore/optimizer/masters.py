@@ -1,4 +1,4 @@
-"""The tensors that an optimizer updates on this rank, by global name, with all inputs of their update."""
+"""Lists the master weights that the optimizer updates on this rank, with their optimizer state."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +16,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Master:
-    """One updated tensor: a whole master weight, or this rank's flat range of one.
-
-    ``state`` is that of the inner optimizer: moments and step count.
-    """
+    """One master weight that this rank updates: the whole tensor, or a flat range of it if the optimizer is sharded.
+    ``name`` is the parameter's global name. ``state`` contains the moments and the step count of torch's optimizer."""
 
     name: str
     tensor: torch.Tensor
@@ -28,7 +26,7 @@ class Master:
 
 
 def masters(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Master]:
-    """List all masters of this rank, in the optimizer's order; moments are allocated."""
+    """Yield all master weights of this rank, in the order of the optimizer. Allocate their moments first."""
     allocate_state(optimizer)
     names = {parameter: name for chunk in model_chunks for name, parameter in named_parameters(chunk)}
     for member in sub_optimizers(optimizer):

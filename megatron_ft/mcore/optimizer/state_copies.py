@@ -1,11 +1,12 @@
-"""Copies of optimizer state on other failure domains, kept current by repeating the update.
+"""Keeps copies of optimizer state on other failure domains, and repeats each update on the copies.
 
-With the distributed optimizer each shard of the non-expert state lives on one rank. Here f - 1 other ranks, on distinct
-failure domains, also keep its master weights and moments. After every update they receive the shard's clipped gradient
-(a third of the state's bytes) and apply the same update to the same bits, so the copies stay equal, bit for bit.
+With the distributed optimizer, only one rank has each shard of the non-expert optimizer state. This module copies the
+shard, its master weights and moments, to f - 1 ranks on other failure domains, where f is ``placement.state_copies``.
+After every update these ranks receive the clipped gradients of the shard, which have a third of the bytes of the state.
+They apply the same update, so the copies stay equal bit for bit.
 
-Experts are copied by their replicas, which all keep the whole state. If fewer than f failure domains compute an expert,
-other ranks keep its state in the same way.
+All replicas of an expert have its whole optimizer state. If the replicas are on fewer than f failure domains, ranks on
+other failure domains get copies of the expert's state in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 @dataclass(kw_only=True)
 class Kept:
-    """State that this rank copies for ``owner``: masters as parameters of a separate optimizer."""
+    """Copies, on this rank, of optimizer state that rank ``owner`` updates. A separate optimizer updates the copies."""
 
     owner: int
     names: list[str]
@@ -36,7 +37,7 @@ class Kept:
     optimizer: torch.optim.AdamW
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return master weights and moments by name: ``<name>/master``, ``<name>/exp_avg``..."""
+        """Return all copied tensors by name: ``<name>/master``, ``/exp_avg``, ``/exp_avg_sq`` and ``/step``."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             found[f"{name}/master"] = parameter.detach()
@@ -46,21 +47,22 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """Gradients that this rank sends to one holder of a copy, in order."""
+    """The master weights of this rank that the rank ``keeper`` copies, in the order in which they are sent."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)
 
 
 class StateCopies:
-    """This rank's part in ``plan``: the state that it sends to holders of copies, and the copies that it holds for
-    owners.
+    """The copies of optimizer state that this rank sends to other ranks, and those that it keeps for other ranks.
 
-    Building it moves the state once; ``follow`` must be called after every update. Both are collective over ``group``.
+    The constructor exchanges the whole state. ``follow`` must be called after every update. All ranks of ``group`` must
+    make these calls together.
 
     Args:
-        plan: owners of every shard; ``placement`` are the slots for which it was made.
-        group: the ranks of the stage, in the plan's order.
+        plan: for each shard, the ranks that have its state.
+        placement: the assignment of experts to slots for which ``plan`` was made.
+        group: the ranks of the pipeline stage, in the order of the plan.
     """
 
     def __init__(
@@ -80,10 +82,8 @@ class StateCopies:
         self.kept = self._receive(config)
 
     def follow(self, learning_rate: float) -> int:
-        """Repeat the update that owners have just made; return the bytes that this rank sent.
-
-        The gradients of the masters must still be those of the update: clipped and not zeroed yet.
-        """
+        """Repeat the latest update on the copies; return the number of bytes that this rank sent. The master weights
+        must still have the clipped gradients of this update."""
         outgoing = self._by_rank({lent.keeper: [m.tensor.grad for m in lent.masters] for lent in self._lent})
         for kept in self.kept:
             for parameter in kept.parameters:
@@ -91,7 +91,7 @@ class StateCopies:
         incoming = self._by_rank({kept.owner: [p.grad for p in kept.parameters] for kept in self.kept})
         sent_bytes = exchange_tensors(outgoing, incoming, self._group)
         for kept in self.kept:
-            # AdamW works element by element: however parameters are grouped, the same gradients give the owner's bits.
+            # AdamW works element by element, so the grouping of parameters does not affect the bits of the result.
             for group in kept.optimizer.param_groups:
                 group["lr"] = learning_rate
             kept.optimizer.step()
@@ -100,7 +100,7 @@ class StateCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the copies on this rank for others."""
+        """Number of bytes of the copies that this rank keeps for other ranks."""
         tensors = (tensor for kept in self.kept for tensor in kept.tensors().values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -116,7 +116,7 @@ class StateCopies:
 
     def _receive(self, config: OptimizerConfig) -> list[Kept]:
         mine = {str(lent.keeper): [_describe(master) for master in lent.masters] for lent in self._lent}
-        # Only owners know the shapes: Megatron cuts the distributed optimizer's flat buffers anywhere.
+        # Only owners know the shapes, because Megatron divides the distributed optimizer's flat buffers at any element.
         offers = Collectives(self._group).gather(mine)
         kept = []
         for position, owner in enumerate(self._ranks):
@@ -135,8 +135,9 @@ class StateCopies:
 
 
 def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int | tuple[int, int], tuple[int, ...]]:
-    """Return the ranks that hold copies of the state that ``me`` owns: its non-expert shard, and the experts of which
-    it is the first holder."""
+    """Return, for each part of the state that rank ``me`` sends, the ranks that receive it. The parts are the
+    non-expert shard (key ``NON_EXPERT``) and each expert whose first replica is on ``me`` (key: layer number,
+    expert)."""
     found: dict[int | tuple[int, int], tuple[int, ...]] = {}
     position = plan.ranks.index(me)
     for operator in plan.operators:
@@ -146,7 +147,7 @@ def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int
         by_rank = placement.slots[placement.layer_numbers.index(operator.layer_number)]
         holders = [rank for rank, experts in zip(placement.ranks, by_rank, strict=True) if operator.expert in experts]
         others = sorted({rank for owners in operator.owners for rank in owners} - set(holders))
-        # All holders of an expert have the same state: the first one sends it.
+        # All replicas of an expert have the same state, so only the first rank sends it.
         if holders[0] == me and others:
             found[operator.layer_number, operator.expert] = tuple(others)
     return found
@@ -155,8 +156,9 @@ def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int
 def _describe(master: Master) -> dict[str, Any]:
     if master.tensor.dtype is not torch.float32 or "step" not in master.state:
         raise ConfigError(
-            "placement.state_copies: needs FP32 master weights and torch's AdamW, whose update another rank can "
-            f"repeat; {master.name} has {master.tensor.dtype} and optimizer state {sorted(master.state)}"
+            "placement.state_copies needs FP32 master weights and torch's AdamW, because other ranks repeat the "
+            f"update; {master.name} has type {master.tensor.dtype} and optimizer state {sorted(master.state)}: set "
+            "placement.state_copies=null"
         )
     return {"name": master.name, "shape": list(master.tensor.shape), "weight_decay": master.weight_decay}
 
@@ -174,7 +176,7 @@ def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: Optim
         eps=config.adam_eps,
     )
     for parameter in parameters:
-        # Made here, not by the first step: moments and step count of the owner are received into them.
+        # Allocated before the first step, because the moments and step counts of the owner are received into them.
         zeros = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
     return Kept(owner=owner, names=[item["name"] for item in described], parameters=parameters, optimizer=optimizer)

@@ -1,1 +1,1 @@
-"""Messages between pipeline stages: logged during training, read in a replay."""
+"""Messages between pipeline stages. They are logged during training, and a replay reads them from the log."""

@@ -1,4 +1,4 @@
-"""Pipeline boundaries of one rank; the log of their messages outlives the process groups."""
+"""Connects the upstream log of a rank to the communicator of the current process groups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 
 class Boundaries:
-    """Connects a rank to the adjacent stages."""
+    """Connection of a rank to the adjacent pipeline stages. The log survives when the process groups are replaced."""
 
     def __init__(self) -> None:
         self._log: UpstreamLog | None = None
@@ -20,7 +20,7 @@ class Boundaries:
 
     @property
     def log(self) -> UpstreamLog | None:
-        """Log of sent messages; None if messages are not logged."""
+        """Log of the messages that this rank sends; None if messages are not logged."""
         return self._log
 
     @log.setter
@@ -35,12 +35,12 @@ class Boundaries:
         return self._communicator
 
     def release(self) -> None:
-        """Release the group."""
+        """Release the communicator, so that its process group can be destroyed. The log stays."""
         self._communicator = None
 
     @contextmanager
     def logging(self, iteration: int, generation: int) -> Iterator[None]:
-        """Log messages that are sent in this context as messages of ``iteration``."""
+        """Log all messages that are sent in this context as messages of ``iteration`` in ``generation``."""
         log = self._log
         if log is None:
             yield
@@ -48,7 +48,7 @@ class Boundaries:
         log.begin(iteration, generation)
         try:
             yield
-            # Not in ``finally``: an iteration that broke has not sent everything, and is left out of the log.
+            # Not in ``finally``, because a failed iteration has not sent all messages and must not be logged.
             log.end()
         finally:
             log.abandon()

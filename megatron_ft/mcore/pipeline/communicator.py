@@ -1,7 +1,7 @@
-"""A ``P2PCommunicator`` that logs what it sends, and one that reads the logs of other ranks.
+"""``P2PCommunicator`` classes that log sent messages, and that receive logged messages of other ranks.
 
-Both override the one method that all of Megatron's send and receive methods call, so they support 1F1B and interleaved
-schedules.
+Both override only ``_communicate``, which all send and receive methods of Megatron's class call. So they support both
+1F1B and interleaved schedules.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,13 @@ from megatron_ft.planning.pipeline import Direction
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
-"""Tags of messages with logged tensors; Megatron's own have none."""
+"""Tags of messages with logged tensors. Megatron's own messages have no tags."""
 
 
 def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
-    """Choose group and tag of logged tensors that are sent in ``direction``.
-
-    NCCL has no tags: messages between two ranks of a group are delivered in the order in which both request them. If a
-    pipeline has two stages and several chunks, both directions come from the same rank, so each has its own group.
-    """
+    """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
+    matches the sends and receives between two ranks of a group in their order. With two pipeline stages and several
+    chunks, messages of both directions come from the same rank. So with NCCL each direction uses another group."""
     if dist.get_backend(group) == "gloo":
         return group, TAGS[direction]
     return (group if direction == "forward" else world_group()), 0
@@ -38,10 +36,10 @@ def world_group() -> dist.ProcessGroup:
 
 
 class LoggingCommunicator(StagedCommunicator):
-    """Keeps a copy of every activation and gradient that it sends.
+    """Communicator that logs a copy of every activation and gradient that it sends.
 
     Args:
-        log: None keeps no copies.
+        log: log for the copies; None to log nothing.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig, log: UpstreamLog | None) -> None:
@@ -49,7 +47,7 @@ class LoggingCommunicator(StagedCommunicator):
         self.log = log
 
     def keep(self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None) -> None:
-        """Log a message that is being sent."""
+        """Log the tensors that are about to be sent to the next and to the previous stage; None if nothing is sent."""
         if self.log is not None and to_next is not None:
             self.log.append("forward", to_next)
         if self.log is not None and to_previous is not None:
@@ -58,7 +56,7 @@ class LoggingCommunicator(StagedCommunicator):
     def _communicate(
         self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **others: Any
     ) -> Received:
-        # First: once an output is sent, the schedule may free its memory (``deallocate_pipeline_outputs``).
+        # Logged before the send, after which the schedule may free the tensor (``deallocate_pipeline_outputs``).
         self.keep(tensor_send_next, tensor_send_prev)
         received: Received = super()._communicate(
             tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **others
@@ -68,17 +66,17 @@ class LoggingCommunicator(StagedCommunicator):
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A message that is complete."""
+    """Request of a message that is complete, because it was not sent."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class ReplayCommunicator(LoggingCommunicator):
-    """Communicator of a rank whose stage replays: logs replace neighbours that do not replay.
+    """Communicator of a rank whose stage replays.
 
-    Messages to and from neighbours that also replay are sent as usual. Messages to the others are logged again and
-    dropped; messages from them come from their logs, in the order in which they were sent.
+    Messages to and from adjacent stages that also replay are sent as usual. A stage that does not replay sends the
+    messages in its log, in their original order. Messages to such a stage are logged again but not sent.
 
     Args:
         replays_previous: whether the previous stage also replays.
@@ -97,7 +95,7 @@ class ReplayCommunicator(LoggingCommunicator):
         super().__init__(pp_group, config, log)
         self._replays_previous, self._replays_next = replays_previous, replays_next
         self.num_bytes = 0
-        """Bytes received from logs."""
+        """Number of bytes received from logs of other ranks."""
 
     def _communicate(
         self,
@@ -110,7 +108,7 @@ class ReplayCommunicator(LoggingCommunicator):
         wait_on_reqs: bool = True,
     ) -> Received:
         self.keep(tensor_send_next, tensor_send_prev)
-        # Not ``super()``, which would log a second time. Healthy neighbours have received these messages already.
+        # Not ``super()``, which would log a second time. Stages that do not replay have received these messages before.
         from_previous, from_next, requests = StagedCommunicator._communicate(
             self,
             tensor_send_next=tensor_send_next if self._replays_next else None,
@@ -124,7 +122,7 @@ class ReplayCommunicator(LoggingCommunicator):
             from_previous = self._from_log("forward", self.prev_rank, tensor_shape)
         if recv_next and not self._replays_next:
             from_next = self._from_log("backward", self.next_rank, tensor_shape)
-        # The interleaved schedule waits for each message by name, also for one that did not travel.
+        # The interleaved schedule waits for the request of each message, even if the message was not sent.
         if isinstance(requests, dict):
             wanted = {
                 "send_next": tensor_send_next is not None,
@@ -139,7 +137,7 @@ class ReplayCommunicator(LoggingCommunicator):
         dtype = self.config.pipeline_dtype
         tensor = torch.empty(shape, requires_grad=True, device=current_device(), dtype=dtype)
         received = torch.empty(shape, dtype=dtype) if self.is_staged else tensor.data
-        # The log is sent in the order of the schedule, and the same schedule asks here: no key has to travel.
+        # Sender and receiver follow the same schedule, so messages come in the right order and need no key.
         group, tag = route(self.pp_group, direction)
         dist.recv(received, src=rank, group=group, tag=tag)
         if self.is_staged:
@@ -151,13 +149,12 @@ class ReplayCommunicator(LoggingCommunicator):
 def serve(
     log: UpstreamLog, group: dist.ProcessGroup, direction: Direction, rank: int, iterations: range
 ) -> tuple[list[Any], int]:
-    """Begin to send the logged messages of ``iterations`` in ``direction`` to the neighbour ``rank``, in the same
-    order.
+    """Begin to send the logged messages of ``iterations`` in ``direction`` to ``rank`` of an adjacent stage, in order.
 
-    The log is in host memory. NCCL sends from the device, so there the messages have a copy until they are sent.
+    The log is in host memory. NCCL sends from the device, so with NCCL each message is copied to the device first.
 
     Returns:
-        Requests to wait for, and the bytes.
+        The requests to wait for, and the number of bytes.
 
     Raises:
         RecoveryError: an iteration is not logged.
@@ -165,7 +162,7 @@ def serve(
     requests, num_bytes = [], 0
     route_group, tag = route(group, direction)
     is_on_host = dist.get_backend(group) == "gloo"
-    # All are begun before the first is awaited: this rank has collectives of its own to reach meanwhile.
+    # This function waits for no request, because this rank must meanwhile take part in other collectives.
     for iteration in iterations:
         for _, tensor in log.entries(iteration, direction):
             sent = tensor if is_on_host else tensor.to(current_device(), non_blocking=True)

@@ -1,6 +1,6 @@
-"""``P2PCommunicator`` for gloo on CUDA: messages go through host memory.
+"""A ``P2PCommunicator`` that copies messages through host memory, for gloo on CUDA.
 
-gloo's collectives accept tensors of a GPU. Its sends and receives do not: they pass the address to a socket.
+Collectives of gloo accept tensors on a GPU. Its sends and receives do not, because they pass the address to a socket.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
-"""(received from the previous rank, received from the next one, requests to wait for)."""
+"""(tensor from the previous stage, tensor from the next stage, requests to wait for)."""
 
 
 def current_device() -> torch.device:
@@ -30,7 +30,7 @@ def sends_host_memory_only(group: dist.ProcessGroup) -> bool:
 
 @dataclass
 class _Transfer:
-    """One message: its request, its copy in host memory and, if it is received, its target tensor."""
+    """One message that goes through host memory. ``target`` is the device tensor of a received message."""
 
     request: Any
     host: torch.Tensor
@@ -38,7 +38,7 @@ class _Transfer:
     _is_done: bool = field(default=False, init=False)
 
     def wait(self) -> None:
-        """Wait until the message is sent, or is in the target."""
+        """Wait until the message is sent, or received and copied to ``target``."""
         if self._is_done:
             return
         self.request.wait()
@@ -48,7 +48,8 @@ class _Transfer:
 
 
 class StagedCommunicator(P2PCommunicator):
-    """Megatron's own communicator if the group can send from the device; otherwise it copies messages."""
+    """Works like Megatron's communicator if the group can send from the device. Otherwise copies messages through host
+    memory."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
         super().__init__(pp_group, config)
@@ -64,10 +65,10 @@ class StagedCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Received:
-        # Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is the shape of all received tensors.
+        # Has the arguments and results of ``P2PCommunicator._communicate``. All received tensors have ``tensor_shape``.
         if not self.is_staged:
-            # Interleaved schedules free an output before its send is done, by setting its ``.data``: the request holds
-            # another tensor of the same memory, which stays until then.
+            # Interleaved schedules set the ``.data`` of an output before its send has ended. The request references the
+            # detached tensor, which keeps the memory allocated until the end of the send.
             received: Received = super()._communicate(
                 tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
                 tensor_send_prev=tensor_send_prev,
@@ -83,12 +84,12 @@ class StagedCommunicator(P2PCommunicator):
         targets: dict[str, torch.Tensor] = {}
         for name, sent in (("send_prev", tensor_send_prev), ("send_next", tensor_send_next)):
             if sent is not None:
-                hosts[name] = sent.detach().cpu()  # returns when the computation of the message is done
+                hosts[name] = sent.detach().cpu()  # waits until the tensor is computed
         for name, is_wanted in (("recv_prev", recv_prev), ("recv_next", recv_next)):
             if is_wanted:
                 hosts[name] = torch.empty(tensor_shape, dtype=dtype)
                 targets[name] = torch.empty(tensor_shape, dtype=dtype, device=device, requires_grad=True)
-        # One by one whatever config.batch_p2p_comm says: gloo does not support batches.
+        # Never batched, regardless of ``config.batch_p2p_comm``, because gloo does not support batches.
         requests: Mapping[str, Any] = p2p_communication._p2p_ops(
             tensor_send_prev=hosts.get("send_prev"),
             tensor_recv_prev=hosts.get("recv_prev"),

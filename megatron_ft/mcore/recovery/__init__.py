@@ -1,1 +1,1 @@
-"""Recovery of a rank: from one membership to the next, and from stored state at a start."""
+"""Continues training in the next membership after a failure, and selects the state from which a run starts."""

@@ -1,4 +1,4 @@
-"""Trains through all memberships of a run: waits for the next one, reconfigures, drains leaving nodes."""
+"""Runs a rank through all memberships of a run, and handles failures and planned changes of nodes."""
 
 import traceback
 
@@ -15,18 +15,20 @@ from megatron_ft.runtime.transport import waits
 
 
 def run_memberships(trainer: Trainer) -> None:
-    """Train to the end of the run, or until this rank leaves permanently; then release all resources.
+    """Train to the end of the run, or until this rank leaves permanently. Then release all resources.
 
     Args:
-        trainer: built; that of a joining rank is not, and waits for its first membership.
+        trainer: a built trainer, or on a joining rank a trainer that is not built.
 
     Raises:
-        MegatronFtError: as ``Trainer.run``. RecoveryError: the survivors of a loss lack state. ControlError: the job
-            ends. ConfigError: this run cannot lose nodes.
+        RecoveryError: the ranks that survived a loss do not have all state.
+        ControlError: the job ends.
+        ConfigError: nodes cannot be lost with this device.
+        MegatronFtError: any error of ``Trainer.run``.
     """
     _check(trainer)
     worker = trainer.context.worker
-    # All groups of such a job use gloo: ``_check`` has refused other devices.
+    # ``waits`` needs that all groups use gloo. ``_check`` has made sure of this.
     if worker.can_survive:
         waits.install()
     if trainer.context.is_joining:
@@ -47,38 +49,31 @@ def run_memberships(trainer: Trainer) -> None:
 
 
 def _check(trainer: Trainer) -> None:
-    """Refuse a device on which ranks cannot be lost.
-
-    Raises:
-        ConfigError: connections of this device cannot be broken.
-    """
+    """Raise ConfigError if the job may lose nodes and ranks cannot be lost with this device."""
     if trainer.device.type != "cpu" and trainer.job.may_lose_nodes:
         raise ConfigError(
-            f"{trainer.job.why_nodes_change}: must not be set with training.device={trainer.device.type}: only ranks "
-            "on gloo (CPU) can be lost in this version"
+            f"{trainer.job.why_nodes_change} cannot be used with training.device={trainer.device.type}: in this "
+            "version, only jobs on CPUs can lose ranks; set training.device=cpu"
         )
 
 
 def leave(trainer: Trainer) -> None:
-    """Release all resources; other ranks may have left already."""
+    """Release all resources without communication, because other ranks may have left already."""
     trainer.teardown()
     dissolve_groups()
 
 
 def _attempt(trainer: Trainer) -> str | None:
-    """Train in the present membership; return the traceback of the error that broke it.
-
-    The exception itself is not kept, because its frames refer to process groups that must be destroyed.
-    """
+    """Train in the current membership. Return the traceback of the error that ended it, or None if it ended as planned.
+    The exception itself is not returned, because its frames reference process groups that must be destroyed."""
     try:
-        # One rank that has abandoned a save is enough: saving is collective.
+        # If any rank has abandoned a save, all ranks save, because saving is collective.
         if trainer.context.generation > 0 and trainer.collectives.any(trainer.is_save_due):
             trainer.save()
-            # Only now: where ranks are lost before the save has begun, it is due in the next membership. One that has
-            # begun is abandoned like any other.
+            # Reset only here: if ranks are lost before the save has begun, it is still due in the next membership.
             trainer.is_save_due = False
         trainer.run()
-    except RuntimeError:  # of a collective, of a kernel: errors of this project's own are meant for everybody
+    except RuntimeError:  # of a collective or a kernel; errors of this project end the job
         if not trainer.context.worker.can_survive:
             raise
         return traceback.format_exc()
@@ -86,7 +81,7 @@ def _attempt(trainer: Trainer) -> str | None:
 
 
 def _survive(trainer: Trainer, failure: str) -> NextMembership:
-    # First: others may wait for this rank in a collective, and report their positions only once they have left it.
+    # First, because other ranks may wait for this rank in a collective, and can report positions only after that.
     trainer.hang_up("an iteration failed on this rank")
     try:
         position = position_of(trainer.engine, trainer.context.rank)
@@ -96,13 +91,13 @@ def _survive(trainer: Trainer, failure: str) -> NextMembership:
 
 
 def _planned(trainer: Trainer) -> NextMembership | None:
-    # Return the membership that begins at this boundary because nodes join or leave; None if this rank's node leaves.
-    # If a rank dies meanwhile, return the membership after that loss.
+    # Returns the membership that begins after this iteration because nodes join or leave; None if this rank's node
+    # leaves. If a rank is lost meanwhile, returns the membership after that loss.
     worker, failure = trainer.context.worker, None
     try:
         trainer.checkpoints.finish()
         drain_experts(trainer, worker.awaited_change().leaving)
-    except RuntimeError:  # of a collective: errors of this project's own are meant for everybody
+    except RuntimeError:  # of a collective; errors of this project end the job
         failure = traceback.format_exc()
     if failure is not None:
         return _survive(trainer, failure)
@@ -110,27 +105,25 @@ def _planned(trainer: Trainer) -> NextMembership | None:
 
 
 def _form(trainer: Trainer, following: NextMembership) -> None:
-    """Continue in ``following``, or, if ranks are lost while it is formed, in the first later membership that can be
-    formed.
-
-    Raises:
-        RankLost: this process lacks memory, or an import failed; the others can continue without it.
-    """
+    """Continue in the membership ``following``. If ranks are lost while it is formed, continue in the next membership
+    that can be formed. Raise RankLost if this process has too little memory, or if an import failed."""
     while True:
         try:
             return reconfigure(trainer, following)
-        # A RuntimeError is a collective's, as in ``_attempt``, unless ``_is_own``.
+        # As in ``_attempt``, a RuntimeError comes from a collective, unless ``_is_own`` returns true.
         except (RuntimeError, ImportError, MemoryError) as error:
             if not trainer.context.worker.can_survive:
                 raise
             if _is_own(error):
-                raise RankLost(f"this rank cannot join generation {following.generation}: {error!r}") from error
-            # It failed while it took out its state, before it entered ``following``: it has nothing sound to continue.
+                raise RankLost(
+                    f"rank {trainer.context.rank} cannot continue in generation {following.generation}: {error!r}"
+                ) from error
+            # This rank failed before it entered ``following``, while it copied its state, so its state is unusable.
             if trainer.context.generation != following.generation:
                 raise
             failure = traceback.format_exc()
         trainer.hang_up("this generation could not be formed")
-        # Nothing was committed in this membership: the rank is where it began, without a vote of its own.
+        # This membership has committed nothing, so the rank is still at the target, and has no vote.
         position = Position(
             rank=trainer.context.rank,
             generation=following.generation,
@@ -143,6 +136,6 @@ def _form(trainer: Trainer, following: NextMembership) -> None:
 
 
 def _is_own(error: BaseException) -> bool:
-    # Whether an error is caused by this process alone; a broken collective never raises it.
-    is_refused = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # torch's, on CPUs
+    # Returns whether only this process has caused the error. A failed collective never raises these errors.
+    is_refused = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # torch on CPUs
     return is_refused or isinstance(error, ImportError | MemoryError)

@@ -1,9 +1,9 @@
-"""Recovery with the same layout: stages that lack a rank's state replay, the others send logged messages and wait.
+"""Recovers with the same layout: pipeline stages that lost a rank's state replay, and all other stages wait.
 
-The plan comes from ``planning/recovery/localized.py``. A healthy stage restores the state that it carried and computes
-nothing. A region of stages loads the newest committed window and runs the later iterations again. Inside the region,
-ranks communicate as usual; at its edges they read the logs of the neighbours. Ranks of the region that had the state
-after the target compare it with the result of the replay, so a recovery that differs is detected.
+``planning/recovery/localized.py`` makes the plan. A stage that did not lose state restores its own state and computes
+nothing. Adjacent stages that replay are a region. They load the newest committed window and run the later iterations
+again. Ranks inside a region communicate as usual. From stages outside, they receive logged messages. Ranks of a region
+that still have their state compare it with the result of the replay, to detect a wrong recovery.
 """
 
 import time
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Groups, target: int) -> None:
-    """Bring every rank to the state of the target; collective.
+    """Give every rank the state after the iteration ``target``. All ranks must call this.
 
     Args:
-        carried: this rank's state; None on a rank without state.
-        target: iteration after which the membership begins. The state is that of the target or, if the iteration after
-            it stops the run, of that one.
+        carried: this rank's state from the previous membership; None on a rank without state.
+        target: iteration after which the membership begins. If a policy has stopped the run at this iteration, the
+            state before it is restored.
 
     Raises:
-        RecoveryError: this strategy cannot recover, or a replay gave another result.
+        RecoveryError: this strategy cannot recover the state, or a replay had another result than the lost state.
     """
     trainer.use(groups)
     plan, standings = _decide(trainer, carried, groups)
@@ -62,7 +62,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     kept = _recover(trainer, carried, plan, standings, client, votes, window_plan)
     assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
     engine.newest_vote = state.newest_vote
-    # A save or an evaluation that was due may be done on some ranks only: each keeps what it has done.
+    # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.
     trainer.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
     set_position(engine.scheduler, plan.target * trainer.config.training.global_batch_size)
     if carried is not None:
@@ -70,7 +70,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     resumed = None if kept is None or window_plan is None else (kept, window_plan)
     trainer.snapshots = take_snapshots(trainer, client, resumed)
     vote = votes.get(plan.target)
-    # The recovery has dropped the window in progress: without this, the next failure would go back as far again.
+    # The window in progress is lost. Without a new window, the next recovery would have to replay as many iterations.
     if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
         trainer.snapshots.capture_whole(vote)
     trainer.membership_start = MembershipStart(iteration=target, carried=carried or Carried.of(trainer))
@@ -92,7 +92,7 @@ def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tupl
     plan = plan_localized(standings, num_stages=pp.size(), is_ring=is_ring)
     if isinstance(plan, Declined):
         raise RecoveryError(
-            f"generation {trainer.context.generation} cannot recover by localized replay: {plan.summary()}"
+            f"generation {trainer.context.generation} cannot recover with a localized replay: {plan.summary()}"
         )
     return plan, standings
 
@@ -100,12 +100,10 @@ def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tupl
 def _share(
     trainer: "Trainer", carried: Carried | None, plan: LocalizedPlan, standings: Sequence[Standing]
 ) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
-    """Broadcast state besides tensors, the logged votes and the plan of windows (None before the first); collective.
-
-    The sender is ``LocalizedPlan.voter``. Others use only the part of the state that is the same on every rank: a
-    replay computes buffers and generators.
-    """
-    # The same choice on every rank, from the same reports.
+    """Broadcast the state besides tensors, the logged votes and the plan of windows from ``LocalizedPlan.voter``.
+    Return these three; the plan is None before the first plan. All ranks must call this. The state has no random number
+    generators, which each rank restores from its own state or computes in the replay."""
+    # All ranks have the same standings, so they choose the same sender.
     first = plan.voter(standings)
     log, mine = trainer.engine.boundaries.log, None
     if carried is not None:
@@ -129,7 +127,8 @@ def _recover(
     votes: dict[int, Vote],
     window_plan: WindowPlan | None,
 ) -> StoredWindow | None:
-    # Bring this rank to the target and report its part; return the window to which it could return from there.
+    # Gives this rank the state after the target, and reports its part of the recovery. Returns the committed window, to
+    # be kept until the next window is committed.
     engine, pp = trainer.engine, trainer.engine.pg.pp
     began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
     requests: list[Any] = []
@@ -139,7 +138,7 @@ def _recover(
         circle = form_region_groups(trainer, plan, [standing.stage for standing in standings])
         if region is None or circle is None:
             assert carried is not None, "a rank outside the replaying regions has no state"
-            # Sending begins before this rank restores its own state: the region waits for the first message.
+            # Sending begins before this rank restores its own state, because the region waits for the messages.
             requests, num_bytes = _serve(trainer, plan)
             kept = _put_back(trainer, carried, plan, client)
         else:
@@ -148,11 +147,11 @@ def _recover(
             _compare(trainer, carried)
     except RecoveryError as failure:
         error = str(failure)
-    # Every rank comes here, also one that failed: the others wait for it in this collective.
+    # A rank that has failed also takes part in this collective. Otherwise the other ranks would wait for it.
     error = trainer.collectives.errors(error)
     if error is not None:
         raise RecoveryError(f"generation {trainer.context.generation}: the localized replay failed: {error}")
-    # The sends read the log's own memory: training must not log over it before they are done.
+    # The sends read the memory of the log, which training must not overwrite before they have ended.
     for request in requests:
         request.wait()
     is_healthy = region is None
@@ -179,7 +178,7 @@ def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
     requests, num_bytes = [], 0
     for direction, _ in plan.serves(engine.pg.pp.rank()):
         log = engine.boundaries.log
-        assert log is not None, "a rank that serves its upstream log has none"
+        assert log is not None, "this rank must send its upstream log, but has none"
         rank = engine.p2p.next_rank if direction == "forward" else engine.p2p.prev_rank
         begun, size = serve(log, engine.pg.pp, direction, rank, plan.iterations)
         requests += begun
@@ -191,7 +190,7 @@ def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client:
     engine = trainer.engine
     put_state(engine.model_chunks, engine.optimizer, carried.state)
     engine.restore(carried.host)
-    # An iteration that was finished on the way out has updated this rank's shard of the parameters only.
+    # If an iteration was finished after the failure, only this rank's shard of the parameters is updated.
     commit.gather(engine.optimizer, engine.model_chunks)
     if plan.window is None:
         return None
@@ -199,29 +198,27 @@ def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client:
     for found in client.inventory(trainer.context.rank):
         if found.where == "own" and found.complete and found.key == key:
             return found
-    # The window is with peers only: nothing of this rank's memory has to be kept for it.
+    # Only peer nodes have this rank's part of the window, so no buffer of this node has to be kept for it.
     return StoredWindow(
         start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
     )
 
 
 def _compare(trainer: "Trainer", carried: Carried | None) -> None:
-    """Compare the replayed state with the previous state of this rank.
-
-    Raises:
-        RecoveryError: they differ.
-    """
+    """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
+    failure."""
     if carried is None:
         return
     now = take_state(trainer.engine.model_chunks, trainer.engine.optimizer)
-    # An iteration that was finished alone has updated this rank's shard only: its other weights are of the one before.
+    # Weights outside this rank's shard are not compared if they are not updated; see ``Carried.has_whole_weights``.
     names = [name for name in now if "/" in name or carried.has_whole_weights]
     other = [name for name in names if not _same_bits(now[name], carried.state[name])]
     other += trainer.engine.train_state().differences(carried.host)
     if other:
         rank, shown = trainer.context.rank, ", ".join(other[:3])
         raise RecoveryError(
-            f"rank {rank}: the replay gave another state than before the failure: {len(other)} tensors differ: {shown}"
+            f"rank {rank}: the replay computed another state than before the failure; number of values that differ: "
+            f"{len(other)}, for example {shown}"
         )
 
 

@@ -1,4 +1,4 @@
-"""A rank's part in the replay of neighbouring pipeline stages, while the other stages wait."""
+"""Replays a region of adjacent pipeline stages, while the other stages wait."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,28 +30,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Result of a region's replay."""
+    """Result of the replay of a region on one rank."""
 
     kept: StoredWindow
+    """The window that was replayed."""
     num_bytes: int
-    """Bytes received from the logs of neighbouring stages."""
+    """Number of bytes received from the logs of stages outside the region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionGroups:
-    """The ranks of this rank's region: all of them, and those of its own pipeline."""
+    """Process groups of a region for one rank."""
 
     everybody: dist.ProcessGroup
+    """All ranks of the region."""
     line: dist.ProcessGroup
+    """The ranks of the region in the same pipeline as this rank, one per stage."""
 
 
 def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence[int]) -> RegionGroups | None:
-    """Form the process groups of all regions; every rank of the job must call this.
-
-    Returns the groups of this rank's region, or None if this rank's stage does not replay.
+    """Form the process groups of all regions. Every rank of the job must call this.
 
     Args:
         stages: pipeline stage of each rank of the job.
+
+    Returns:
+        The groups of this rank's region; None if this rank's stage does not replay.
     """
     mine: RegionGroups | None = None
     groups, pg, me = trainer.engine.groups, trainer.engine.pg, trainer.context.rank
@@ -59,11 +63,11 @@ def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence
         for region in plan.regions:
             rows = [[rank for rank, stage in enumerate(stages) if stage == of_region] for of_region in region]
             members = sorted(rank for row in rows for rank in row)
-            # All stages replay: the groups of the job serve, and no rank forms any.
+            # If all stages replay, the groups of the job are used, and no group is formed.
             if len(members) == len(stages):
                 return RegionGroups(everybody=groups.vote, line=pg.pp)
             everybody = _add(trainer, members)
-            # One stage needs a group of this rank alone in place of ``pp``: where the layout has one, none is formed.
+            # The pipeline of a region of one stage is a group of only this rank. An existing group is used if possible.
             alone = next((group for group in (pg.cp, pg.tp) if len(region) == 1 and group.size() == 1), None)
             lines = [] if alone is not None else [_add(trainer, line) for line in zip(*rows, strict=True)]
             line = next((found for found in lines if found is not None), alone)
@@ -75,7 +79,7 @@ def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence
 
 @contextmanager
 def _breakable(trainer: "Trainer") -> Iterator[None]:
-    # Let a lost rank abort the formation of groups as it aborts collectives.
+    # The loss of a rank must end the formation of groups, as it ends collectives.
     groups, opening = trainer.engine.groups, Opening()
 
     def hang_up(reason: str) -> None:
@@ -96,7 +100,7 @@ def _add(trainer: "Trainer", ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 class Region:
-    """The replay of ``stages``; all methods are collective over their ranks."""
+    """The replay of one region, the pipeline stages ``stages``. All ranks of the region must make the same calls."""
 
     def __init__(
         self, trainer: "Trainer", plan: LocalizedPlan, stages: Sequence[int], circle: RegionGroups, client: KeeperClient
@@ -110,18 +114,19 @@ class Region:
         self._collectives = Collectives(circle.everybody)
 
     def replay(self, votes: Mapping[int, Vote], plan: WindowPlan | None) -> Replayed:
-        """Replay from the committed window to the target.
+        """Load the newest committed window, and replay the iterations up to the target.
 
         Args:
             votes: votes of the iterations after the window.
-            plan: plan of the windows that are captured from now on.
+            plan: plan of the windows that are captured after the recovery.
 
         Raises:
-            RecoveryError: the window is missing or does not fit; the same on all ranks of the region.
+            RecoveryError: the window is missing or does not match this job, on all ranks of the region; or a replayed
+                iteration differs from its vote.
         """
         engine = self._engine
         window = self._find()
-        # The replay logs again what it sends, for the next failure: there must be room before it starts.
+        # The replay logs the messages that it sends, for the next failure. So the log must be large enough before it.
         for needed in (window.plan_in_force, plan or window.plan_in_force):
             keep_room(self._trainer, needed)
         replay = window.replay_plan(until=self._plan.target, votes=votes)
@@ -137,7 +142,7 @@ class Region:
         window = restorer.find(None, only=kept)
         if window is None:
             reasons = "; ".join(restorer.chosen.declined) or "no rank has this window"
-            raise RecoveryError(f"window of iteration {kept.start_iteration}: {reasons}")
+            raise RecoveryError(f"cannot load the committed window of iteration {kept.start_iteration}: {reasons}")
         return window
 
     @contextmanager
@@ -164,10 +169,11 @@ class Region:
         is_last_here = self._plan.num_stages - 1 in self._stages
 
         def finalize_alone(model: Any, num_tokens: torch.Tensor | None, *, pg_collection: Any, **others: Any) -> None:
-            # Megatron broadcasts the count from the last rank of ``pp``: here another stage, which sees no labels.
+            # Megatron broadcasts the number of tokens from the last rank of ``pp``. In a region without the last stage,
+            # this rank has no labels, so the number is computed.
             if num_tokens is not None and not is_last_here:
                 num_tokens.fill_(self._num_own_tokens())
-            # A copy: the schedule still uses the group of the whole pipeline.
+            # Copied, because the schedule still uses the group of the whole pipeline.
             scoped = copy.copy(pg_collection)
             scoped.pp = self._line
             finalize(model, num_tokens, pg_collection=scoped, **others)

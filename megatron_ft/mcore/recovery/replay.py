@@ -1,4 +1,4 @@
-"""Loads captured slices into an engine and runs logged iterations again with the same bits."""
+"""Loads captured slices into an engine, and runs logged iterations again with the same bits."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,11 +39,9 @@ def parameters_of(
 def frozen(
     model_chunks: Sequence[torch.nn.Module], parameters: Collection[torch.nn.Parameter]
 ) -> Iterator[Callable[[], None]]:
-    """Compute no gradients for ``parameters`` until the yielded function is called, or until the block ends.
-
-    The caller calls the function after backward and before gradients are reduced. Megatron's linear layers read
-    ``requires_grad`` of their weight, and reduce input gradients in the same way without it.
-    """
+    """Compute no gradients for ``parameters`` until the yielded function is called, or until the block ends. The caller
+    must call the function after backward and before gradients are reduced. Input gradients do not change, because
+    Megatron's linear layers only skip the gradient of a weight without ``requires_grad``."""
     taken = [parameter for parameter in parameters if parameter.requires_grad]
     hooks = [_keep_gradients_flowing(chunk) for chunk in model_chunks if hasattr(unwrap(chunk), "embedding")]
 
@@ -62,7 +60,7 @@ def frozen(
 
 
 def _keep_gradients_flowing(chunk: torch.nn.Module) -> Any:
-    # Let layers above a frozen embedding compute input gradients as before, because recomputation requires them.
+    # The output of a frozen embedding must require gradients, because activation recomputation needs input gradients.
 
     def require_gradient(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() else output
@@ -72,8 +70,8 @@ def _keep_gradients_flowing(chunk: torch.nn.Module) -> Any:
 
 @contextmanager
 def synchronous_reduction(model_chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[None]:
-    """Reduce gradients after the last backward, bucket by bucket, because a frozen parameter never reports that it is
-    ready."""
+    """Reduce gradients after the last backward pass, not during it. An overlapped reduction waits until all parameters
+    of a bucket have gradients, but frozen parameters get none."""
     ddp_configs = [chunk.ddp_config for chunk in model_chunks]
     overlapped = [ddp_config.overlap_grad_reduce for ddp_config in ddp_configs]
     grad_sync_func = config.grad_sync_func
@@ -89,30 +87,31 @@ def synchronous_reduction(model_chunks: Sequence[torch.nn.Module], config: Any) 
 
 
 _OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELDS)
-"""Fields of a vote that describe the job at that time, not the iteration."""
+"""Fields of a vote that a replay does not compare, because they do not depend on the computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedSlice:
-    """A slice as this rank captured it: bytes and, with slice 0, the record of a ``TrainState``."""
+    """A slice that this rank captured."""
 
     payload: Payload
     train_state: Mapping[str, Any] | None = None
+    """``TrainState.to_json`` of this rank; only with slice 0."""
 
 
 class Replayer:
-    """Implements ``ReplayEngine`` of ``runtime.engine`` for a built engine and a window. Collective over the ranks of
-    ``collectives``, all of the job or all of a few pipeline stages.
+    """Implements ``runtime.engine.ReplayEngine`` for a built engine and a window.
 
-    Copies of optimizer state on other ranks (``TrainingEngine.keep_copies``) are not updated in a replay: the caller
-    makes them again when the state is dense.
+    All ranks that replay, either the whole job or some pipeline stages, must make the same calls. A replay does not
+    update copies of optimizer state on other ranks: the caller must call ``TrainingEngine.keep_copies`` after it.
 
     Args:
-        view: view of the engine's present model and optimizer.
-        slices: slices of this rank, in the window's order.
-        skip_frozen: skip weight gradients of frozen operators; the result does not depend on it.
-        collectives: collectives of the ranks that replay; None for all of the job. Values that only a part of the job
-            computes differ from those of the vote and are not compared with it.
+        view: view of the current model and optimizer of ``engine``.
+        window: plan of the window.
+        slices: slices of this rank, in the order of the window.
+        skip_frozen: whether to skip the weight gradients of frozen operators. The result does not depend on this.
+        collectives: collectives of the ranks that replay; None for the whole job. Only a replay of the whole job
+            compares its results with the logged votes.
     """
 
     def __init__(
@@ -134,24 +133,24 @@ class Replayer:
         self._is_whole = self._collectives.num_ranks == engine.groups.vote.size()
 
     def load(self, index: int) -> None:
-        """Restore slice ``index`` on every rank that holds any of it; with slice 0 its ``TrainState``.
+        """Restore slice ``index`` on every rank that has any of its elements. Slice 0 also restores the ``TrainState``.
 
         Raises:
             RecoveryError: the captured bytes or the ``TrainState`` belong to another layout.
         """
         captured = self._slices[index]
         self._view.restore(self._window, index, captured.payload)
-        # Later slices bring tensors only: generators, buffers and history have been computed by the replay since.
+        # Later slices contain only tensors, because the replay has computed the rest of the state by then.
         if index == 0:
             error = self._collectives.errors(self._restore(captured.train_state))
             if error is not None:
                 raise RecoveryError(error)
 
     def replay(self, vote: Vote, operators: Collection[OperatorId]) -> None:
-        """Run the iteration of ``vote`` again with ``operators`` frozen, and carry out its decision.
+        """Run the iteration of ``vote`` again, and commit or skip it as before. Do not update ``operators``.
 
         Raises:
-            RecoveryError: the iteration is not the next one, or its results differ from ``vote``.
+            RecoveryError: the iteration is not the next one, it stopped the run, or its results differ from ``vote``.
         """
         engine = self._engine
         if vote.iteration != engine.iteration + 1:
@@ -175,7 +174,7 @@ class Replayer:
         engine.finish(vote, decision)
 
     def _restore(self, record: Mapping[str, Any] | None) -> str | None:
-        # Restore this rank's state besides tensors; return the error, which the other ranks do not see.
+        # Restores this rank's state besides tensors. Returns the error, which may concern only this rank.
         if record is None:
             return "slice 0 has no train state: random numbers, buffers and history are missing"
         try:
@@ -194,7 +193,7 @@ class Replayer:
         with synchronous_reduction(engine.model_chunks, config), frozen(engine.model_chunks, skipped) as thaw:
 
             def thaw_and_finalize(*args: Any, **kwargs: Any) -> None:
-                # In the buckets frozen parameters keep their place, with zeros: the order of sums depends on it.
+                # Frozen parameters stay in the gradient buckets, with zeros, so that the order of sums does not change.
                 thaw()
                 finalize(*args, **kwargs)
 
@@ -208,21 +207,23 @@ class Replayer:
         return engine.ballot(reports, loss_scale=loss_scale, found_inf=vote.found_inf, grad_norm=vote.grad_norm)
 
     def _compare(self, logged: Vote, mine: Ballot) -> None:
-        # Compare the results with the log on every rank, so that a recovery that differs is detected.
+        # Every rank compares the results with the logged vote, so that a wrong recovery is detected.
         ballots = [Ballot(**record) for record in self._collectives.gather(asdict(mine))]
         before, now = logged.to_record(), self._engine.tally(ballots).to_record()
-        # As text: NaN is what it is, and equal digits are equal bits.
+        # Compared as texts: NaN equals NaN, and numbers with the same digits have the same bits.
         changed = [name for name in before if name not in _OF_THE_JOB and repr(before[name]) != repr(now[name])]
         if changed:
             what = ", ".join(f"{name}={now[name]!r}, not {before[name]!r}" for name in changed)
-            raise RecoveryError(f"the replay of iteration {logged.iteration} gave other results than the log: {what}")
+            raise RecoveryError(
+                f"the replay of iteration {logged.iteration} had other results than the logged vote: {what}"
+            )
 
 
 def open_replay(engine: TrainingEngine, window: LocalWindow, collectives: Collectives) -> Replayer:
-    """Open the replay of ``window`` in ``engine``; collective over the ranks of ``collectives``.
+    """Create the ``Replayer`` of ``window`` for ``engine``. All ranks of ``collectives`` must call this.
 
     Raises:
-        RecoveryError: it was captured with other element ranges.
+        RecoveryError: the window was captured with other element ranges.
     """
     config = engine.config
     view = OperatorView(

@@ -1,8 +1,8 @@
-"""Moves to the next membership in the same processes: extracts state, forms groups again, restores state.
+"""Forms the process groups of the next membership in the same processes, and restores state from expert replicas.
 
-Experts of lost ranks come from their copies on the ranks that stay; all other state is complete on each of these ranks.
-Each rank keeps its own random generators. Joining ranks, which have no state, join the same groups and receive all of
-it.
+Experts of lost ranks have replicas on the remaining ranks. Each of these ranks also has all non-expert state, and keeps
+its own random number generators. Joining ranks have no state, and receive all of it. Jobs with ``recovery.keep_layout``
+restore state with ``localized.py`` instead.
 """
 
 import time
@@ -41,23 +41,23 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 
 def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> None:
-    """Continue ``trainer`` as a rank of ``following``, from the state after its target; collective over its ranks.
+    """Continue ``trainer`` in the membership ``following``, from the state after its target iteration.
 
-    The present groups may be broken, so nothing is sent through them. The trainer of a joining rank has none.
+    All ranks of ``following`` must call this. The current process groups are not used, because they may have failed.
 
     Args:
         store: store of ``following``, if this process has opened it already.
 
     Raises:
-        RecoveryError: no rank has some part of the state, which it names; or ranks would use different placements.
-        DataError: a rank reads other data, and the others cannot survive without it.
-        RuntimeError: the membership was not formed, because ranks were lost or read other data. The carried state is
-            kept.
-        TrainingStopped: the iteration that is finished for the target stops the run.
+        RecoveryError: a part of the state is lost, or ranks have different placements.
+        DataError: a rank reads other data, and the job cannot continue without it.
+        RuntimeError: the membership could not be formed, because ranks were lost or read other data. This rank keeps
+            its state for the next membership.
+        TrainingStopped: a policy stopped the run at the iteration that was in progress.
     """
     began = time.monotonic()
     carried = carry(trainer, following.target)
-    # From here on a failure finds what this rank has carried, however far the membership has come.
+    # Set first, so that this rank still has its state if a later step fails.
     trainer.membership_start = MembershipStart(iteration=following.target.iteration, carried=carried)
     _let_go(trainer)
     trainer.config = trainer.engine.config = config = config_of(trainer.job, following.nodes)
@@ -77,7 +77,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
         recover_localized(trainer, carried, groups, following.target.iteration)
     else:
         if previous[trainer.context.rank] is None:
-            carried = None  # what this rank has is of another membership than what the others continue from
+            carried = None  # this rank does not have the state from which the other ranks continue
         _go_on(trainer, carried, key, previous, groups)
     iteration = trainer.engine.iteration
     trainer.report(
@@ -94,7 +94,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
     )
     if trainer.placement is not None:
         trainer.report_placement("membership")
-    # Rank 0 may have just joined, and know nothing of the finished iteration and of abandoned saves.
+    # Rank 0 may have just joined. Then it has no record of the finished iteration and of abandoned saves.
     trainer.reporting_rank = _first(previous)
     _report_abandoned_saves(trainer)
     if carried is not None and carried.finished is not None:
@@ -104,7 +104,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
 
 
 def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
-    # Form the groups of the membership of ``trainer``; a lost rank aborts this like a collective.
+    # Forms the groups of the new membership. The loss of a rank must end this, as it ends collectives.
     failpoints.hit("reform_join", trainer.engine.iteration)
     opening = Opening()
     trainer.break_with(opening.hang_up)
@@ -124,7 +124,7 @@ def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
 
 
 def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple[list[RankStatus | None], list[str]]:
-    """Gather each rank's status (None for joining ranks) and the fingerprint of its samples."""
+    """Gather the status of each rank, None for a joining rank, and the fingerprint of its samples."""
     mine = None if carried is None else RankStatus.of(carried.holdings).to_json()
     told = Collectives(groups.vote).gather([mine, trainer.samples["train"].fingerprint()])
     present = [None if found is None else RankStatus.from_json(found) for found, _ in told]
@@ -132,7 +132,8 @@ def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple
 
 
 def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previous) -> bool:
-    # Whether the ranks with a holding have every expert; collective. The first of them knows the placement.
+    # Returns whether the ranks with a holding have every expert. The first of these ranks has the placement, and
+    # decides.
     first, missing = _first(previous), None
     if groups.vote.rank() == first:
         placement = _held(carried, key).placement
@@ -141,7 +142,7 @@ def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previ
 
 
 def _held(carried: Carried | None, key: Key) -> Holding:
-    assert carried is not None, "a rank with a holding has no state"
+    assert carried is not None, "a rank without state has no holding"
     return next(held for held in carried.holdings if held.key == key)
 
 
@@ -150,7 +151,7 @@ def _joining(nodes: Sequence[int], previous: Previous) -> tuple[int, ...]:
 
 
 def _let_go(trainer: Trainer) -> None:
-    # Release the present groups and all objects that use them; a joining or broken rank may have none.
+    # Releases the current groups, if there are any, and all objects that use them.
     trainer.placement = None
     if dist.is_initialized():
         trainer.teardown()
@@ -158,11 +159,12 @@ def _let_go(trainer: Trainer) -> None:
 
 
 def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previous, groups: Groups) -> None:
-    """Move missing state, then build and fill model and optimizer.
+    """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
 
     Args:
-        carried: None on a rank that is not in the holding.
-        key: of the holding from which all continue.
+        carried: this rank's state; None on a rank that does not have the holding.
+        key: key of the holding from which all ranks continue.
+        previous: for each rank, its rank in this holding; None if it does not have it.
     """
     host, held, shapes = _in_common(carried, key, previous, groups)
     keeper, migration = _placement(trainer, held, previous)
@@ -179,7 +181,7 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     failpoints.hit("reform_build", engine.iteration)
     engine.build(groups, keeper.replicas())
     put_state(engine.model_chunks, engine.optimizer, state)
-    # Before ``restore``: the state that a joining rank has received holds no generators, and leaves these.
+    # ``restore`` does not change these generators, because state from other ranks contains no generators.
     if carried is None:
         seed_newcomer(trainer.job.training.seed, engine.iteration, groups)
     engine.restore(host)
@@ -188,7 +190,7 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     _note_formed(trainer, held, previous, is_stopped=host.stopped is not None)
     trainer.keep_copies()
     restart_snapshots(trainer)
-    # Reports about this membership from here on hold on every rank: all have formed it.
+    # A barrier: after it, all ranks have all state of this membership, so it can be reported as formed.
     trainer.collectives.any(False)
     if carried is None and host.stopped is not None:
         trainer.stop(engine.iteration + 1, host.stopped)
@@ -199,17 +201,17 @@ def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stop
     assert beginning is not None, "no membership is being formed"
     change = MembershipChange.between(held.nodes, nodes, _joining(nodes, previous), beginning.iteration + 1)
     changes = (*held.changes, change.to_text())
-    # A run that a policy stops has the state before the iteration: nothing comes after it.
+    # If a policy stops the run, this membership does not train, and its state is not needed after a failure.
     trainer.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
 
 
 def _in_common(
     carried: Carried | None, key: Key, previous: Previous, groups: Groups
 ) -> tuple[TrainState, Holding, list[tuple[str, str, str, list[int]]] | None]:
-    # Broadcast the common state and, if ranks join, the shapes of its tensors; collective.
-    # The same on every rank: all skip the broadcast, or none does.
+    # Returns the common state, the holding and, if ranks join, the shapes of the tensors, which are then broadcast.
+    # ``previous`` is the same on every rank, so all ranks skip the broadcast, or none does.
     if None not in previous:
-        assert carried is not None, "a rank without state did not join"
+        assert carried is not None, "all ranks must have state, but this rank has none"
         return carried.host, _held(carried, key), None
     record = None
     if carried is not None:
@@ -230,25 +232,28 @@ def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[Pla
     if isinstance(found, Declined):
         generation = trainer.context.generation
         raise RecoveryError(
-            f"generation {generation} cannot continue with the state of the surviving ranks: {found.summary()}"
+            f"generation {generation} cannot continue from the state of the remaining ranks: {found.summary()}"
         )
     return found
 
 
 def _report_abandoned_saves(trainer: Trainer) -> None:
-    # Every rank forgets them here, also one that reports nothing: a later membership may have another reporting rank.
+    # All ranks clear their list, because a later membership may have another reporting rank.
     abandoned, trainer.abandoned_saves = trainer.abandoned_saves, []
     for path in abandoned:
-        error = "ranks were lost while it was written; the state they continue with is saved instead"
+        error = "ranks were lost while the checkpoint was written; the remaining ranks save their current state instead"
         if (path / MANIFEST_NAME).exists():
-            error = "ranks were lost before all knew that it is complete; the state they continue with is saved as well"
+            error = (
+                "ranks were lost just after the checkpoint was complete; the remaining ranks also save their current "
+                "state"
+            )
         trainer.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))
 
 
 def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
     rank = following.rank_on(context.node, context.local_rank)
     assert rank is not None, (
-        f"rank {context.local_rank} of node {context.node} is not in the membership {following.summary()}"
+        f"local rank {context.local_rank} of node {context.node} is not in the membership {following.summary()}"
     )
     return replace(
         context,
@@ -264,13 +269,13 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
 
 
 def drain_experts(trainer: Trainer, leaving: Sequence[int]) -> None:
-    """Move experts so that ranks on other nodes than ``leaving`` hold every one of them; collective."""
+    """Move experts, so that the ranks on all nodes except ``leaving`` have every expert. All ranks must call this."""
     placement, engine = trainer.placement, trainer.engine
     assert placement is not None, "without replicas no node can leave"
     staying = [rank for rank, node in enumerate(trainer.nodes) if node not in leaving]
     config = config_of(trainer.job, [trainer.nodes[rank] for rank in staying])
     moves = placement.evacuation(config, staying)
-    # A pure function of what all ranks know: all return here, or none does.
+    # ``evacuation`` has the same result on all ranks, so all of them return here, or none does.
     if moves is None:
         return
     trainer.context.worker.progress(engine.iteration + 1, "migrate")

@@ -1,4 +1,4 @@
-"""Selects the state from which a started run continues: a checkpoint, a window or nothing; and its placement."""
+"""Selects the state from which a run continues at its start: a checkpoint, a window, or nothing."""
 
 import json
 from collections import deque
@@ -20,12 +20,15 @@ SHOWN_REASONS = 8
 def select_restore_source(
     config: JobConfig, context: RankContext, checkpoints: CheckpointManager, restorer: SnapshotRestorer
 ) -> tuple[Path | None, LocalWindow | None]:
-    """Select the checkpoint or the window from which the run continues; neither for a fresh start. Collective.
+    """Select the state from which the run continues. All ranks must call this.
+
+    Returns:
+        (checkpoint, window), of which at most one is not None. Both are None if the run starts at iteration 0.
 
     Raises:
-        CheckpointError: a checkpoint is required and none verifies; all checkpoints belong to other runs; the newest
-            state was written with other data, or with another model, optimizer or schedule than the job has; or the run
-            has saved committed iterations, none is usable, and ``run.start_over`` is false.
+        CheckpointError: a checkpoint is required and there is no undamaged one; all checkpoints belong to other runs;
+            the newest state was written with other data, or another model, optimizer or schedule, than this job has; or
+            the run has saved state, but none of it is usable and ``run.start_over`` is false.
     """
     found, run = None, config.run
     has_remote_windows = run.resume != "never" and config.snapshot.persist_url is not None
@@ -35,24 +38,27 @@ def select_restore_source(
         window = restorer.find(found)
         if window is None and found is None and checkpoints.foreign and not run.start_over:
             raise CheckpointError(
-                f"{folder}: must contain a checkpoint of this run: {'; '.join(checkpoints.foreign)}. To start "
-                "another run from one of these set checkpoint.load=<path>; to start this run at iteration 0 set "
+                f"{folder} contains no checkpoint of this run: {'; '.join(checkpoints.foreign)}. To start another run "
+                "from one of these checkpoints, set checkpoint.load=<path>; to start this run at iteration 0, set "
                 "run.start_over=true"
             )
-        # After the refusal above: where nothing else is left, nothing is renamed.
+        # Only after the check above, so that a start that fails renames nothing.
         checkpoints.set_foreign_aside()
         if window is not None:
             restorer.report_start(None, context.generation)
             return None, window
         unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable)
-        # A restart may come before the run's first save: only the job's own start has to find a checkpoint.
+        # Only the first start of the job must find a checkpoint. A restart may come before the run's first save.
         if found is None and run.resume == "must" and context.generation == 0:
             raise CheckpointError(
-                f"run.resume=must: {folder} must contain a valid checkpoint, but has none{_listed(unusable)}"
+                f"run.resume=must: {folder} has no usable checkpoint, and there is no usable window{_listed(unusable)}"
             )
         check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
     elif run.resume == "auto" and (iteration := newest_iteration(context.run_dir)):
-        restorer.choose_nothing(f"{context.run_dir} records {iteration} iterations, but no state was saved")
+        restorer.choose_nothing(
+            f"{context.run_dir} has records of iterations up to {iteration}, but no saved state, so the run starts at "
+            "iteration 0"
+        )
     load = config.checkpoint.load
     source = Path(load) if found is None and load is not None else found
     restorer.report_start(source, context.generation)
@@ -60,18 +66,18 @@ def select_restore_source(
 
 
 def check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool) -> None:
-    """Refuse to start at iteration 0, or from another run's checkpoint, if saved state exists that cannot be used.
+    """Check that a run without usable state may start at iteration 0 or from another run's checkpoint.
 
     Args:
-        unusable: each piece of state with committed iterations, and the reason why it cannot be used.
+        unusable: the checkpoints and windows of the run that cannot be used, each with the reason.
 
     Raises:
-        CheckpointError: there is such state, and ``run.start_over`` is false.
+        CheckpointError: ``unusable`` is not empty, and ``run.start_over`` is false.
     """
     if unusable and not start_over:
         raise CheckpointError(
-            f"cannot continue: {run_dir} contains committed iterations, but none of its checkpoints and windows "
-            f"is usable{_listed(unusable)}. Repair them, or start at iteration 0 with run.start_over=true or with "
+            f"cannot continue the run in {run_dir}: none of its checkpoints and windows is usable"
+            f"{_listed(unusable)}. Repair one of them, or start at iteration 0 with run.start_over=true or with "
             "another run.name"
         )
 
@@ -83,7 +89,7 @@ def _listed(reasons: Sequence[str]) -> str:
 
 
 def newest_iteration(run_dir: Path) -> int:
-    """Return the newest iteration in the records of a run; 0 if there are none or they cannot be read."""
+    """Return the newest iteration in ``metrics.jsonl`` of a run; 0 if the file does not exist or cannot be read."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             newest = deque(file, maxlen=2)
@@ -98,7 +104,7 @@ def newest_iteration(run_dir: Path) -> int:
 
 
 def recorded_placement(checkpoints: CheckpointManager, source: Path | None, window: LocalWindow | None) -> Any:
-    """Return the placement that was in force in the state from which the run continues."""
+    """Return the placement that is stored with ``window``, or else with the checkpoint ``source``."""
     if window is not None:
         return window.header(0, PLACEMENT)
     assert source is not None, "neither a window nor a checkpoint is given"

@@ -1,4 +1,4 @@
-"""Keeps the upstream log of a rank as long as windows need it, and drops what is committed."""
+"""Allocates the upstream log of a rank, and discards iterations that no replay needs any more."""
 
 from typing import TYPE_CHECKING
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 def keep_log(trainer: "Trainer") -> None:
-    """Drop iterations that no replay needs any more, provide space for the plan in force, and report an iteration that
-    was not logged for lack of space.
+    """Discard iterations that no replay needs any more, enlarge the log if the current plan of windows needs it, and
+    report if an iteration was not logged because the log was full.
 
     Raises:
-        ConfigError: see ``keep_room``; the same on every rank.
+        ConfigError: the logs would need too much memory; see ``keep_room``.
     """
     snapshots = trainer.snapshots
     if not trainer.config.recovery.keep_layout or snapshots is None or snapshots.plan is None:
         return
     keep_room(trainer, snapshots.plan)
     log, kept = trainer.engine.boundaries.log, snapshots.kept
-    assert log is not None, "the upstream log has no memory"
+    assert log is not None, "the upstream log is not allocated"
     if kept is not None:
-        # By the job's committed window, which all ranks learn from the same vote: no neighbour needs anything older.
+        # A vote has committed this window on all ranks, so no rank needs the messages of earlier iterations.
         log.trim(kept.start_iteration)
     gap = log.take_gap()
     if gap is not None:
@@ -44,10 +44,10 @@ def keep_log(trainer: "Trainer") -> None:
 
 
 def replay_window(trainer: "Trainer", restorer: SnapshotRestorer, window: LocalWindow) -> None:
-    """Replay ``window`` at a start, and log the sent messages like those of the original iterations.
+    """Replay ``window`` at the start of a run, and log the messages that the replay sends.
 
     Raises:
-        RecoveryError: see ``SnapshotRestorer.replay``.
+        RecoveryError: the window cannot be replayed; see ``SnapshotRestorer.replay``.
     """
     if trainer.config.recovery.keep_layout:
         keep_room(trainer, window.plan_in_force)
@@ -55,17 +55,18 @@ def replay_window(trainer: "Trainer", restorer: SnapshotRestorer, window: LocalW
 
 
 def keep_room(trainer: "Trainer", plan: WindowPlan) -> None:
-    """Provide a log from which windows of ``plan`` can be replayed; its present content is kept.
+    """Allocate a larger log if the current one has too few slots to replay windows of ``plan``. Keep its content.
 
     Raises:
-        ConfigError: logs need more than ``upstream_log.memory_limit_bytes`` on some node; nothing was allocated.
+        ConfigError: on some node, the logs would need more than ``upstream_log.memory_limit_bytes``. Nothing was
+            allocated. All ranks raise this error.
     """
     config, engine = trainer.config, trainer.engine
     needed = iterations_kept(plan.num_iterations, config.upstream_log.commit_lag_iterations, plan.interval_iterations)
     log = engine.boundaries.log
     if log is not None and log.num_iterations >= needed:
         return
-    # Before memory is taken, and from the configuration alone: all ranks refuse, or none does.
+    # Checked before the allocation. The result depends only on the configuration, so it is the same on all ranks.
     node_bytes = largest_node_bytes(config, needed)
     check_limit(node_bytes, config.upstream_log.memory_limit_bytes)
     shape, stage = pipeline_shape(config), engine.pg.pp.rank()

@@ -1,1 +1,1 @@
-"""Captures windows of a rank's state while it trains, and restores them when it starts."""
+"""Captures windows of a rank's state during training, and restores the newest window when a run starts."""

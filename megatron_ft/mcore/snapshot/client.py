@@ -1,4 +1,4 @@
-"""Connects a trainer to its node's snapshot server: restore at its start, captures during training."""
+"""Connects a trainer to the snapshot server of its node, to restore windows and to capture new ones."""
 
 import json
 from dataclasses import replace
@@ -25,19 +25,17 @@ SERVICE = "keeper"
 
 
 def peer_assignment(config: JobConfig) -> PeerAssignment:
-    """Choose the nodes that hold copies of each node, over the job's failure domains; present nodes count from 0.
-
-    State that several ranks hold is divided among them, so ranks capture disjoint parts and no domain has a copy
-    already.
-    """
+    """Choose, for each node, the nodes in other failure domains that store copies of its windows. Nodes are numbered
+    from 0 among the present nodes. Ranks with the same state capture disjoint parts of it, so no other node has a copy
+    of a window before it is replicated."""
     return assign_peers(config.member_domains, config.snapshot.num_peer_copies)
 
 
 def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
-    """Connect to the snapshot server of this rank's node; None if the job takes no snapshots.
+    """Connect to the snapshot server of this rank's node. Return None if ``snapshot.policy`` is null.
 
     Raises:
-        ControlError: the server is missing, or refuses this rank.
+        ControlError: the snapshot server does not answer, or refuses this rank.
     """
     config, context = trainer.config, trainer.context
     if config.snapshot.policy is None:
@@ -62,10 +60,8 @@ def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
 
 
 def share_addresses(context: RankContext, collectives: Collectives) -> RankContext:
-    """Add the addresses of the snapshot servers of all present nodes to ``context``; collective.
-
-    A node that joins later knows the addresses of earlier nodes, but they do not know its address.
-    """
+    """Return ``context`` with the addresses of the snapshot servers of all present nodes. All ranks must call this. A
+    joining node has the addresses of the present nodes, but the present nodes do not have its address yet."""
     service = context.sidecars[SERVICE]
     gathered = collectives.gather([context.node, service["addresses"][str(context.node)]])
     addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}
@@ -75,10 +71,11 @@ def share_addresses(context: RankContext, collectives: Collectives) -> RankConte
 def open_restorer(
     trainer: "Trainer", client: KeeperClient | None, *, region: Collectives | None = None
 ) -> SnapshotRestorer:
-    """Create the object that finds the newest window.
+    """Create the ``SnapshotRestorer`` of this rank.
 
     Args:
-        region: ranks of a few pipeline stages that restore from memory while the others wait; None for the whole job.
+        region: collectives of the pipeline stages that replay a window from memory while the other stages wait; None
+            if the whole job restores.
     """
     config, run_dir = trainer.config, trainer.context.run_dir
     return SnapshotRestorer(
@@ -96,7 +93,7 @@ def open_restorer(
 
 
 def _report_problem(trainer: "Trainer", record: Record) -> None:
-    # Everything else is part of a recovery that is reported as a whole.
+    # Other records are dropped, because the recovery that replays these stages is reported as a whole.
     if isinstance(record, SnapshotProblem):
         trainer.report_own(record)
 
@@ -104,10 +101,11 @@ def _report_problem(trainer: "Trainer", record: Record) -> None:
 def take_snapshots(
     trainer: "Trainer", client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None
 ) -> Snapshotter:
-    """Begin to capture windows.
+    """Create the ``Snapshotter`` of this rank, which captures windows from now on.
 
     Args:
-        resumed: the window from which the job has continued, or to which it could return, and the plan in force.
+        resumed: the window to keep until a newer one is committed, and the plan of the next windows; None without a
+            window.
     """
     snapshots = Snapshotter(
         trainer.config,
@@ -124,7 +122,7 @@ def take_snapshots(
 
 
 def restart_snapshots(trainer: "Trainer") -> None:
-    """Begin new windows in a new membership, with copies on the present nodes; collective."""
+    """Create the ``Snapshotter`` of a new membership, with copies on its nodes. All ranks must call this."""
     if trainer.config.snapshot.policy is None:
         return
     trainer.context = share_addresses(trainer.context, trainer.collectives)
@@ -134,7 +132,7 @@ def restart_snapshots(trainer: "Trainer") -> None:
 
 
 def _slice_header(trainer: "Trainer", index: int) -> dict[str, str]:
-    # A replay begins with slice 0: it has everything besides tensors.
+    # A replay begins with slice 0, so only its header contains the state besides tensors.
     if index > 0:
         return {}
     placement = None if trainer.placement is None else trainer.placement.to_json()

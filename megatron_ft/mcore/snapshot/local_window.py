@@ -1,4 +1,4 @@
-"""One rank's part of a window that is restored, and its replay into a dense state."""
+"""One rank's part of a window that is restored, and the plan of its replay."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ from megatron_ft.snapshot.storage.rejected_windows import window_digest
 from megatron_ft.snapshot.window import Window
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
-"""Entries of a slice's header beside ``SETTINGS``, as JSON text, because a manifest is strict JSON without NaN."""
+"""Names of entries in a slice's header, besides ``SETTINGS``. Values are JSON texts, because a manifest is strict JSON
+and cannot contain NaN."""
 
 _REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
 _OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
@@ -26,45 +27,47 @@ _OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWindow:
-    """One rank's part of the window from which the job continues; every byte is verified."""
+    """One rank's part of the window from which the job continues. The checksums of all bytes have been verified."""
 
     window: Window
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Origin of the bytes. ``where`` is ``own`` only if ``buffer`` is in this rank's present memory. Otherwise
-    ``buffer`` is the buffer of that memory that must not be overwritten yet, with its newest committed window."""
+    """Origin of the bytes. If ``where`` is ``own``, the window is in ``buffer`` of this rank's memory on its node.
+    Otherwise ``buffer`` contains this rank's newest committed window in that memory, which must not be overwritten
+    yet."""
 
     @property
     def plan(self) -> WindowPlan:
-        """Plan of the window."""
+        """Plan with which this window was captured."""
         return WindowPlan.from_json(self.window.plan)
 
     @property
     def plan_in_force(self) -> WindowPlan:
-        """Plan of the windows after it: the same plan, unless the window was captured whole after a recovery."""
+        """Plan of the windows after this one. It differs from ``plan`` if this window was captured as one slice after
+        a recovery."""
         content = self.header(0, PLAN)
         return self.plan if content is None else WindowPlan.from_json(content)
 
     @property
     def digest(self) -> str:
-        """Checksum of this rank's part."""
+        """Checksum of this rank's part of the window."""
         return window_digest([self.window.to_bytes().decode()])
 
     def header(self, index: int, name: str) -> Any:
-        """Read the value under ``name`` in the header of slice ``index``; None without one."""
+        """Return the value of ``name`` in the header of slice ``index``, or None if the header does not have it."""
         text = self.window.slices[index].header.get(name)
         return None if text is None else json.loads(text)
 
     def replay_plan(self, *, until: int | None = None, votes: Mapping[int, Vote] | None = None) -> ReplayPlan:
-        """Plan its replay into a dense state.
+        """Plan the replay that turns this window into the complete state after one iteration.
 
         Args:
-            until: last iteration to run again; None for the window's last.
+            until: last iteration to run again; None for the last iteration of the window.
             votes: votes of the iterations after the window.
 
         Raises:
-            RecoveryError: plan, votes or extras are missing or cannot be read.
+            RecoveryError: the plan, a vote or the train state is missing or cannot be read.
         """
         start, where = self.window.start_iteration, f"window of iteration {self.window.start_iteration}"
         try:
@@ -74,28 +77,30 @@ class LocalWindow:
             extras = self.header(0, EXTRAS)
             self.header(0, PLACEMENT)
         except (AssertionError, KeyError, TypeError, ValueError) as error:
-            raise RecoveryError(f"{where}: plan or headers cannot be read: {error!r}") from error
+            raise RecoveryError(f"{where}: its plan or a slice's header cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
         if num_slices != self.window.num_slices or not isinstance(extras, dict):
             raise RecoveryError(
-                f"{where}: its replay plan has {num_slices} slices and the window {self.window.num_slices}, or "
-                "slice 0 has no train state"
+                f"{where}: its plan has {num_slices} slices but the window has {self.window.num_slices}, or the header "
+                "of slice 0 has no train state"
             )
         return replay
 
     def problem_in(self, view: OperatorView) -> str | None:
-        """Return the reason why the window cannot be loaded into the model and optimizer of ``view``; None if it
-        can."""
+        """Return why this window cannot be loaded into the model and optimizer of ``view``, or None if it can."""
         for index, part in enumerate(self.window.slices):
             if part.pieces != view.pieces(self.plan, index):
                 start = self.window.start_iteration
-                return f"slice {index} of window {start} was captured with other element ranges than this rank has now"
+                return (
+                    f"window of iteration {start}: slice {index} was captured with other element ranges than this rank "
+                    "has now"
+                )
         return None
 
 
 def replay_config(config: JobConfig, fingerprint: str, *, device: str, transformer_impl: str) -> dict[str, Any]:
-    """Collect the keys that determine the results of an iteration, dotted, with their values; for the data its
-    fingerprint.
+    """Return the configuration that determines the results of an iteration: dotted keys with their values, and under
+    ``data`` the fingerprint of the data.
 
     A window can only be replayed with the values with which it was captured.
 
@@ -105,7 +110,7 @@ def replay_config(config: JobConfig, fingerprint: str, *, device: str, transform
     """
     groups = to_dict(config)
     groups["training"] |= {"device": device, "transformer_impl": transformer_impl}
-    # Another backend sums in another order.
+    # Included because the order of sums depends on the backend.
     groups["parallel"]["device_backend"] = config.parallel.backend_on(device)
     placement = {f"placement.{name}": groups["placement"][name] for name in ("algorithm", "num_slots_per_rank")}
     return {"data": fingerprint, **placement} | {

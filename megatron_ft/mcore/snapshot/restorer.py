@@ -1,4 +1,4 @@
-"""Finds, together with all other ranks, the state from which the job continues; verifies and replays it."""
+"""Finds the newest window that all ranks can load, verifies it and replays it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,18 +28,18 @@ _Result = TypeVar("_Result")
 
 
 class SnapshotRestorer:
-    """Finds and restores the newest state. Public methods are collective over the ranks of ``collectives``.
+    """Finds and restores the newest window. All ranks of ``collectives`` must make the same calls.
 
     Args:
-        collectives: collectives of all ranks, or of those of a few pipeline stages.
-        client: connection to the node's snapshot server; None if the job takes no snapshots.
-        folder: persisted windows; None if the run has none.
-        topology: parallel sizes, as in manifests.
-        run_dir: the run's folder, in which rank 0 records the rejected windows.
-        identity: identity of this job; windows of other runs are not used, and newer ones with other settings end the
-            start.
+        run_dir: run folder, in which rank 0 records the rejected windows.
+        identity: identity of this job. Windows of other runs are skipped. A window of this run that was captured with
+            other settings is an error if it is newer than the found state.
+        topology: parallel sizes of this job, to compare with those in a window.
         settings: ``local_window.replay_config`` of this job.
-        report: takes records; called on every rank.
+        collectives: collectives of the whole job, or of the pipeline stages that replay.
+        client: connection to the snapshot server of this node; None if the job captures no windows.
+        folder: folder of persisted windows; None if persisted windows are not used.
+        report: sends an event to the sinks; called on every rank.
     """
 
     def __init__(
@@ -74,28 +74,27 @@ class SnapshotRestorer:
         self._rejected: list[str] = []
         self._chosen_digest = ""
         self.chosen = RecoverySource(kind="nothing", iteration=0)
-        """Result of ``find``, with the reasons for all sources that were not used."""
+        """The state that ``find`` has chosen, and the reasons why newer states were not used."""
         self.unusable: tuple[str, ...] = ()
-        """Reasons why ``find`` could not use windows with committed iterations; the same on every rank, and empty if
-        ``find`` has found a window."""
+        """Why ``find`` could not use the existing windows, if it has found no state at all. The same on every rank."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
-        """Find the newest window that every rank can load, verified; None if the checkpoint is at least as new.
+        """Find and verify the newest window that every rank can load. Return None if ``checkpoint`` is not older.
 
-        Damaged and previously rejected windows are reported and skipped.
+        Damaged windows and windows that were rejected before are skipped and reported.
 
         Args:
-            checkpoint: the newest dense checkpoint that verifies.
-            only: consider no other window.
+            checkpoint: the newest dense checkpoint that was verified.
+            only: the only window to consider; None to consider all windows.
 
         Raises:
-            CheckpointError: the list of rejected windows cannot be read; or a window newer than the found state was
-                captured by this run with other data, or with another model, optimizer or schedule.
+            CheckpointError: the list of rejected windows cannot be read. Or this run captured a window that is newer
+                than the found state, with other data, or another model, optimizer or schedule.
         """
         if self._client is None and self._folder is None:
             return None
         mine = [asdict(window) for window in self._held_windows()]
-        # From here on every rank computes with the same lists, and so takes the same decisions.
+        # After this gather all ranks have the same lists, so they take the same decisions.
         everyone = self._collectives.gather([mine, self._other_settings])
         stored = [[StoredWindow.from_json(window) for window in windows] for windows, _ in everyone]
         other_settings: list[tuple[int, str]] = everyone[0][1]
@@ -113,7 +112,7 @@ class SnapshotRestorer:
                 if source.kind == "nothing":
                     self._note_unusable(reasons)
                 return None
-            # Ranks open their parts alone, and must then agree: if one part is bad, all ranks try the next source.
+            # Each rank opens its own part. If one part is damaged, all ranks must try the next source together.
             window, error = self._open(source)
             if error is not None:
                 self._report_problem(f"load {source.kind}", error)
@@ -125,7 +124,7 @@ class SnapshotRestorer:
             if any(errors):
                 continue
             assert window is not None, "no window was opened, and no error was reported"
-            # By content: a window that was captured again under the same name may be sound.
+            # Rejected windows are recognized by content, because a window may be captured again under the same name.
             self._chosen_digest = window_digest(self._collectives.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
             if rejection is None:
@@ -134,20 +133,20 @@ class SnapshotRestorer:
             for windows, place in zip(by_rank, source.places, strict=True):
                 windows.remove(place)
             text = (
-                f"{source.kind} window of iteration {rejection.start_iteration}: was rejected before: "
+                f"{source.kind} window of iteration {rejection.start_iteration} was rejected by an earlier start: "
                 f"{rejection.reason}"
             )
-            if text not in self._rejected:  # each copy in memory is the same window
+            if text not in self._rejected:  # copies of the same window give the same text
                 self._rejected.append(text)
                 reasons.append(text)
 
     def choose_nothing(self, reason: str) -> None:
-        """Record that the job starts at iteration 0, and the reason why it continues from no saved state."""
+        """Record that the job starts at iteration 0, and the ``reason`` why it does not use a saved state."""
         self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def report_start(self, checkpoint: Path | None, generation: int) -> None:
-        """Report the state from which ranks continue, the chosen window or ``checkpoint``; a new run reports
-        nothing."""
+        """Report the state from which the run continues: the chosen window, or else ``checkpoint``. A new run in which
+        no state was declined reports nothing."""
         chosen, strategy, iteration = self.chosen, "nothing", 0
         if chosen.places:
             strategy, iteration = "window", chosen.iteration
@@ -165,12 +164,12 @@ class SnapshotRestorer:
             )
 
     def replay(self, engine: TrainingEngine, window: LocalWindow) -> None:
-        """Turn ``window`` into the dense state of ``engine``, which was just built for the window's placement.
+        """Load ``window`` into ``engine``, which was just built for the window's placement, and replay its iterations.
 
         Raises:
-            RecoveryError: the window was captured with other element ranges, or a replayed iteration differs. Then the
-                state of ``engine`` is unusable, and the window is recorded as rejected, so that another start chooses
-                an older source.
+            RecoveryError: the window was captured with other element ranges, or a replayed iteration differs from its
+                vote. The state of ``engine`` is then unusable. The window is recorded as rejected, so that the next
+                start chooses an older state.
         """
         began = time.monotonic()
         try:
@@ -188,8 +187,9 @@ class SnapshotRestorer:
         )
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
-        """Rename persisted windows of other runs, and windows after ``iteration`` that may be written again: by another
-        job, or by this one if it resumes from before a rejected window."""
+        """Rename persisted windows that must not be used again, so that this job can write windows with their names.
+        These are the windows of other runs. They are also the windows after ``iteration``, if this is a new job or if a
+        window was rejected."""
 
         def rename(folder: WindowFolder) -> None:
             folder.set_aside(self._other_runs)
@@ -201,7 +201,7 @@ class SnapshotRestorer:
         self._on_first(lambda: None if folder is None else rename(folder))
 
     def _on_first(self, work: Callable[[], _Result]) -> _Result | None:
-        # Do ``work`` on rank 0 and return its result there; its CheckpointError is raised on every rank.
+        # Runs ``work`` on rank 0 and returns its result there. If ``work`` raises CheckpointError, all ranks raise it.
         result = error = None
         if self._collectives.rank == 0:
             try:
@@ -214,7 +214,7 @@ class SnapshotRestorer:
         return result
 
     def _note_unusable(self, reasons: Sequence[str]) -> None:
-        # A window that some rank never finished to write is not among them: it was never complete.
+        # Windows that were never completely written are not included, because they were never usable.
         everywhere = self._collectives.gather([*reasons, *self._damaged])
         self.unusable = tuple(dict.fromkeys(reason for found in everywhere for reason in found))
 
@@ -227,7 +227,7 @@ class SnapshotRestorer:
         return {window.digest: window for window in map(RejectedWindow.from_json, known)}
 
     def _reject(self, window: LocalWindow, reason: str) -> None:
-        # Record the window as rejected, so that no later start tries it; no rank ends before that is on disk.
+        # Records the window as rejected, so that no later start tries it. All ranks wait until the record is on disk.
         key = window.window.key
         if self._collectives.rank == 0:
             self._report_problem("replay", f"window of iteration {key.start_iteration}: {reason}")
@@ -236,7 +236,8 @@ class SnapshotRestorer:
             self._on_first(lambda: add_rejected(self._run_dir, rejection))
         except CheckpointError as error:
             raise CheckpointError(
-                f"{reason}; this rejection could not be recorded in the run folder: {error}"
+                f"{reason}; this window could not be recorded as rejected in the run folder, so the next start will "
+                f"try it again: {error}"
             ) from error
 
     def _choose(self, source: RecoverySource) -> None:
@@ -249,8 +250,8 @@ class SnapshotRestorer:
     def _held_windows(self) -> list[StoredWindow]:
         found = [] if self._client is None else self._client.inventory(self._rank, ask_peers=True)
         self._damaged = [
-            f"window of iteration {window.start_iteration} in memory of node {window.node}: was committed, but "
-            "some ranks no longer have it"
+            f"window of iteration {window.start_iteration} in the memory of node {window.node}: it was committed, but "
+            "the parts of some ranks are lost"
             for window in found
             if window.committed
         ]
@@ -262,7 +263,7 @@ class SnapshotRestorer:
         return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:
-        # Return this rank's readable files with this job's layout; others are reported or noted.
+        # Returns this rank's persisted windows that this job can read and load. Others are reported or remembered.
         found = []
         self._other_runs, self._other_settings = [], []
         for stored in [] if self._folder is None else self._folder.list_windows():
@@ -273,7 +274,7 @@ class SnapshotRestorer:
                 settings = other_window(window, opened.path, self._identity.settings)
             except CheckpointError as error:
                 self._report_problem("load persisted", str(error))
-                if not isinstance(error.__cause__, FileNotFoundError):  # a missing file was perhaps never written
+                if not isinstance(error.__cause__, FileNotFoundError):  # a missing file may never have been written
                     self._damaged.append(str(error))
                 continue
             if other is not None:
@@ -291,7 +292,7 @@ class SnapshotRestorer:
         return found
 
     def _open(self, source: RecoverySource) -> tuple[LocalWindow | None, str | None]:
-        # Open and verify this rank's part; return it, or the problem with it.
+        # Opens and verifies this rank's part of the window. Returns the part, or the problem with it.
         place = source.places[self._collectives.rank]
         try:
             window = self._read(place) if place.where == "persisted" else self._fetch(place)
@@ -303,7 +304,9 @@ class SnapshotRestorer:
     def _read(self, place: StoredWindow) -> LocalWindow:
         assert self._folder is not None, "there is no folder of persisted windows"
         if place.key not in self._folder.list_windows():
-            raise CheckpointError(f"persisted window of iteration {place.start_iteration}: was deleted in the meantime")
+            raise CheckpointError(
+                f"persisted window of iteration {place.start_iteration} was deleted while this rank was starting"
+            )
         with self._folder.open(place.key, self._rank) as opened:
             self._check(opened.window, opened.path)
             opened.verify()
@@ -323,17 +326,17 @@ class SnapshotRestorer:
         return LocalWindow(window=window, slices=slices, stored=place)
 
     def _check(self, window: Window, where: str) -> None:
-        """Check that this job can replay a window exactly. Raises CheckpointError with the difference."""
+        """Check that this job can replay ``window`` with the same results. Raises CheckpointError if it cannot."""
         difference = self._difference(window) or self._other_key(window)
         if difference is not None:
             raise CheckpointError(f"{where}: {difference}")
 
     def _difference(self, window: Window) -> str | None:
-        # Return the difference in run or layout between the window and this job; None without.
+        # Returns the difference between the window and this job in run, rank or layout, or None.
         if (other := self._other_run(window)) is not None:
             return other
         if window.rank != self._rank:
-            return f"belongs to rank {window.rank}"
+            return f"it belongs to rank {window.rank}, not to rank {self._rank}"
         before, now = window.topology, self._topology
         changed = [
             f"{name} {before.get(name)}, now {now[name]}" for name in sorted(now) if before.get(name) != now[name]
@@ -341,8 +344,8 @@ class SnapshotRestorer:
         if not changed:
             return None
         return (
-            f"was captured with another layout ({', '.join(changed)}); start the run once with that layout, on as "
-            "many nodes as you like, and continue from the dense checkpoint that it saves"
+            f"it was captured with another layout ({', '.join(changed)}); to use it, start the run once with that "
+            "layout, on any number of nodes, and continue from the dense checkpoint that this run saves"
         )
 
     def _other_run(self, window: Window) -> str | None:
@@ -350,11 +353,14 @@ class SnapshotRestorer:
         return self._identity.not_of_run(run_id=run_id, run_name="of another name", format_version=version)
 
     def _other_key(self, window: Window) -> str | None:
-        # With another value of any of these keys a replay would compute another state.
+        # Returns the first key whose value differs, or None: with another value a replay would compute another state.
         before = parse_json(window.slices[0].header.get(CONFIG, "{}"))
         now = self._settings
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if not changed:
             return None
         key = changed[0]
-        return f"was trained with {key}={before.get(key)!r}, but this job has {now.get(key)!r}"
+        return (
+            f"it was captured with {key}={before.get(key)!r}, but this job has {now.get(key)!r}; only a job with the "
+            "same value can replay it"
+        )

@@ -1,7 +1,8 @@
-"""Captures windows on one rank, in step with all others, while training continues.
+"""Captures windows on one rank during training, at the same iterations as on all other ranks.
 
-The policy decides, ``WindowCapture`` copies, the node's snapshot server owns and replicates. Values on which ranks must
-agree come from the commit vote or from the same inputs on every rank.
+A ``SnapshotPolicy`` plans the windows. ``WindowCapture`` copies tensors to memory that the snapshot server of the node
+owns, and the server replicates them to other nodes. All decisions depend only on commit votes and on inputs that are
+the same on every rank, so all ranks decide alike.
 """
 
 import json
@@ -38,10 +39,10 @@ from megatron_ft.snapshot.capture.copier import capture_bandwidth, open_copier
 from megatron_ft.snapshot.server.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
 
 Rows = tuple[tuple[int, ...], ...]
-"""Tokens by layer and expert."""
+"""Number of tokens of each expert, by layer."""
 
 Header = Callable[[int], dict[str, str]]
-"""Function that builds the header of slice ``index``, except the vote: names to JSON text."""
+"""Function that returns the header of the slice with a given index, without the vote: names with JSON texts."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -49,12 +50,12 @@ _MAX_LOAD_RECORDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """Objects that are valid as long as tensors stay in place and the plan is in force."""
+    """Objects that depend on the plan and on the addresses of the tensors, and are valid until one of them changes."""
 
     view: OperatorView
     capture: WindowCapture
     host_bytes: int
-    """Memory of windows and copies on the node that needs most."""
+    """Bytes of host memory for windows and copies, on the node that needs most."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -62,13 +63,13 @@ class _Opened:
 
 
 class Snapshotter:
-    """One rank's part in capturing windows; all ranks call all methods except ``settle`` in the same order.
+    """Captures one rank's parts of windows. All ranks must call all methods except ``settle`` in the same order.
 
     Args:
-        client: the connection to this node's snapshot server.
-        assignment: the nodes that hold copies of each node.
-        header: builds the header of a slice, except the vote.
-        report: takes records; called on every rank.
+        client: connection to the snapshot server of this node.
+        assignment: for each node, the nodes that store copies of its windows.
+        header: returns the header of a slice, without the vote.
+        report: sends an event to the sinks; called on every rank.
     """
 
     def __init__(
@@ -112,32 +113,35 @@ class Snapshotter:
 
     @property
     def figures(self) -> CaptureFigures:
-        """Cost of capturing on this rank since the plan came into force."""
+        """Cost of capturing on this rank since the current plan was made."""
         return CaptureFigures() if self._opened is None else self._opened.capture.figures
 
     @property
     def needs_loads(self) -> bool:
-        """Whether every iteration's loads are needed, for the order of operators."""
+        """Whether ``observe`` must be called after every iteration, because the policy orders operators by load."""
         return self._policy.trigger is not None
 
     def observe(self, load: torch.Tensor) -> None:
-        """Record the tokens per expert of one iteration: int64 [num_layers, num_moe_experts] over the job."""
+        """Record ``load``, the tokens of each expert in one iteration: int64 [num_layers, num_moe_experts]."""
         self._loads.append(tuple(tuple(row) for row in load.tolist()))
 
     def resume(self, window: StoredWindow, plan: WindowPlan) -> None:
-        """Keep ``window``, to which the job could return (``LocalWindow.stored``), until a newer one is committed."""
+        """Capture the next windows with ``plan``, and keep ``window`` (a ``LocalWindow.stored``) until one is
+        committed."""
         start, self._plan, self._kept_generation = window.start_iteration, plan, window.generation
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         is_here = window.where == "own"
         if is_here:
-            # Confirmed in this generation: otherwise the server may give its buffer to the next window.
+            # Without this confirmation in the new generation, the server may use its buffer for the next window.
             self._client.committed(start, captured_in=window.generation)
             self._lengths[start] = window.num_slices
         self._opened = self._open(self._engine.iteration, is_resumed=is_here)
 
     def capture_whole(self, vote: Vote) -> None:
-        """Capture the present state at once, as a window of one slice, because after a recovery the newest committed
-        window is old. Windows of the plan follow at their usual interval.
+        """Capture the whole current state as a window with one slice.
+
+        After a recovery the newest committed window is old, and this window replaces it. The next planned windows
+        follow at their usual interval.
 
         Args:
             vote: vote of the newest iteration.
@@ -145,34 +149,40 @@ class Snapshotter:
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
         assert opened is not None and memory is not None, "resumed"
         shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
-        # Both answers are gathered: a rank that captured alone would have a window that can never be committed.
+        # All ranks decide together, because a window that only some ranks capture can never be committed.
         if self._collectives.any(window_bytes(whole, shards) > memory.arena.window_bytes):
-            return self._report_plan_problem(iteration, "the whole state is not captured: it does not fit the buffers")
+            return self._report_plan_problem(
+                iteration,
+                "the whole state is not captured after this recovery, because it does not fit the window buffers",
+            )
         if not self._collectives.all(bool(self._window_report().has_free_buffer)):
             return self._report_delayed(iteration)
         capture = self._capture(whole, opened.view, memory)
         self._begin(iteration, capture)
         header = {"vote": json.dumps(vote.to_record()), PLAN: json.dumps(opened.plan.to_json()), **self._header(0)}
         capture.begin_slice(self._buffers.held[iteration], 0, iteration=iteration, header=header)
-        # At once: ``before_update`` waits for slices of the planned capture, not for this one.
+        # Waits here, because ``before_update`` waits only for slices of the planned capture.
         capture.settle()
         return None
 
     @property
     def plan(self) -> WindowPlan | None:
-        """The plan in force; None before the first."""
+        """The current plan; None before the first plan."""
         return self._plan
 
     @property
     def kept(self) -> WindowKey | None:
-        """The newest committed window; None before the first."""
+        """The newest committed window; None before the first commit."""
         start = self._buffers.committed
         return None if start < 0 else WindowKey(start_iteration=start, generation=self._kept_generation)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
-        """Forget windows that are no longer needed, and start to copy a slice of the complete state after
-        ``iteration``."""
-        self.settle()  # a skipped iteration made no update: its slice may still be under way
+        """Apply the ``vote`` of ``iteration`` to the windows, and begin to copy a slice of the state after it.
+
+        Args:
+            seconds: duration of the iteration.
+        """
+        self.settle()  # a skipped iteration makes no update, so its slice may still be in progress
         self._iteration_seconds.append(seconds)
         self._apply_vote(iteration, vote)
         has_buffer = bool(vote.has_free_buffer)
@@ -180,7 +190,7 @@ class Snapshotter:
             if not self._can_plan:
                 return
             self._opened = self._open(iteration)
-            # Memory that survived an earlier process may hold what is still being written to storage.
+            # Memory that survived an earlier process may contain windows that are still being written to storage.
             has_buffer = self._collectives.all(bool(self._window_report().has_free_buffer))
         if self._start is None and not self._begin_window(iteration, self._opened, has_buffer=has_buffer):
             return
@@ -193,12 +203,12 @@ class Snapshotter:
             self._start = None
 
     def settle(self) -> None:
-        """Wait for the slice in progress; afterwards its tensors may change."""
+        """Wait until the slice in progress is copied. After that, the tensors may change."""
         if self._opened is not None:
             self._opened.capture.settle()
 
     def pause(self) -> None:
-        """Abandon the window in progress before tensors move; the next one begins with their new places."""
+        """Abandon the window in progress, because tensors are about to move. Windows continue at the new addresses."""
         self.settle()
         if self._start is not None:
             self._buffers = self._buffers.abandon(self._start)
@@ -206,15 +216,20 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Request the newest committed window on storage; ``finish`` waits until it is there. Collective."""
+        """Request that the newest committed window is written to storage; ``finish`` waits for it. All ranks must call
+        this."""
         start = self._buffers.committed
-        # One that the job went back to may lie with peers for some ranks: the parts of the others are no window.
+        # If the job resumed from this window, the parts of some ranks may only be in the memory of peer nodes. Without
+        # them, the other parts are not a complete window.
         is_here = self._collectives.gather(start in self._lengths)
         if all(is_here):
             self._client.persist(start)
         elif any(is_here) and self._collectives.rank == 0:
             lacking = [rank for rank, found in enumerate(is_here) if not found]
-            error = f"window {start} is not written: memory of their own nodes lacks the parts of ranks {lacking}"
+            error = (
+                f"the window of iteration {start} is not written to storage, because the parts of ranks {lacking} are "
+                "not in the memory of their own nodes"
+            )
             self._report_problem(self._engine.iteration, "persist", error)
 
     def finish(self) -> None:
@@ -227,7 +242,8 @@ class Snapshotter:
         self._report_problems(self._engine.iteration)
 
     def close(self) -> None:
-        """Finish the slice in progress; release tensors, memory and the connection. The server keeps all windows."""
+        """Finish the slice in progress, and release tensors, memory and the connection. The snapshot server keeps all
+        windows."""
         self.settle()
         self._copier.close()
         self._engine.before_update, self._engine.window_report = None, WindowReport
@@ -249,7 +265,8 @@ class Snapshotter:
             self._client.committed(self._buffers.committed)
             self._kept_generation = self._engine.groups.generation
             self._report_committed(iteration)
-        # Given up by some rank: all leave it at the same vote, because the bits of later votes count the windows held.
+        # A window that one rank has abandoned must be dropped by all ranks at the same vote, because the bits of later
+        # votes count the windows of each rank.
         for start in before.held:
             if start > self._buffers.committed and start not in self._buffers.held:
                 self._client.abandon(start)
@@ -258,7 +275,7 @@ class Snapshotter:
 
     @property
     def _can_plan(self) -> bool:
-        # Iterations are counted from when this object was made, so that all ranks plan after the same one.
+        # Iterations of this object are counted, so that all ranks plan after the same iteration.
         known = self._plan is not None or self._config.snapshot.iteration_seconds is not None
         return known or len(self._iteration_seconds) >= _MEASURED_ITERATIONS
 
@@ -283,11 +300,8 @@ class Snapshotter:
         capture.begin_window(self._buffers.held[iteration], iteration)
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
-        """Plan if there is no plan, allocate memory, lay out slices.
-
-        Raises:
-            ConfigError: windows need more than ``snapshot.host_memory_limit_bytes``; nothing was allocated.
-        """
+        """Make a plan if there is none, allocate memory for its windows, and prepare the capture. Raise ConfigError if
+        the windows need more than ``snapshot.host_memory_limit_bytes``."""
         view = OperatorView(
             self._engine.model_chunks,
             self._engine.optimizer,
@@ -310,11 +324,9 @@ class Snapshotter:
         return needed
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
-        """Allocate memory for windows of ``plan``, unless the present memory is large enough on every rank.
-
-        Surviving memory holds the window from which the job has just continued, so then only the needed size is
-        requested.
-        """
+        """Return memory for windows of ``plan``: the current memory if it is large enough on all ranks, else new one.
+        If ``is_resumed``, memory of an earlier process contains the window from which the job continues. Then no more
+        than the exact size is requested, so that this memory is used again."""
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
         is_outgrown = self._memory is not None
@@ -323,15 +335,16 @@ class Snapshotter:
                 return self._memory
             self._report_plan_problem(
                 iteration,
-                "windows no longer fit the allocated memory and get new memory; windows in the old memory are lost",
+                "windows no longer fit the allocated memory, so new memory is allocated; the windows in the old memory "
+                "are lost",
             )
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()
-        # Also where it is still large enough: windows are on all ranks or on none.
+        # All ranks get new memory, even those with enough, because a window must be on all ranks or on none.
         return WindowMemory(self._client.allocate(needed, new=is_outgrown), self._engine.device)
 
     def _release_memory(self) -> None:
-        # Before more is allocated: a node need not have memory for both.
+        # Called before new memory is allocated, because a node may not have enough for both.
         if self._memory is not None:
             self._memory.release()
         self._memory = None
@@ -339,7 +352,6 @@ class Snapshotter:
     def _lay_out(
         self, iteration: int, plan: WindowPlan, view: OperatorView, memory: WindowMemory, needed: int
     ) -> _Opened:
-        # ``plan`` is in force from now on.
         self._plan = plan
         capture = self._capture(plan, view, memory)
         self._stats.end_captures(self.figures)
@@ -354,7 +366,7 @@ class Snapshotter:
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
-        # The smallest of all ranks: there is one plan for the job, and no rank may exceed its budget.
+        # The smallest values of all ranks, because all ranks use one plan, and it must not be too slow for any of them.
         if bandwidth is None:
             bandwidth = min(self._collectives.gather(capture_bandwidth(self._engine.device, self._copier)))
         if seconds is None:
@@ -366,7 +378,7 @@ class Snapshotter:
         )
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:
-        # Where it is due, with the measurements since, and only if the order of operators does not fit any more.
+        # Makes a new plan at the configured interval, if the order of operators no longer matches the measured loads.
         interval = self._config.snapshot.replan_interval_windows
         if interval == 0 or self._num_windows == 0 or self._num_windows % interval:
             return opened
@@ -377,7 +389,8 @@ class Snapshotter:
             return opened
         if self._collectives.any(window_bytes(plan, view.shards) > self._memory.arena.window_bytes):
             self._report_plan_problem(
-                iteration, f"a new snapshot plan is not used, because it does not fit the buffers: {plan.summary()}"
+                iteration,
+                f"a new snapshot plan is not used, because its windows do not fit the buffers: {plan.summary()}",
             )
             return opened
         return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes)
@@ -401,7 +414,7 @@ class Snapshotter:
                 self._report_problem(iteration, problem["what"], problem["error"])
 
     def _report_plan_problem(self, iteration: int, error: str) -> None:
-        # Once for the job.
+        # Only the first rank reports, because the problem concerns all ranks.
         if self._collectives.rank == 0:
             self._report_problem(iteration, "plan", error)
 

@@ -1,4 +1,4 @@
-"""Cost of each committed window on one rank."""
+"""Measures the cost of each committed window on one rank."""
 
 from megatron_ft.events import WindowCommitted
 from megatron_ft.snapshot.capture.capture import CaptureFigures
@@ -8,7 +8,7 @@ _NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_by
 
 
 class SnapshotStats:
-    """Splits cumulative sums into the cost of each window, also if a sum restarts at 0."""
+    """Computes the cost of each window from cumulative counters of the capture and of the snapshot server."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = dict.fromkeys(_NAMES, 0)
@@ -16,13 +16,12 @@ class SnapshotStats:
         self._arena: Arena | None = None
 
     def end_captures(self, figures: CaptureFigures) -> None:
-        """Add the last ``figures`` of a capture; those of the next capture start at 0."""
+        """Add the final ``figures`` of a capture. The counters of the next capture start at 0."""
         self._add(figures)
         self._seen |= {"stalled_seconds": 0, "captured_bytes": 0}
 
     def watch(self, arena: Arena) -> None:
-        """Read the snapshot server's sums from ``arena``; their present values belong to earlier processes or
-        memory."""
+        """Read the snapshot server's counters from ``arena`` from now on. Costs before this call are not counted."""
         if arena is not self._arena:
             self._arena = arena
             self._seen |= self._server_sums()
@@ -30,8 +29,8 @@ class SnapshotStats:
     def record(
         self, iteration: int, *, start_iteration: int, num_iterations: int, figures: CaptureFigures
     ) -> WindowCommitted:
-        """Return the event of a window that the vote of ``iteration`` has committed, with all costs since the previous
-        window."""
+        """Return the event for a window that the vote of ``iteration`` has committed. Its costs are all costs since the
+        previously committed window."""
         self._add(figures)
         cost, self._unreported = self._unreported, dict.fromkeys(_NAMES, 0)
         return WindowCommitted(

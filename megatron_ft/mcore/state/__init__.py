@@ -1,1 +1,1 @@
-"""State of a rank at an iteration boundary: captured, carried, compared and restored."""
+"""The state of a rank between two iterations: captured, passed on to the next membership, compared and restored."""

@@ -1,4 +1,4 @@
-"""The state that a rank takes from one membership to the next, and the part that it sends to joining ranks."""
+"""The state that a rank keeps from one membership to the next, and the part that it sends to joining ranks."""
 
 import math
 import random
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
     from megatron_ft.mcore.training.trainer import Trainer
 
 Shape = tuple[str, str, str, list[int]]
-"""Name, dtype, kind of device and shape of a tensor."""
+"""Name, dtype, device type and shape of a tensor."""
 
 _ITERATION_STRIDE = 1_000_003
-"""Distance between the seeds of joining ranks of consecutive iterations; larger than what ranks and pipeline stages
-add."""
+"""Difference between the seeds of ranks that join after consecutive iterations. It is larger than the numbers that are
+added to a seed for ranks and pipeline stages, so that no two seeds are equal."""
 
 
 @dataclass(kw_only=True)
 class Carried:
-    """A rank's state, without references to the groups with which it was made."""
+    """A rank's state between two memberships. It does not reference process groups."""
 
     holdings: tuple[Holding, ...]
-    """Holdings, oldest first; ``state`` contains the tensors that each of them gives this rank."""
+    """Records of the placements whose tensors are in ``state``, oldest first."""
     state: NamedState
     host: TrainState
     """State besides tensors."""
     finished: IterationResult | None
-    """The iteration that was finished when the membership ended, until it is reported."""
+    """The iteration that was in progress when the membership ended and was then finished, to be reported; else None."""
     batch: BatchPlan
-    """Batch plan of the finished iteration."""
+    """Batch plan with which the iteration in ``finished`` ran."""
     kept: WindowKey | None = None
-    """The newest committed window that this rank knows of; None before the first."""
+    """The newest window that was committed, as far as this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
-    """Plan of windows; None before the first."""
+    """Plan of snapshot windows; None before the first plan."""
     has_whole_weights: bool = True
-    """Whether all weights are those of the iteration. If a sharded optimizer finished it when the membership ended,
-    only this rank's own shard of the weights is up to date."""
+    """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
+    finished after the membership had ended, so that only this rank's shard of the weights was updated."""
 
     @classmethod
     def of(cls, trainer: "Trainer") -> "Carried":
-        """Capture the state of a rank at an iteration boundary that every other rank has reached."""
+        """Copy the state of a rank between two iterations. All ranks must be at the same iteration."""
         engine = trainer.engine
         return cls(
             holdings=(_holding(trainer, None),),
@@ -70,8 +70,8 @@ class Carried:
         )
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Add what the rank carried into the membership of this capture, at the same iteration: reports that were due
-        then may still be due."""
+        """Add ``before``, with which the rank began the membership, at the same iteration. None adds nothing. A result
+        in ``before`` that was not reported must still be reported."""
         if before is None:
             return self
         return replace(
@@ -86,28 +86,27 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipStart:
-    """State with which a membership began, kept until it commits an iteration, because it may break before."""
+    """State with which a rank began a membership. It is kept until the membership commits an iteration, in case of a
+    failure before that."""
 
     iteration: int
     carried: Carried | None
-    """None on a joining rank."""
+    """State from the previous membership; None on a joining rank."""
     changes: tuple[str, ...] = ()
-    """Changes as in ``Holding``, including the one to this membership."""
+    """``Holding.changes``, including the change to this membership."""
     is_formed: bool = False
-    """Whether this rank has the state that the membership's placement gives it."""
+    """Whether this rank has received all state that the placement of this membership assigns to it."""
 
     @property
     def has_state(self) -> bool:
-        """Whether the rank has state, by any placement."""
+        """Whether the rank has state, for this membership or for the previous one."""
         return self.is_formed or self.carried is not None
 
 
 def carry(trainer: "Trainer", target: Target) -> Carried | None:
-    """Extract this rank's state after ``target``, before its groups are destroyed; None on a rank without state.
-
-    If the membership has committed nothing, the state is still the one with which it began. A rank that had formed the
-    membership then also has its part by the membership's placement; any other rank has only what it carried into it.
-    """
+    """Copy this rank's state after the iteration of ``target``, before its process groups are destroyed. Return None if
+    the rank has no state. If the membership has committed no iteration, the result contains the state with which the
+    rank began the membership, and also the state for the new placement if the rank had received it."""
     beginning, engine = trainer.membership_start, trainer.engine
     if beginning is None or beginning.iteration != target.iteration:
         is_moving = trainer.previous_placement is not None and trainer.previous_placement.host is not None
@@ -120,29 +119,29 @@ def carry(trainer: "Trainer", target: Target) -> Carried | None:
 
 def _holding(trainer: "Trainer", placement: PlacementState | None, **more: Any) -> Holding:
     context = trainer.context
-    # In a layout that is kept a rank has the same part in every membership.
+    # Without a placement, a rank has the same state in every membership, so the generation does not matter.
     generation = 0 if placement is None else context.generation
     return Holding(generation=generation, rank=context.rank, nodes=tuple(trainer.nodes), placement=placement, **more)
 
 
 def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carried:
-    # Return the state of a rank that has formed its membership; ``changes`` of ``Holding``.
+    # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.
     placement, engine = trainer.placement, trainer.engine
     finished = resolve_iteration(engine, target)
-    # Ranks that completed the iteration have observed its loads: all plan the next placement from the same ones.
+    # Ranks that completed the iteration have observed its loads. All ranks must plan from the same loads.
     if finished is not None:
         trainer.observe(finished)
     former, trainer.previous_placement = trainer.previous_placement, None
     if former is None or former.host is None:
         state, host = take_state(engine.model_chunks, engine.optimizer), engine.train_state()
-    else:  # there may be no model, nor all of its optimizer
+    else:  # a migration failed, so the model or the optimizer may be missing
         state, host = {}, former.host
     in_force = None
     if placement is not None:
         in_force = PlacementState(plans=placement.plans, loads=placement.loads)
     holdings = (_holding(trainer, in_force, changes=changes),)
     if placement is not None and former is not None and engine.iteration < former.before_iteration:
-        # A placement that no iteration has been committed with: the one before holds.
+        # No iteration has been committed with the newest placement, so the previous placement is used.
         state = {**state, **former.state}
         before = PlacementState(plans=former.plans, loads=placement.loads)
         evacuated = (_holding(trainer, in_force, changes=changes, is_evacuation=True),)
@@ -171,22 +170,22 @@ def _windows(trainer: "Trainer") -> dict[str, Any]:
 
 
 def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int | None], groups: Groups) -> NamedState:
-    """Send all state except experts to joining ranks, shared among the ranks that have it; collective.
+    """Send all non-expert state to joining ranks. Each rank with state sends a part. All ranks must call this.
 
     Args:
-        state: this rank's state; that of a joining rank is filled.
-        shapes: name, dtype, kind of device and shape of the tensors of one rank with state.
-        previous: None for each rank without state.
+        state: this rank's tensors. On a joining rank, the received tensors are added.
+        shapes: name, dtype, device type and shape of all tensors of one rank with state.
+        previous: for each rank, None if it has no state.
 
     Returns:
-        Tensors like those of one expert.
+        Uninitialized tensors with the names and shapes of one expert's tensors.
     """
-    # With replicas the expert group is the whole stage, and only jobs of one stage hand state over.
+    # With replicas, the expert group contains all ranks of the stage, and only jobs with one stage call this function.
     group = groups.pg_collection.ep
     rows = {name: row for name, *row in shapes}
     dense = {name: _num_bytes(row) for name, row in rows.items() if expert_of(name) is None}
     with_state = [rank for rank, former in enumerate(previous) if former is not None]
-    # Senders and receivers compute the same shares from the same rows: tensors travel without names.
+    # Senders and receivers compute the same shares from the same rows, so names need not be sent.
     shares = share_out(dense, with_state)
     outgoing: list[list[torch.Tensor]] = [[] for _ in previous]
     incoming: list[list[torch.Tensor]] = [[] for _ in previous]
@@ -203,7 +202,7 @@ def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int
 
 
 def shapes_of(state: NamedState) -> list[Shape]:
-    """List name, dtype, device and shape of every tensor, for ``hand_over``."""
+    """Return name, dtype, device type and shape of every tensor, for ``hand_over``."""
     return [
         (name, str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape)) for name, t in sorted(state.items())
     ]
@@ -220,8 +219,9 @@ def _num_bytes(row: Sequence[Any]) -> int:
 
 
 def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
-    """Seed the generators of a rank that joins after ``iteration``, from the iteration, its rank and the run's seed.
-    The generation has no effect, because memberships that are not formed leave no trace."""
+    """Seed the random number generators of a rank that joins after ``iteration``. The seeds depend on the run's seed,
+    the iteration and the rank, but not on the generation, so that memberships that could not be formed have no effect
+    on the results."""
     own = seed + (iteration + 1) * _ITERATION_STRIDE
     random.seed(own + groups.vote.rank())
     np.random.seed((own + groups.vote.rank()) % 2**32)

@@ -1,4 +1,4 @@
-"""Checksums of a rank's whole state, by global parameter name; equal digests mean equal bits."""
+"""Checksums of a rank's whole state, by global parameter name. Equal digests mean equal bits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +13,8 @@ from megatron_ft.mcore.model.names import named_parameters, unwrap
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the hexadecimal xxh3_128 of the tensor's bytes, dtype and shape."""
-    # Equal bytes are not equal tensors: zeros of two dtypes differ.
+    """Return the xxh3_128 of the tensor's bytes, dtype and shape, as a hexadecimal number."""
+    # dtype and shape are included, because zeros of different dtypes have the same bytes.
     digest = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest.update(content.numpy().data)
@@ -24,11 +24,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def named_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of every parameter, persistent buffer, master and moment on this rank.
-
-    Names are ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg``...; with the distributed optimizer
-    masters and moments are this rank's flat ranges.
-    """
+    """Yield (name, tensor) of every parameter, persistent buffer, master weight and moment on this rank. Names are
+    ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg`` and so on, where ``<parameter>`` is a global name.
+    With the distributed optimizer, masters and moments are this rank's flat ranges."""
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(model_chunks):
         for name, parameter in named_parameters(chunk):
@@ -48,16 +46,17 @@ def named_state(
 
 
 def masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yield (model parameter, the tensor that the inner optimizer updates for it)."""
+    """Yield (model parameter, master weight) for each parameter that the optimizer ``member`` updates on this rank. The
+    master weight is the tensor that torch's optimizer updates."""
     for parameters, masters in _group_pairs(member):
         for parameter, master in zip(parameters, masters, strict=True):
-            # None with Megatron's precision-aware optimizer, which keeps masters in the inner one.
+            # None with Megatron's precision-aware optimizer, which stores master weights in torch's optimizer.
             if master is not None:
                 yield parameter, master
 
 
 def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
-    # Megatron keeps parameters and the tensors that are updated for them in parallel lists, one pair for each group.
+    # Megatron stores parameters and their master weights in parallel lists, one pair of lists per parameter group.
     if isinstance(member, DistributedOptimizer):
         yield from zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
         yield from zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True)
@@ -70,7 +69,7 @@ def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> str:
-    """Return one digest over all of :func:`tensor_digests`, independent of the order of iteration."""
+    """Return one digest over all of :func:`tensor_digests`. It does not depend on the order of the tensors."""
     total = xxhash.xxh3_128()
     for name, digest in sorted(tensor_digests(model_chunks, optimizer).items()):
         total.update(f"{name}={digest}\n".encode())
@@ -78,9 +77,7 @@ def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimiz
 
 
 def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, str]:
-    """Return the digest of every tensor of :func:`named_state` by name, to locate differences of two states.
-
-    Moments that no update has created yet are created: they count as the zeros with which they will start.
-    """
+    """Return the digest of every tensor of :func:`named_state` by name, to locate the differences of two states. Before
+    the first update, moments are allocated as zeros, so that they are part of the result."""
     allocate_state(optimizer)
     return {name: tensor_digest(tensor) for name, tensor in named_state(model_chunks, optimizer)}

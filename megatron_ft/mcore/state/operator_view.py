@@ -1,7 +1,7 @@
-"""Operators of one rank as element ranges of live tensors: the sources of captures, and the targets of restores.
+"""Finds the tensor elements of each operator on one rank, to capture and restore them.
 
-Weights, masters and moments are found through Megatron's own pairing of parameters with the tensors that its optimizers
-update. So the view works for every precision, and for sharded and whole optimizer state.
+Master weights and moments are found with Megatron's lists of parameters and of the tensors that its optimizers update.
+So the view works for every precision, and with or without a sharded optimizer.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 
 def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """Return (start, stop) in the flattened parameter; all of it if ``member`` is not sharded."""
+    """Return the range (start, stop) of the flattened ``parameter`` that the optimizer ``member`` updates on this rank.
+    This is the whole parameter if the optimizer is not sharded."""
     if not isinstance(member, DistributedOptimizer):
         return 0, parameter.numel()
     found = member._get_model_param_range_map(parameter)["param"]
@@ -40,16 +41,18 @@ STEP = "step"
 
 @dataclass(kw_only=True)
 class _Held:
-    """One part of a parameter on this rank: its flat weight, and optimizer state by element range."""
+    """One tensor-parallel part of a parameter on this rank: its flattened weight, and its optimizer state by element
+    range."""
 
     weight: torch.Tensor
     states: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 class OperatorView:
-    """The state of this rank, and the part that it captures; built collectively over the whole job.
+    """The tensors of this rank by parameter and element range, and the shards that each rank of the job captures.
 
-    Build it again after model or optimizer were rebuilt. Moments that no update has made yet are allocated as zeros.
+    All ranks must create it together, and again after model or optimizer were rebuilt. Before the first update, moments
+    are allocated as zeros.
     """
 
     def __init__(
@@ -64,24 +67,25 @@ class OperatorView:
         self.group = groups.vote
         self.rank: int = groups.vote.rank()
         self._held = _held(model_chunks, optimizer, groups.pg_collection)
-        # Gathered once: from then on every rank lays out the slices of all ranks without messages.
+        # Gathered once, so that every rank can compute the slices of all ranks without communication.
         mine = [_holding(part, held) for part, held in self._held.items()]
         self.holdings_by_rank = tuple(from_record(record) for record in Collectives(self.group).gather(to_record(mine)))
         self.shards_by_rank = cut_shards(self.holdings_by_rank, num_layers)
-        # An element that no rank captures would be missed by a replay only, long after the window was committed.
+        # Checked now, because an element that no rank captures would otherwise be noticed only in a replay.
         check_shards(self.shards_by_rank, sizes(self.holdings_by_rank))
         self.shards = self.shards_by_rank[self.rank]
 
     def pieces(self, plan: WindowPlan, index: int) -> tuple[Piece, ...]:
-        """List the pieces that this rank captures in slice ``index``."""
+        """Return the pieces that this rank captures in slice ``index`` of a window of ``plan``."""
         return slice_pieces(plan, index, self.shards)
 
     def source(self, piece: Piece) -> torch.Tensor:
-        """Return the live elements of ``piece``: 1-D, no copy; one element if the component has one value for all."""
+        """Return the elements of ``piece`` as a 1-D view of the tensor that training uses. The view has one element if
+        the component, such as a step count, has one value for all elements."""
         return self.live((piece.parameter, piece.tensor_part), piece.component, piece.start, piece.stop)
 
     def live(self, part: Part, component: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of a component of ``part`` on this rank: 1-D, no copy."""
+        """Return elements [start, stop) of ``component`` of ``part`` as a 1-D view of the tensor that training uses."""
         held = self._held[part]
         if component == WEIGHT:
             return held.weight[start:stop]
@@ -92,16 +96,16 @@ class OperatorView:
         raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
 
     def restore(self, plan: WindowPlan, index: int, payload: Payload) -> int:
-        """Restore slice ``index`` on every rank that holds any of it; collective over the whole job.
+        """Restore slice ``index`` on every rank that has any of its elements. All ranks must call this.
 
-        ``payload`` is what this rank captured, in the layout of ``pieces``. Weights of units captured in full are
-        rounded from their masters, as the optimizer does.
+        ``payload`` contains the bytes that this rank captured, in the order of ``pieces``. If master weights were
+        captured, the weights are rounded from them, as the optimizer does.
 
         Returns:
-            Bytes that this rank sent.
+            Number of bytes that this rank sent.
 
         Raises:
-            RecoveryError: the payload is too small.
+            RecoveryError: ``payload`` is too small.
         """
         return restore_slice(self, plan, index, payload)
 
@@ -119,8 +123,8 @@ def _held(
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
             known = member.optimizer.state[master]
-            # Always this order, whatever the optimizer's is: a window outlives the process that captured it.
-            # A fused optimizer counts steps for each group: ``TrainState.group_steps`` has those.
+            # The order is fixed, because another process, with another optimizer, may restore the window. A fused
+            # optimizer has one step count per parameter group, which is in ``TrainState.group_steps``.
             state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
             bounds = range_of(member, parameter)
             found[parts[parameter]].states[bounds] = {MASTER: master.detach().view(-1), **state}

@@ -1,4 +1,4 @@
-"""The state of each rank and its placement; choice of the holding from which all ranks continue. Pure."""
+"""Describes which state each rank has, and chooses the state from which all ranks continue. Without side effects."""
 
 import hashlib
 import json
@@ -10,37 +10,36 @@ from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.moe.placement_manager import PlacementState
 
 Key = tuple[int, bool]
-"""Generation, and whether experts have moved in it for the ranks that stay; later keys are greater."""
+"""Generation of a holding, and ``Holding.is_evacuation``. A newer holding has a greater key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Record that a rank has all the state that ``placement`` gives it.
+    """Record that a rank has all state that one placement assigns to it, after the newest committed iteration.
 
-    A rank can have several holdings of one iteration: that of the membership that committed the iteration, one of each
-    membership that was formed since and broke before it committed another, and one of an evacuation.
+    A rank can have several holdings: one of the membership that committed the iteration, one of each later membership
+    that failed before it committed another iteration, and one of an evacuation.
     """
 
     generation: int
-    """Membership of the placement."""
+    """Generation of the membership that uses the placement."""
     is_evacuation: bool = False
-    """Whether the placement was made for the ranks that stay in the next membership."""
+    """Whether the placement is the result of an evacuation: a migration of all experts to the ranks that stay."""
     rank: int
-    """Number of the rank in that membership."""
+    """Rank in this membership."""
     nodes: tuple[int, ...]
-    """Node of each rank of that membership."""
+    """Node number of each rank of this membership."""
     placement: PlacementState | None
-    """None if experts stay where Megatron puts them."""
+    """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()
-    """The memberships since the commit, as entries of ``testing.membership_schedule``."""
+    """Memberships since the committed iteration, as entries of ``testing.membership_schedule``."""
 
     @property
     def key(self) -> Key:
-        """Key that is the same on all ranks with this holding."""
+        """Key that identifies the holding, the same on all ranks that have it."""
         return self.generation, self.is_evacuation
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
         return {
             "generation": self.generation,
             "is_evacuation": self.is_evacuation,
@@ -52,7 +51,6 @@ class Holding:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Holding":
-        """Read the values of ``to_json``."""
         placement = content["placement"]
         lists = {name: tuple(content[name]) for name in ("nodes", "changes")}
         return cls(
@@ -61,37 +59,35 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""Number of each rank of a membership in the holding from which all continue; None if it is not in it."""
+"""Rank in the chosen holding, for each rank of the new membership; None for a rank that does not have this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """Holdings of a rank with state, as reported to the others."""
+    """Summary of the holdings of a rank with state, which the ranks exchange."""
 
     holdings: tuple[tuple[Key, int, str], ...]
-    """Key of each holding, the rank's number in it, and the digest of its placement."""
+    """Key, ``Holding.rank`` and digest of the placement, for each holding."""
 
     @classmethod
     def of(cls, holdings: Sequence[Holding]) -> "RankStatus":
-        """Summarize ``holdings``."""
+        """Create the summary of ``holdings``."""
         return cls(holdings=tuple((held.key, held.rank, digest_of(held.placement)) for held in holdings))
 
     def rank_in(self, key: Key) -> int | None:
-        """Return the rank's number in a holding; None if it does not have it."""
+        """Return ``Holding.rank`` of the holding with ``key``, or None if this rank does not have it."""
         return next((rank for found, rank, _ in self.holdings if found == key), None)
 
     def to_json(self) -> list[Any]:
-        """Return JSON values."""
         return [[list(key), rank, digest] for key, rank, digest in self.holdings]
 
     @classmethod
     def from_json(cls, content: list[Any]) -> "RankStatus":
-        """Read the values of ``to_json``."""
         return cls(holdings=tuple(((key[0], key[1]), rank, digest) for key, rank, digest in content))
 
 
 def digest_of(placement: PlacementState | None) -> str:
-    """Return the hexadecimal SHA-256 of a placement's JSON."""
+    """Return the SHA-256 of the JSON form of ``placement``, as a hexadecimal number."""
     content = None if placement is None else placement.to_json()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -103,33 +99,36 @@ def choose_holding(
     *,
     is_whole: Callable[[Key, Previous], bool],
 ) -> tuple[Key, Previous]:
-    """Choose the holding from which a membership continues; the result is the same on every rank.
+    """Choose the holding from which a membership continues. The result is the same on every rank.
 
-    It is the newest holding that every rank with state has: then all of them had formed that membership. If no holding
-    is common to all, some had formed the newest membership and others had not, and all return to the oldest, which they
-    carried into it. In both cases a holding with missing experts is skipped in favour of the next one without.
+    The newest holding that every rank with state has is preferred. If there is none, the oldest holding is preferred,
+    which is the state from before a membership that only some ranks had completed. A holding with missing experts is
+    used only if no holding has all experts.
 
     Args:
         present: status of each rank of membership ``generation``; None for joining ranks.
-        nodes: node of each rank. If a rank of a node lacks a holding, the whole node is not in it.
-        is_whole: whether the ranks with a holding hold every expert; called on every rank in the same order, and only
-            if there is a choice.
+        nodes: node number of each rank. If one rank of a node lacks a holding, no rank of the node uses it.
+        is_whole: returns whether the ranks with a holding have every expert. It is called only if there are several
+            holdings, in the same order on every rank.
+
+    Returns:
+        The key of the holding, and for each rank of the membership its rank in the holding, or None.
 
     Raises:
-        RecoveryError: no rank has state, or ranks have different placements of one holding.
+        RecoveryError: no rank has state, or ranks have different placements for the same holding.
     """
     known = [presence for presence in present if presence is not None]
     if not known:
-        raise RecoveryError(f"generation {generation}: every rank with state is lost")
+        raise RecoveryError(f"generation {generation}: all ranks that had state are lost")
     keys = sorted({key for presence in known for key, _, _ in presence.holdings})
-    # Every rank with state has formed such a membership, so nothing that it transferred is missing.
+    # Every rank with state has received all state of such a membership, so nothing is missing.
     shared = [key for key in keys if all(presence.rank_in(key) is not None for presence in known)]
     order = [*reversed(shared), *(key for key in keys if key not in shared)]
     found = {key: _previous(present, nodes, key) for key in order}
     order = [key for key in order if any(rank is not None for rank in found[key])]
     if not order:
-        raise RecoveryError(f"generation {generation}: on every node some rank has no state")
-    # ``is_whole`` is collective: all ranks have the same reports, so they ask about the same holdings in order.
+        raise RecoveryError(f"generation {generation}: on every node, at least one rank has no state")
+    # ``is_whole`` is collective. All ranks have the same ``present``, so they make the same calls in the same order.
     if len(order) > 1:
         order = [key for key in order if is_whole(key, found[key])] or order
     _check_alike(present, order[0], generation)
@@ -138,7 +137,7 @@ def choose_holding(
 
 def _previous(present: Sequence[RankStatus | None], nodes: Sequence[int], key: Key) -> Previous:
     ranks = [None if presence is None else presence.rank_in(key) for presence in present]
-    # A node joins as a whole: the entry of a schedule that repeats this history names nodes.
+    # All ranks of a node join together, because ``testing.membership_schedule`` names nodes, not ranks.
     lacking = {node for node, rank in zip(nodes, ranks, strict=True) if rank is None}
     return tuple(None if node in lacking else rank for node, rank in zip(nodes, ranks, strict=True))
 
@@ -152,5 +151,8 @@ def _check_alike(present: Sequence[RankStatus | None], key: Key, generation: int
         if found == key
     }
     if len(set(chosen.values())) > 1:
-        digests = ", ".join(f"rank {rank} from {digest[:12]}" for rank, digest in chosen.items())
-        raise RecoveryError(f"generation {generation}: all ranks must continue from the same placement: {digests}")
+        digests = ", ".join(f"rank {rank} {digest[:12]}" for rank, digest in chosen.items())
+        raise RecoveryError(
+            f"generation {generation}: all ranks must have the same placement, but they have different ones; digests: "
+            f"{digests}"
+        )

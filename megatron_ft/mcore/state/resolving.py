@@ -1,4 +1,4 @@
-"""Brings a rank whose membership broke to the iteration after which all ranks continue."""
+"""After a failure, finishes or rolls back the iteration in progress, so that all ranks are at the same iteration."""
 
 from dataclasses import replace
 
@@ -9,18 +9,21 @@ from megatron_ft.planning.recovery.target import Position, Target
 
 
 def position_of(engine: TrainingEngine, rank: int) -> Position:
-    """Return the position of ``engine``, which is rank ``rank`` of its membership, wherever an iteration broke.
+    """Return which iterations ``engine``, with rank ``rank`` of its membership, has completed and voted for.
 
     Raises:
-        RecoveryError: it broke in the middle of the update, so the state belongs to no iteration.
+        RecoveryError: an iteration failed in the middle of its update, so the state is unusable.
     """
     completed, contributed, vote = engine.iteration, engine.iteration, engine.newest_vote
     in_progress = engine.in_progress
     if in_progress is not None:
-        # Some masters are updated and others are not, and `TrainState` has neither.
+        # Only some master weights are updated, and ``TrainState`` cannot restore them.
         if in_progress.update == "begun":
-            raise RecoveryError(f"rank {rank}: iteration {in_progress.iteration} failed in the middle of its update")
-        # Own state is complete; only parameters may not be gathered yet, which needs the others.
+            raise RecoveryError(
+                f"rank {rank}: iteration {in_progress.iteration} failed in the middle of its update, so the state of "
+                "this rank is unusable"
+            )
+        # This rank's own state is updated. Weights of a sharded optimizer may still have to be gathered.
         if in_progress.update == "done":
             completed = in_progress.iteration
         if in_progress.contributed:
@@ -32,28 +35,28 @@ def position_of(engine: TrainingEngine, rank: int) -> Position:
 
 
 def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult | None:
-    """Finish the iteration in progress from its kept gradients, or roll it back, so that the state is that after
-    ``target``.
+    """Finish or roll back the iteration in progress, so that ``engine`` has the state after the target's iteration.
 
-    Nothing is sent. The caller gathers the parameters of a sharded optimizer afterwards.
+    This needs no communication, because the gradients still exist. Later, the caller must gather the parameters of a
+    sharded optimizer.
 
     Returns:
-        The finished iteration, if ``run_iteration`` has not returned it.
+        Result of the finished iteration; None if no iteration was finished.
     """
     in_progress = engine.in_progress
     if in_progress is None or in_progress.iteration != target.iteration:
         assert engine.iteration == target.iteration, (
-            f"this rank is at iteration {engine.iteration}, the target is {target.iteration}"
+            f"this rank is at iteration {engine.iteration}, but the target is iteration {target.iteration}"
         )
         engine.abort()
         return None
-    # A target without a vote was completed by all, by this rank with its own vote.
+    # If the target has no vote, all ranks have completed its iteration, and this rank has its own vote.
     vote = target.vote or in_progress.vote
     assert vote is not None and in_progress.contributed, (
-        f"this rank has no gradients or no vote of iteration {target.iteration}"
+        f"this rank has no ballot or no vote of iteration {target.iteration}"
     )
-    result = replace(engine.decide(vote), pass_seconds=())  # ranks have other numbers when it is reported
-    # A skip or a stop may have been applied before the break: both put back recorded values, so twice is once.
+    result = replace(engine.decide(vote), pass_seconds=())  # ranks may be renumbered before the result is reported
+    # A skip or a stop may have been applied before the failure. Both restore recorded values, so they can be repeated.
     if in_progress.update == "none":
         engine.apply(result)
     if result.decision.action != "stop":

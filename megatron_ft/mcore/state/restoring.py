@@ -1,4 +1,4 @@
-"""Restores captured bytes: each rank sends what it captured to all ranks that need the same elements."""
+"""Restores a slice: each rank sends the bytes that it captured to all ranks that need the same elements."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 Payload = bytes | bytearray | memoryview
-"""Read-only bytes."""
+"""Bytes of a slice, which are only read."""
 
 WEIGHT, MASTER = "weight", "master"
 
 
 class Holder(Protocol):
-    """The part of ``OperatorView`` that a restore needs."""
+    """Interface of the part of ``OperatorView`` that ``restore_slice`` needs."""
 
     rank: int
     group: dist.ProcessGroup
@@ -30,12 +30,12 @@ class Holder(Protocol):
     holdings_by_rank: tuple[tuple[Holding, ...], ...]
 
     def live(self, part: Part, component: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements of a component on this rank."""
+        """Return elements [start, stop) of ``component`` of ``part`` as a 1-D view of the tensor that training uses."""
         ...
 
 
 def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) -> int:
-    """Exchange slice ``index`` and fill the live tensors; see ``OperatorView.restore``."""
+    """Exchange slice ``index`` between all ranks, and fill the tensors of ``view``; see ``OperatorView.restore``."""
     holders = _holders(view.holdings_by_rank)
     outgoing: list[list[torch.Tensor]] = [[] for _ in view.shards_by_rank]
     pieces = slice_pieces(plan, index, view.shards)
@@ -45,7 +45,7 @@ def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) 
         captured = content[piece.offset : piece.offset + piece.num_bytes]
         for component, targets in _deliveries(piece, holders[part]):
             tensor = captured
-            # Rounded by the sender: all ranks that compute with the weight get the same bits, and fewer of them travel.
+            # The sender rounds, so that all receivers get the same bits, and fewer bytes are sent.
             if component != piece.component:
                 tensor = _rounded(captured, piece.dtype, holders[part][view.rank])
             for target in targets:
@@ -79,7 +79,8 @@ def _holders(holdings_by_rank: Sequence[Sequence[Holding]]) -> dict[Part, dict[i
 
 
 def _deliveries(piece: Piece, holders: dict[int, Holding]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (component, ranks that receive it). A master also gives the weight, on every rank that computes with it."""
+    """Yield (component, ranks that receive it) for a captured piece. From a captured master weight, every rank with the
+    parameter also gets the rounded weight."""
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)
@@ -89,7 +90,7 @@ def _deliveries(piece: Piece, holders: dict[int, Holding]) -> Iterator[tuple[str
 
 
 def _rounded(captured: torch.Tensor, dtype: str, holding: Holding) -> torch.Tensor:
-    # A copy: ``view`` needs an offset that is a multiple of the dtype's size, and a piece may begin anywhere.
+    # Cloned, because a view needs an address that is aligned for its dtype, and a piece may begin anywhere.
     master = captured.clone().view(getattr(torch, dtype))
     return master.to(getattr(torch, holding.frozen[0].dtype))
 
@@ -98,11 +99,11 @@ def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
     given = memoryview(payload).nbytes
     if given < num_bytes:
         raise RecoveryError(
-            f"slice {index}: has {given} captured bytes, but {num_bytes} are needed; was it captured with another "
-            "layout?"
+            f"slice {index} has {given} captured bytes, but this rank needs {num_bytes}: it may have been captured "
+            "with another layout"
         )
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and only read
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about read-only memory, but nothing writes to it
         return torch.frombuffer(payload, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Opens, fills and loads the dense checkpoints of a trainer."""
+"""Connects a trainer to its dense checkpoints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def open_checkpoints(trainer: "Trainer", groups: Groups) -> CheckpointManager:
-    """Open the manager that saves and loads as a rank of ``groups``."""
+    """Create the ``CheckpointManager`` of a trainer for the process groups ``groups``."""
     return CheckpointManager(
         trainer.config.checkpoint,
         run_dir=trainer.context.run_dir,
@@ -26,7 +26,7 @@ def open_checkpoints(trainer: "Trainer", groups: Groups) -> CheckpointManager:
 
 
 def extra_state(trainer: "Trainer") -> dict[str, Any]:
-    """Return data and placement that are saved with a checkpoint, the same on all ranks."""
+    """Return the data fingerprint and the placement, which a checkpoint also contains. The same on all ranks."""
     extra: dict[str, Any] = {"data_fingerprint": trainer.samples["train"].fingerprint()}
     if trainer.placement is not None:
         extra["placement"] = trainer.placement.to_json()
@@ -34,11 +34,12 @@ def extra_state(trainer: "Trainer") -> dict[str, Any]:
 
 
 def load(trainer: "Trainer", directory: Path) -> None:
-    """Fill the engine from a checkpoint.
+    """Load the checkpoint in ``directory`` into the engine of ``trainer``.
 
     Raises:
-        CheckpointError: it is damaged, or does not fit.
-        DataError: it has no manifest of format 2, so it could not be compared before, and was trained on other data.
+        CheckpointError: the checkpoint is damaged, or does not match this job.
+        DataError: the checkpoint was trained on other data. Checkpoints with a manifest of format 2 or later are
+            compared with the data before they are loaded.
     """
     state = trainer.state({})
     manifest = trainer.checkpoints.load(state, directory).manifest

@@ -1,4 +1,4 @@
-"""Assigns every captured element to exactly one of the ranks that have it."""
+"""Chooses, for every element of the state, the one rank that captures it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,27 +8,30 @@ from typing import Any
 from megatron_ft.operator_state import Component, StateShard, operator_of
 
 Part = tuple[str, int]
-"""A parameter's global name, and its tensor-parallel part."""
+"""A parameter's global name, and the index of its tensor-parallel part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """One rank's share of one part of a parameter: the whole compute weight, and the optimizer state of ``ranges``."""
+    """State of one tensor-parallel part of a parameter on one rank: its weight, and optimizer state for ``ranges``."""
 
     part: Part
     num_elements: int
     ranges: tuple[tuple[int, int], ...]
-    """Elements (start, stop) of the flattened part whose master and moments are on this rank."""
+    """Ranges (start, stop) of elements of the flattened part whose master weights and moments are on this rank."""
     full: tuple[Component, ...]
+    """Components of the full state: master weight, moments and step count."""
     frozen: tuple[Component, ...]
+    """Components of a frozen operator: only the weight."""
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether the optimizer state of elements [start, stop) is on this rank."""
+        """Return whether the optimizer state of elements [start, stop) is on this rank."""
         return any(first <= start and stop <= last for first, last in self.ranges)
 
 
 def to_record(holdings: Iterable[Holding]) -> dict[str, Any]:
-    """Make a JSON object for ``from_record``; components are stored once, because most parameters have the same."""
+    """Return ``holdings`` as a JSON object for ``from_record``. Each combination of components is stored once, because
+    most parameters have the same."""
     kinds: dict[tuple[tuple[Component, ...], tuple[Component, ...]], int] = {}
     rows = [[*h.part, h.num_elements, h.ranges, kinds.setdefault((h.full, h.frozen), len(kinds))] for h in holdings]
     return {"kinds": [[[asdict(c) for c in group] for group in kind] for kind in kinds], "rows": rows}
@@ -49,7 +52,7 @@ def from_record(record: Mapping[str, Any]) -> tuple[Holding, ...]:
 
 
 def cut_shards(holdings_by_rank: Sequence[Sequence[Holding]], num_layers: int) -> tuple[tuple[StateShard, ...], ...]:
-    """Compute the shards each rank captures; element ranges that several ranks hold are divided evenly."""
+    """Compute the shards that each rank captures. An element range that several ranks have is divided evenly."""
     held: dict[Part, dict[int, Holding]] = {}
     for rank, holdings in enumerate(holdings_by_rank):
         for holding in holdings:
@@ -62,15 +65,15 @@ def cut_shards(holdings_by_rank: Sequence[Sequence[Holding]], num_layers: int) -
 
 
 def sizes(holdings_by_rank: Iterable[Iterable[Holding]]) -> dict[Part, int]:
-    """Count the elements of each part of each parameter."""
+    """Return the number of elements of each tensor-parallel part of each parameter."""
     return {holding.part: holding.num_elements for holdings in holdings_by_rank for holding in holdings}
 
 
 def _cut(by_rank: Mapping[int, Holding]) -> Iterable[tuple[int, int, int]]:
-    # Yield (rank, start, stop); ranges of ranks may overlap in part, as for stages that share the embedding.
+    # Yields (rank, start, stop). Ranges of ranks may overlap partly, for example if two stages share the embedding.
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
-        # In rank order on every rank, so that all compute the same cut; even parts let holders capture in parallel.
+        # Divided in rank order, so that all ranks compute the same shards; evenly, so that they capture in parallel.
         holders = [rank for rank, holding in by_rank.items() if holding.covers(start, stop)]
         for place, rank in enumerate(holders):
             first = start + (stop - start) * place // len(holders)

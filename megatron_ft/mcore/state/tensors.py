@@ -1,4 +1,4 @@
-"""A rank's tensors by global name, saved and restored around a rebuild of model and optimizer."""
+"""Copies a rank's tensors by global name, and restores them after model and optimizer were rebuilt."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,32 +9,32 @@ from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state
 from megatron_ft.mcore.state.digest import named_state
 
 NamedState = dict[str, torch.Tensor]
-"""Global name, with ``/master``, ``/exp_avg``... for optimizer state, to tensor."""
+"""Tensors by the names that ``digest.named_state`` gives them."""
 
 
 def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
-    """Copy every parameter, buffer, master and moment of this rank."""
+    """Return copies of every parameter, buffer, master weight and moment of this rank, by name."""
     return {name: tensor.detach().clone() for name, tensor in _distinct_state(model_chunks, optimizer)}
 
 
 def put_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fill a newly built model and optimizer, bit for bit.
+    """Fill a newly built model and optimizer with ``state``, the result of ``take_state``.
 
     Raises:
-        KeyError: ``state`` lacks a tensor that this rank has now.
+        KeyError: ``state`` lacks a tensor that this rank needs.
     """
     with torch.no_grad():
         for name, tensor in _distinct_state(model_chunks, optimizer):
-            # In place: gradient buffers, hooks and the optimizer refer to these very tensors.
+            # In place, because gradient buffers, hooks and the optimizer reference these tensors.
             tensor.copy_(state[name])
 
 
 def _distinct_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    # Yield all named state, each tensor once: FP32 weights are their own masters.
+    # Yields each tensor once: an FP32 weight is also its own master weight.
     allocate_state(optimizer)
     own_masters: set[str] = set()
     for name, tensor in named_state(model_chunks, optimizer):
@@ -46,7 +46,7 @@ def _distinct_state(
 
 
 def expert_of(name: str) -> tuple[int, int] | None:
-    """Return (layer number from 1, expert) of a global name; None for anything but a routed expert."""
+    """Return (layer number, expert) if ``name`` is of a routed expert, else None. Layers are numbered from 1."""
     head, found, rest = name.partition(".mlp.experts.local_experts.")
     if not found:
         return None

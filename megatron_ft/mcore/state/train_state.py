@@ -1,4 +1,4 @@
-"""The state of a rank at an iteration boundary besides its tensors."""
+"""The state of a rank after an iteration, besides parameters and optimizer state."""
 
 import base64
 import json
@@ -21,35 +21,33 @@ _TENSOR = "tensor_base64"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """A rank's state after an iteration, besides parameters and their optimizer state.
-
-    Tensors are copies on the device of the originals, so that a capture does not wait for a GPU. The first six fields
-    are captured from the model, the optimizer and the process; the others are set by their owners.
-    """
+    """State of a rank after an iteration, besides parameters and optimizer state. Tensors are copied on their own
+    device, so that a capture does not wait for a GPU. ``capture`` sets the first six fields. The callers set the other
+    fields."""
 
     iteration: int
     """Number of completed iterations."""
     rng: Mapping[str, Any] | None = None
-    """Generators from ``capture_rng``. None in state received from other ranks, because each rank has its own."""
+    """Random number generators from ``capture_rng``. None in state from other ranks, because each rank has its own."""
     buffers: Mapping[str, torch.Tensor]
-    """Buffers of the model by chunk and name: router bias and counters, in their own dtype and shape."""
+    """Buffers of the model, such as router biases, by ``<chunk>.<name>``."""
     grad_scalers: tuple[Mapping[str, Any], ...]
-    """Loss scale and its counters, for each part of the optimizer that has one."""
+    """Loss scale and its counters, for each part of the optimizer that has a loss scaler."""
     group_steps: tuple[Any, ...]
-    """Step count of each parameter group; None if the optimizer counts per tensor."""
+    """Step count of each parameter group; None for a group whose steps the optimizer counts per tensor."""
     history: History
     newest_vote: Vote | None = None
     """Vote of the newest iteration; None before the first iteration of this process."""
     rounded_off: int = 0
-    """Newest iteration after which all due evaluations, saves and digests are done."""
+    """Newest iteration after which all evaluations, saves and digests that were due are done."""
     stopped: str | None = None
-    """Reason why a policy stops the run with the iteration that has just finished; None if it continues."""
+    """Reason why a policy stopped the run at the newest iteration; None if it did not."""
 
     @classmethod
     def capture(
         cls, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, *, iteration: int, history: History
     ) -> "TrainState":
-        """Copy the present state of this process, which has completed ``iteration`` iterations."""
+        """Copy the current state of this process, which has completed ``iteration`` iterations."""
         return cls(
             iteration=iteration,
             rng=capture_rng(),
@@ -63,26 +61,30 @@ class TrainState:
         )
 
     def restore(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-        """Restore generators (if there are any), buffers, loss scales and step counts.
+        """Restore buffers, loss scales, step counts and, unless ``rng`` is None, random number generators.
 
         Raises:
-            RecoveryError: the model has other buffers, or the optimizer other parts; other ranks may not raise it.
+            RecoveryError: the model has other buffers, or the optimizer other parts, than those that were captured.
+                It may be raised on some ranks only.
         """
         buffers = dict(_buffers(model_chunks))
         if set(buffers) != set(self.buffers):
             raise RecoveryError(
-                "the model has other buffers than were captured; they differ in "
+                "the model and the captured state have different buffers, for example "
                 f"{sorted(set(buffers) ^ set(self.buffers))[:5]}"
             )
         for name, value in self.buffers.items():
-            # Megatron turns the router bias back into FP32 at the first forward only: the dtype is that of the capture.
+            # The dtype of the capture is used, because Megatron converts the router bias to FP32 at the first forward.
             buffers[name].data = value.to(buffers[name].device, copy=True)
         if self.rng is not None:
             restore_rng(self.rng)
         scalers, groups = grad_scalers(optimizer), list(_groups(optimizer))
         if (len(scalers), len(groups)) != (len(self.grad_scalers), len(self.group_steps)):
-            parts = f"{len(groups)} groups, {len(scalers)} scalers"
-            raise RecoveryError(f"was captured from an optimizer with other numbers of parts; this one has {parts}")
+            parts = f"{len(groups)} and {len(scalers)}"
+            raise RecoveryError(
+                f"the captured state has {len(self.group_steps)} parameter groups and {len(self.grad_scalers)} loss "
+                f"scalers, but the optimizer has {parts}"
+            )
         for scaler, state in zip(scalers, self.grad_scalers, strict=True):
             scaler.load_state_dict(dict(state))
         for group, step in zip(groups, self.group_steps, strict=True):
@@ -90,23 +92,21 @@ class TrainState:
                 group["step"] = _copied(step)
 
     def restore_router_bias(self, model_chunks: list[torch.nn.Module]) -> None:
-        """Put back the router bias only: all that a skipped iteration has to undo."""
+        """Restore only the router biases. A skipped iteration has to restore nothing else."""
         for name, buffer in _buffers(model_chunks):
             if name.endswith(".expert_bias"):
                 buffer.copy_(self.buffers[name])
 
     def differences(self, other: "TrainState") -> list[str]:
-        """Return the names of captured fields whose bits differ from those of ``other``."""
+        """Return the names of the captured fields whose bits are not equal in ``other``."""
         mine, theirs = self._captured(), other._captured()
-        # As text: NaN equals NaN, and equal digits are equal bits.
+        # Compared as texts: NaN equals NaN, and numbers with the same digits have the same bits.
         return [name for name in mine if json.dumps(mine[name]) != json.dumps(theirs[name])]
 
     def to_json(self, *, own: bool = True) -> dict[str, Any]:
-        """Return JSON values, tensors as base64 of their bytes; without ``own``, without this rank's generators.
-
-        The header of a slice has contained this since version 1 of the format of windows: fields are added, but none is
-        renamed.
-        """
+        """Return all fields as JSON values, with tensors in base64. ``own=False`` omits the random number generators.
+        The headers of slices contain this record since version 1 of the window format. So fields may be added, but must
+        not be renamed."""
         record = self._captured()
         if not own:
             del record["rng"]
@@ -118,10 +118,10 @@ class TrainState:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "TrainState":
-        """Read the values of ``to_json``.
+        """Create the state from the result of ``to_json``.
 
         Raises:
-            KeyError, TypeError, ValueError: a field is missing or of another type.
+            KeyError, TypeError, ValueError: a field is missing or has a wrong type.
         """
         content, vote = _decode(record), record.get("newest_vote")
         history = content["history"]
@@ -167,9 +167,9 @@ def _copied(value: Any) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """Convert nested values with tensors to JSON: dtype, shape and base64 of the bytes of each tensor."""
+    """Convert nested values to JSON values. Each tensor becomes its dtype, its shape and its bytes in base64."""
     if torch.is_tensor(value):
-        # Bytes, not numbers: JSON has no NaN, and a decimal number has no dtype.
+        # Tensors are stored as bytes, because JSON has no NaN, and a decimal number has no dtype.
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TENSOR: base64.b64encode(content).decode(), "dtype": dtype, "shape": list(value.shape)}

@@ -1,1 +1,1 @@
-"""The training loop, from a rank's start to its end."""
+"""The training loop of one rank, and the engine that runs its iterations."""

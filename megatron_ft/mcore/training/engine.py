@@ -1,4 +1,4 @@
-"""The training engine: one rank's model and optimizer, run iteration by iteration up to the commit point."""
+"""Model and optimizer of one rank, and the steps of an iteration before and after the commit vote."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,12 +47,12 @@ class TrainingEngine:
     """Model, optimizer and data of one rank.
 
     Args:
-        config: the job.
+        config: configuration of the job.
         device: device of this rank.
         transformer_impl: ``local`` or ``transformer_engine``.
-        vocab_size: padded vocabulary.
+        vocab_size: size of the vocabulary after padding.
         samples: token sequences of the splits ``train`` and ``valid``.
-        stop_requested: whether this rank was asked to end the run; sent with the vote.
+        stop_requested: returns whether this rank has received a request to end the run; the ballot carries the result.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -75,22 +75,22 @@ class TrainingEngine:
         self.vocab_size = vocab_size
         self.samples = samples
         self.stop_requested = stop_requested
-        self.change_requested: Callable[[], bool] = lambda: False  # whether nodes join or leave: the vote carries it
+        self.change_requested: Callable[[], bool] = lambda: False  # whether nodes join or leave; the ballot carries it
         self.iteration = 0
         self.history = History()
         self.newest_vote: Vote | None = None
         """Vote of the newest iteration; None before the first iteration of this process."""
         self.in_progress: IterationState | None = None
-        """The iteration that has begun and is not finished, or the one that stopped the run."""
+        """The iteration that has begun and is not finished, or the iteration that stopped the run."""
         self.wants_load: Callable[[int], bool] = lambda _: False
-        """Whether tokens per expert are summed over the job before the vote; every rank with the vote then knows the
-        sums."""
+        """Returns whether the tokens per expert of an iteration are summed over the job before its vote. Then every
+        rank that has the vote also has the sums."""
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
-        """Returns the state of this rank's windows for the vote."""
+        """Returns the state of this rank's windows for its ballot."""
         self.boundaries = Boundaries()
-        self.num_forward_passes = 0  # of a microbatch through a chunk
+        self.num_forward_passes = 0  # one pass: one microbatch through one chunk
         self._router = router_builder(config)
         self._straggler_timer = StragglerTimer.on(device)
         self.policy = CommitPolicy.of(config)
@@ -98,10 +98,8 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
-        """Build model, optimizer and communication on ``groups``; weights are the initial ones.
-
-        ``replicas`` places the experts of this stage; None uses Megatron's own layout.
-        """
+        """Build model and optimizer on the process groups ``groups``, with initial weights. ``replicas`` assigns
+        experts to the ranks of this stage; None assigns them as Megatron does."""
         failpoints.hit("build", self.iteration)
         self.groups = groups
         self.pg = groups.pg_collection
@@ -110,12 +108,12 @@ class TrainingEngine:
 
     @property
     def is_built(self) -> bool:
-        """Whether there is a model whose state can be extracted."""
-        # Of what carries state the scheduler is built last: where it is, model and optimizer are complete.
+        """Whether model, optimizer and scheduler exist."""
+        # The scheduler is built last, so model and optimizer are complete if it exists.
         return "scheduler" in self.__dict__
 
     def rebuild(self, replicas: Replicas | None) -> None:
-        """Build model and optimizer again on the same groups; the caller restores weights and moments."""
+        """Build model and optimizer again on the same groups. The caller must then restore weights and moments."""
         state = self.train_state()
         self._release()
         failpoints.hit("migrate_build", self.iteration + 1)
@@ -147,7 +145,8 @@ class TrainingEngine:
         self._straggler_timer.watch(self.model_chunks)
 
     def keep_copies(self, plan: StateCopyPlan, placement: PlacementPlan) -> StateCopies:
-        """Keep copies of optimizer state on other ranks by ``plan``, from the present state on; collective."""
+        """Copy optimizer state to the ranks that ``plan`` names, and update the copies with every iteration. All ranks
+        must call this."""
         self.state_copies = StateCopies(
             self.model_chunks,
             self.optimizer,
@@ -159,7 +158,7 @@ class TrainingEngine:
         return self.state_copies
 
     def teardown(self) -> None:
-        """Release all objects that use the groups; the caller destroys the groups next."""
+        """Release all objects that use the process groups, so that the caller can destroy the groups."""
         failpoints.hit("teardown", self.iteration)
         self._release("pg", "groups")
 
@@ -168,8 +167,8 @@ class TrainingEngine:
         release_caches()
         self.boundaries.release()
         for name in (*_BUILT, *_OPTIONAL, *others):
-            self.__dict__.pop(name, None)  # what a build that broke has not made is not there
-        # Modules and hooks refer to each other: only the collector frees them, and the groups that they hold.
+            self.__dict__.pop(name, None)  # a build that failed has not made all of them
+        # Modules and hooks form reference cycles, so only the collector frees them and the groups that they reference.
         gc.collect()
 
     def _connect_schedule(self) -> None:
@@ -188,8 +187,8 @@ class TrainingEngine:
     # -- one iteration ------------------------------------------------------------------------------------
 
     def run_iteration(self, iteration: int) -> IterationResult:
-        """Run iteration ``iteration`` (counted from 1) to its end, whatever the vote decides."""
-        # Until the vote is settled, nothing changes that ``IterationState.before`` cannot put back.
+        """Run iteration ``iteration`` (counted from 1), vote, and carry out the decision."""
+        # Before the vote, nothing changes that ``IterationState.before`` cannot restore.
         vote = self.vote(self.prepare(iteration))
         result = self.decide(vote)
         self.apply(result)
@@ -200,7 +199,7 @@ class TrainingEngine:
         return result
 
     def decide(self, vote: Vote) -> IterationResult:
-        """Decide about the iteration in progress."""
+        """Decide from ``vote`` whether the iteration in progress is committed, skipped or stops the run."""
         return IterationResult(
             vote=vote,
             decision=self.policy.decide(vote, self.history),
@@ -211,15 +210,15 @@ class TrainingEngine:
         )
 
     def apply(self, result: IterationResult) -> None:
-        """Commit, skip or roll back the iteration in this rank's own state."""
+        """Carry out the decision in this rank's state: commit, skip or roll back the iteration in progress."""
         in_progress = self._of(result.vote.iteration)
         if result.decision.action == "commit":
             self.commit(result.vote)
         elif result.decision.action == "skip":
-            # Only the bias: the numbers that a skipped iteration drew stay drawn, and its loss scale holds.
+            # Only the router bias is restored. The random numbers stay consumed, and the new loss scale stays.
             in_progress.before.restore_router_bias(self.model_chunks)
         else:
-            # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
+            # The run stops. The state before the iteration is restored, so that it can be saved as a checkpoint.
             self._roll_back(in_progress)
 
     def _of(self, iteration: int) -> IterationState:
@@ -228,33 +227,36 @@ class TrainingEngine:
         return in_progress
 
     def finish(self, vote: Vote, decision: Decision) -> None:
-        """Make the iteration of ``vote`` the newest, after ``decision`` about it was carried out."""
+        """Record the iteration of ``vote`` as the newest, after its ``decision`` was carried out."""
         self.history = self.history.after(vote, decision, self.config.training.loss_spike_window)
         self.iteration = vote.iteration
         self.newest_vote = vote
         self.in_progress = None
-        # Only now may a replay read what was logged: an attempt that broke has sent a part of it.
+        # A replay may read the logged messages from now on. A failed attempt may have logged only some of them.
         self.boundaries.commit(vote)
 
     def prepare(self, iteration: int) -> Ballot:
-        """Run forward, backward and gradient reduction of all microbatches, and the norm; make this rank's ballot."""
-        # Before the vote, Megatron updates the router bias with the gradients and the loss scale with their norm.
+        """Compute gradients and their norm for ``iteration``; return this rank's ballot."""
+        # Captured first, because Megatron updates the router bias and the loss scale before the vote.
         self.in_progress = in_progress = IterationState(iteration=iteration, before=self.train_state())
         reports = self.accumulate(iteration)
-        # Summed before the vote: a survivor that finishes the iteration later has no others to sum with, and all
-        # survivors must plan placements from the same loads.
+        # Summed before the vote: a survivor that finishes the iteration after a failure cannot sum with lost ranks, but
+        # all survivors must plan placements from the same loads.
         if self.wants_load(iteration):
             in_progress.expert_load = self.expert_load()
-        # Read first: ``prepare`` updates the scale, and the vote logs the one that these gradients have.
+        # Read before ``prepare``, which updates the scale: the ballot contains the scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = commit.prepare(self.optimizer)
         return self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
 
     def accumulate(self, iteration: int) -> list[torch.Tensor]:
-        """Run forward, backward and gradient reduction of all microbatches; return reports of the last stage, float64
-        [2] each."""
+        """Run forward, backward and gradient reduction of all microbatches of ``iteration``.
+
+        Returns:
+            On the last stage, a float64 [2] per microbatch: loss sum and number of tokens. Empty on other stages.
+        """
         failpoints.hit("data", iteration)
-        # A function of the iteration: a rank that has rolled back, replayed or joined gets the same learning rate.
+        # Computed from the iteration, so a rank that has rolled back, replayed or joined has the same learning rate.
         set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
         self._start_iteration(iteration)
         for chunk in self.model_chunks:
@@ -264,7 +266,8 @@ class TrainingEngine:
             return self._run_microbatches("train", iteration, forward_only=False)
 
     def ballot(self, reports: list[torch.Tensor], *, loss_scale: float, found_inf: bool, grad_norm: float) -> Ballot:
-        """Make this rank's ballot for the accumulated iteration; empties the auxiliary losses."""
+        """Make this rank's ballot for the iteration that ``accumulate`` has run. Reset Megatron's auxiliary losses.
+        ``reports`` is the result of ``accumulate``."""
         loss_sum, num_tokens = self._own_share(reports)
         aux_loss_sum, z_loss_sum = take_auxiliary_losses()
         return Ballot(
@@ -284,12 +287,12 @@ class TrainingEngine:
         )
 
     def vote(self, ballot: Ballot) -> Vote:
-        """Exchange ballots over the whole job and return the vote."""
+        """Exchange the ballots of all ranks, and return the vote that combines them."""
         iteration = ballot.iteration
         failpoints.hit("vote_before", iteration)
         in_progress = self._of(iteration)
-        # Before the exchange: once the ballot may have left, others may settle the vote, and this rank must be able to
-        # finish the iteration.
+        # Set before the exchange: as soon as this rank may have sent its ballot, other ranks may have the complete vote
+        # and commit. Then this rank must be able to finish the iteration, too.
         in_progress.contributed = True
         ballots = exchange(ballot, self.groups.vote)
         in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
@@ -298,7 +301,7 @@ class TrainingEngine:
         return in_progress.vote
 
     def tally(self, ballots: Sequence[Ballot]) -> Vote:
-        """Combine the ballots of all ranks, in rank order."""
+        """Combine the ballots of all ranks, in rank order, to a vote."""
         num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
         return tally(
             ballots,
@@ -307,53 +310,53 @@ class TrainingEngine:
         )
 
     def commit(self, vote: Vote) -> None:
-        """Update master weights, moments and this rank's compute weights with the voted values."""
+        """Update master weights, moments and compute weights of this rank with the gradient norm of ``vote``."""
         failpoints.hit("update", vote.iteration)
-        # A slice under way still copies the tensors that are about to change.
+        # A snapshot slice in progress may still copy the tensors that are about to change.
         if self.before_update is not None:
             self.before_update()
-        # A replay has no iteration in progress: where it breaks, it starts again from its window.
+        # A replay has no iteration in progress. If it fails, it starts again from its window.
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
     def gather(self) -> None:
-        """Update every rank's compute weights, and the copies of its optimizer state."""
+        """All-gather the updated compute weights, and update the copies of optimizer state."""
         failpoints.hit("gather", self._current_iteration)
         commit.gather(self.optimizer, self.model_chunks)
-        # Holders repeat the update from the clipped gradients, which are there until the next iteration begins.
+        # Ranks with copies repeat the update with the clipped gradients, which exist until the next iteration begins.
         if self.state_copies is not None:
             self.state_copies.follow(self._learning_rate())
 
     def train_state(self) -> TrainState:
-        """Copy the state of this rank at this iteration boundary besides parameters and their optimizer state."""
+        """Copy the state of this rank after the newest iteration, except parameters and optimizer state."""
         return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
 
     def restore(self, state: TrainState) -> None:
-        """Restore ``state``; raises RecoveryError if it belongs to another model or optimizer."""
+        """Restore ``state``. Raises RecoveryError if it belongs to another model or optimizer."""
         state.restore(self.model_chunks, self.optimizer)
         self.iteration, self.history = state.iteration, state.history
 
     def abort(self) -> None:
-        """Roll back the iteration in progress, if there is one; it is not committed."""
+        """Roll back the iteration in progress, if there is one, without committing it."""
         if self.in_progress is not None:
             self._roll_back(self.in_progress)
         self.in_progress = None
 
     def _roll_back(self, in_progress: IterationState) -> None:
-        # No weight has changed. Gradients may stay: the next iteration zeroes their buffers when it starts.
+        # No weight has changed. Gradients need no rollback, because the next iteration zeroes their buffers.
         self.restore(in_progress.before)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 
     # -- reading ------------------------------------------------------------------------------------------
 
     def evaluate(self) -> tuple[float, int]:
-        """Return (mean loss per token, tokens) over ``training.eval_iterations`` batches of the validation split."""
+        """Return (mean loss per token, number of tokens) of ``training.eval_iterations`` validation batches."""
         for chunk in self.model_chunks:
             chunk.eval()
         totals = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for batch in range(1, self.config.training.eval_iterations + 1):
-                # For each batch: forced routing counts microbatches, and layouts differ in their padding.
+                # Called for each batch, because forced routing counts microbatches, whose number depends on the layout.
                 self._start_iteration(0)
                 reports = self._run_microbatches("valid", batch, forward_only=True)
                 totals += torch.tensor(self._own_share(reports), dtype=torch.float64)
@@ -363,7 +366,8 @@ class TrainingEngine:
         return float(totals[0] / totals[1]), int(totals[1])
 
     def expert_load(self) -> torch.Tensor:
-        """Return tokens per expert over the job in the last iteration: int64 [num_layers, num_moe_experts], CPU."""
+        """Return the tokens per expert of the last iteration: int64 [num_layers, num_moe_experts], on the CPU. Sums
+        over all ranks, which must all call this."""
         model = self.config.model
         load = expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
@@ -377,7 +381,7 @@ class TrainingEngine:
             layer.start_iteration(iteration)
 
     def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
-        """Run batch ``number`` of a split through the pipeline (for training, that of iteration ``number``)."""
+        """Run batch ``number`` of ``split`` through the pipeline. For training, this is the batch of that iteration."""
         pg, batch = self.pg, self.batch
         reader = BatchReader.of(
             pg, samples=self.samples[split], plan=batch, seq_length=self.config.model.seq_length, device=self.device
@@ -402,13 +406,13 @@ class TrainingEngine:
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         failpoints.hit("grad_sync", self._current_iteration)
         finalize_model_grads(*args, **kwargs)
-        # After Megatron has reduced and scaled ``main_grad``: with ``overlap_grad_reduce`` it changes until then.
+        # Only now has Megatron reduced and scaled ``main_grad``; with ``overlap_grad_reduce`` it changes until then.
         if self.replica_gradients is not None:
             self.replica_gradients.sum()
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
-        # Return the (loss sum, tokens) that this rank reports: tensor-parallel ranks have the same loss, so one reports
-        # it.
+        # Returns the loss sum and the tokens for this rank's ballot. Tensor-parallel ranks have the same loss, so only
+        # one of them reports it.
         if not reports or self.pg.tp.rank() != 0:
             return 0.0, 0
         loss_sum, num_tokens = torch.stack(reports).sum(dim=0).tolist()

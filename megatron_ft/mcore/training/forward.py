@@ -1,4 +1,4 @@
-"""The forward step of one microbatch that Megatron's schedules call."""
+"""The forward step of one microbatch, which Megatron's schedules call."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,16 +12,17 @@ LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
-    """Sum per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
+    """Sum the per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
 
     Returns:
-        (loss_sum, num_tokens int32, report float64 [2] of both), all zero for padding.
+        (loss_sum, num_tokens, report): sum of losses, int32 number of tokens, and both as float64 [2]. All are zero for
+        a padding microbatch.
     """
     num_tokens = 0 if is_padding else losses.numel()
-    # Not a product with zero: a loss that is not finite must not get through.
+    # Not multiplied by zero, because zero times a loss that is not finite is NaN.
     counted = torch.where(torch.zeros_like(losses, dtype=torch.bool), losses, 0.0) if is_padding else losses
     loss_sum = counted.float().sum()
-    # Filled on the device: a copy of a number from the host would wait for all that is queued.
+    # Filled on the device, because a copy from the host would wait for all queued work.
     tokens = losses.new_full((), num_tokens, dtype=torch.int32)
     return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
 
@@ -29,7 +30,7 @@ def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
 def forward_step(
     microbatches: Iterator[Microbatch], model: torch.nn.Module, *, iteration: int
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
-    """Run the next microbatch through one model chunk; returns its output and the loss function."""
+    """Run the next microbatch through one model chunk. Return its output and the loss function for this output."""
     failpoints.hit("forward", iteration)
     batch = next(microbatches)
     output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=_padding_mask(batch))
@@ -39,7 +40,8 @@ def forward_step(
 
 
 def _padding_mask(batch: Microbatch) -> torch.Tensor | None:
-    # Return the mask of a padding microbatch. The router takes any mask as padding; the embedding checks the shape.
+    # Returns a mask only for padding microbatches, because the router treats any mask as padding. The embedding checks
+    # the shape of the mask.
     if not batch.is_padding:
         return None
     if batch.tokens is None:

@@ -1,4 +1,4 @@
-"""Records of a run's start and its iterations; the compute time of a rank without waiting."""
+"""Makes the events about a run's start and its iterations; measures the compute time of a rank."""
 
 import hashlib
 import importlib.metadata
@@ -31,7 +31,7 @@ _PACKAGES = ("torch", "megatron-core", "numpy")
 
 
 def config_digest(config: JobConfig) -> str:
-    """Checksum of the job's configuration."""
+    """Return a checksum of the job's configuration."""
     content = json.dumps(to_dict(config), sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
@@ -39,7 +39,8 @@ def config_digest(config: JobConfig) -> str:
 def planned_record(
     iteration: int, plan: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]], host_bytes: int
 ) -> SnapshotPlanned:
-    """Return the event with the sizes of windows of ``plan``, in force after ``iteration``."""
+    """Return the event about the sizes of the windows of ``plan``, which applies after ``iteration``. ``host_bytes`` is
+    the host memory for windows and copies on the node that needs most."""
     return SnapshotPlanned(
         iteration=iteration,
         window_iterations=plan.num_iterations,
@@ -54,7 +55,8 @@ def planned_record(
 def run_started(
     config: JobConfig, context: RankContext, device: torch.device, resumed: tuple[str, int] | None
 ) -> RunStarted:
-    """Return the event of a run's start; ``resumed`` is its source and the last iteration in that."""
+    """Return the event of a run's start. ``resumed`` is the checkpoint or window from which the run continues, with its
+    iteration; None for a new run."""
     return RunStarted(
         run_name=context.run_dir.name,
         model=config.model.name,
@@ -72,10 +74,10 @@ def run_started(
 def metrics_record(
     config: JobConfig, result: IterationResult, batch: BatchPlan, seconds: float, nodes: Sequence[int]
 ) -> Metrics:
-    """Return the figures of one iteration that took ``seconds``; names and units are in ``telemetry/metrics.py``.
+    """Return the metrics of one iteration that took ``seconds``. ``telemetry/metrics.py`` explains names and units.
 
     Args:
-        nodes: nodes of the ranks, in order.
+        nodes: node number of each rank.
     """
     vote, model = result.vote, config.model
     values = {
@@ -101,7 +103,7 @@ def metrics_record(
 
 
 def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) -> ExpertLoad:
-    """Return the tokens per expert of the MoE layers, from ``load`` [num_layers, num_moe_experts] int64."""
+    """Return the event about the tokens of each expert. ``load`` is int64 [num_layers, num_moe_experts]."""
     layer_numbers = tuple(number for number, mixture in enumerate(moe_layer_pattern(config.model), 1) if mixture)
     rows = tuple(tuple(load[number - 1].tolist()) for number in layer_numbers)
     return ExpertLoad(iteration=iteration, layers=rows, layer_numbers=layer_numbers)
@@ -110,7 +112,8 @@ def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) ->
 def placement_record(
     iteration: int, placement: PlacementManager, reason: str, change: Change | None, seconds: float
 ) -> PlacementInForce:
-    """Return the event of the placement in force from ``iteration`` on."""
+    """Return the event about the placement that applies from ``iteration`` on. ``change`` describes the migration to it
+    and ``seconds`` is its duration; None without a migration."""
     plans = placement.plans
     replicas = [count for plan in plans for layer in range(len(plan.slots)) for count in plan.replica_counts(layer)]
     in_force = PlacementInForce(
@@ -135,35 +138,34 @@ def placement_record(
 
 
 NUM_ITERATIONS = 16
-"""Number of newest iterations in the median."""
+"""Number of newest iterations over which ``StragglerTimer`` takes the median."""
 MIN_ITERATIONS = 8
-"""Smallest number of iterations for a median: the first ones of a process are slow, differently on each rank."""
+"""Smallest number of iterations for this median. The first iterations of a process are slow, by different amounts on
+different ranks."""
 
 
 class Clock(Protocol):
-    """Records times and measures the time between two of them."""
+    """Interface of a clock that marks points in time, and measures the time between two marks."""
 
     def mark(self) -> Any:
-        """Return the present time."""
+        """Return a mark of the current time."""
 
     def seconds(self, began: Any, ended: Any) -> float:
-        """Return the seconds between two times."""
+        """Return the seconds between two marks."""
 
 
 class WallClock:
-    """The wall-clock time of the process: a CPU has finished a layer when its call returns."""
+    """Measures wall-clock time, for layers on a CPU: these are finished when their call returns."""
 
     def mark(self) -> float:
-        """Return the present time."""
         return time.perf_counter()
 
     def seconds(self, began: float, ended: float) -> float:
-        """Return the seconds between two times."""
         return ended - began
 
 
 class StreamClock:
-    """The time of the GPU's current stream; nothing waits until times are read."""
+    """Measures time on the GPU's current stream with CUDA events. Only ``seconds`` waits for the GPU."""
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
@@ -172,20 +174,16 @@ class StreamClock:
         return event
 
     def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        """Return the seconds between two events; waits until the stream has passed both."""
+        """Return the seconds between two events. Wait until the stream has passed both."""
         ended.synchronize()  # type: ignore[no-untyped-call]
         return began.elapsed_time(ended) / 1e3  # type: ignore[no-untyped-call, no-any-return]
 
 
-# Timed is the attention of a rank's first layer, between its projections. Its shapes do not depend on where tokens go,
-# and where the context is not parallel there is no communication in it. The time of a whole iteration cannot show a
-# slow rank: it is the slowest rank's on all of them.
+# The time of a whole iteration cannot show which rank is slow, because all ranks wait for the slowest one. So the timer
+# measures only the core attention of a rank's first layer. Its shapes do not depend on the routing of tokens, and
+# without context parallelism it contains no communication.
 class StragglerTimer:
-    """Times forward passes of a rank's training, iteration by iteration, also when its model is rebuilt.
-
-    Args:
-        clock: clock for the measurement.
-    """
+    """Measures how long forward passes of one layer take on this rank, to find ranks that compute slowly."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -195,29 +193,26 @@ class StragglerTimer:
 
     @classmethod
     def on(cls, device: torch.device) -> "StragglerTimer":
-        """Make the timer of a rank that computes on ``device``."""
+        """Create a timer with the clock for ``device``."""
         return cls(StreamClock() if device.type == "cuda" else WallClock())
 
     def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        """Time this model of the rank from now on, bottom first; measurements of earlier models still count. Nothing is
-        timed if attention waits for other ranks."""
+        """Measure the first layer of these model chunks from now on. Earlier measurements still count. With context
+        parallelism nothing is measured, because attention then waits for other ranks."""
         self._began, self._passes = None, []
         layers = [layer for chunk in model_chunks for layer in unwrap(chunk).decoder.layers]  # type: ignore[union-attr, operator]
         if layers and layers[0].config.context_parallel_size == 1:
             self.time(layers[0].self_attention.core_attention)
 
     def time(self, module: torch.nn.Module) -> None:
-        """Time the forward passes of ``module`` while it trains."""
+        """Measure the forward passes of ``module`` in training mode."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end)
 
     def end_iteration(self) -> float:
-        """Return the seconds of a forward pass: the median of the newest iterations' medians, or 0.0 if there are too
-        few.
-
-        An iteration without a forward pass does not count.
-        """
-        # Read for the ballot: the gradient norm has made the host wait for the stream, so these marks are passed.
+        """Return the median seconds of a forward pass over the newest iterations, or 0.0 if there are too few of them.
+        Each iteration counts with its own median. An iteration without a forward pass does not count."""
+        # Reading the marks does not wait: the caller has read the gradient norm, so the stream has passed them.
         passes, self._passes = self._passes, []
         if passes:
             self._iterations.append(statistics.median(self._clock.seconds(*marks) for marks in passes))

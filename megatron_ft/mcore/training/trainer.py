@@ -1,4 +1,4 @@
-"""The training loop of one rank: iterations, reports, evaluations, checkpoints, and when to stop."""
+"""The training loop of one rank: iterations, reports, evaluations, checkpoints and stops."""
 
 import os
 import time
@@ -54,24 +54,22 @@ from megatron_ft.topology import Topology
 
 
 class Trainer:
-    """Drives a ``TrainingEngine`` through a run.
-
-    Only rank 0 reports; every rank knows the reported values from the vote.
-    """
+    """Runs the iterations of a ``TrainingEngine``, and the work that is due between them. Every rank has the reported
+    values from the vote, so only one rank reports them, usually rank 0."""
 
     collectives: Collectives
     checkpoints: CheckpointManager
 
     def __init__(self, config: JobConfig, context: RankContext, *, device: torch.device, transformer_impl: str) -> None:
         self.job = config
-        """The job's configuration, for all nodes at its start."""
+        """The configuration with which the job was started, for all of its nodes."""
         self.context = context
         self.nodes = context.nodes or tuple(rank // config.launch.ranks_per_node for rank in range(context.world_size))
-        """Node of each rank; node numbers never change."""
+        """Node number of each rank. The number of a node never changes."""
         is_told = bool(context.nodes) and not context.is_joining
         is_other = is_told and tuple(dict.fromkeys(self.nodes)) != tuple(range(config.launch.num_nodes))
         self.config = config = config_of(config, self.nodes) if is_other else config
-        """The configuration for the present ranks."""
+        """The configuration for the nodes that train now."""
         self.device = device
         self.samples = open_splits(config)
         self.identity = job_identity(config, context.run_dir, self.samples["train"])
@@ -83,30 +81,30 @@ class Trainer:
             samples=self.samples,
             stop_requested=context.worker.stop_requested,
         )
-        self.placement: PlacementManager | None = None  # from when this rank has state on
+        self.placement: PlacementManager | None = None  # set when this rank has state
         self.membership_start: MembershipStart | None = None
-        """State at the begin of the membership, until it commits an iteration."""
+        """State at the start of the membership; None after the membership has committed an iteration."""
         self.reporting_rank = 0
         self.hang_up: Abort = lambda _: None
-        """Breaks the present connections to other ranks."""
+        """Shuts down the current connections to other ranks."""
         self.previous_placement: PreviousPlacement | None = None
-        """The previous placement, until the first iteration with the new one is committed."""
+        """The placement before the newest migration; None after an iteration with the new placement is committed."""
         self.snapshots: Snapshotter | None = None
         self.ended = False
-        """Whether the run has reached its end."""
+        """Whether the run has ended: it reached its last iteration, or a voted stop."""
         self.rounded_off = 0
-        """Newest iteration after which all due work is done."""
+        """Newest iteration for which ``round_off`` has ended."""
         self.abandoned_saves: list[Path] = []
-        """Directories of saves that were abandoned with their membership and are not yet reported."""
+        """Directories of saves that were abandoned at the end of a membership and are not reported yet."""
         self.is_save_due = False
-        """Whether a save was abandoned and no later one has begun."""
+        """Whether a save was abandoned, and no save has begun since then."""
         self.engine.wants_load = self._wants_load
         self.engine.change_requested = context.worker.change_requested
 
     # -- life ---------------------------------------------------------------------------------------------
 
     def replay_config(self) -> dict[str, Any]:
-        """Return the settings that determine the results of an iteration of the present ranks."""
+        """Return the keys and values that determine the results of an iteration; see ``local_window``."""
         return replay_config(
             self.config,
             self.samples["train"].fingerprint(),
@@ -115,11 +113,11 @@ class Trainer:
         )
 
     def build(self, groups: Groups) -> None:
-        """Build the engine on ``groups`` and load the state from which the run continues.
+        """Build the engine on ``groups``, and load the state from which the run continues.
 
         Raises:
-            CheckpointError: there is no checkpoint to resume from, or it does not fit.
-            DataError: ranks read different data, or other data than the checkpoint was trained on.
+            CheckpointError: there is no checkpoint to resume from, or it does not match this job.
+            DataError: the ranks have different data, or other data than the checkpoint was trained on.
         """
         started = time.monotonic()
         self.placement = self._placement_manager()
@@ -128,7 +126,7 @@ class Trainer:
         client = open_snapshot_client(self)
         restorer = open_restorer(self, client)
         source, window = select_restore_source(self.config, self.context, self.checkpoints, restorer)
-        # Before the engine is built: the placement says which experts this rank has.
+        # Restored before the engine is built, because the placement determines which experts this rank has.
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
@@ -136,9 +134,9 @@ class Trainer:
             load(self, source)
         if window is not None:
             replay_window(self, restorer, window)
-        # After the state is loaded: a start that cannot load it renames no window.
+        # Only after the state is loaded, so that a start that cannot load it does not rename windows.
         restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
-        self.engine.newest_vote = None  # what a replayed iteration was asked for, no one asks of this run
+        self.engine.newest_vote = None  # requests to stop in a replayed vote do not apply to this run
         self.rounded_off = self.engine.iteration
         self.keep_copies()
         origin = source if window is None else f"window of iteration {window.window.start_iteration}"
@@ -146,41 +144,41 @@ class Trainer:
         self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
             self.report_placement("resumed" if source is not None or window is not None else "first")
-        # After the replay: memory for new windows may free that of the window which was just read.
+        # Only after the replay, because new windows may need the memory of the window that was replayed.
         if client is not None:
             self.snapshots = take_snapshots(
                 self, client, None if window is None else (window.stored, window.plan_in_force)
             )
-        # Also a barrier: the job is ready once its slowest rank has loaded its state.
+        # The gather is also a barrier: the job is ready when its slowest rank has loaded its state.
         process_ids = tuple(self.collectives.gather(os.getpid()))
         seconds = time.monotonic() - started
         self.report(RanksReady(seconds=seconds, world_size=self.context.world_size, process_ids=process_ids))
 
     def use(self, groups: Groups) -> None:
-        """Use ``groups`` for agreements, saves and reports."""
+        """Use ``groups`` for joint decisions and checkpoints."""
         self.topology_record = asdict(Topology.of(self.config.parallel, self.context.world_size))
         self.collectives = Collectives(groups.vote)
         self.checkpoints = open_checkpoints(self, groups)
         failpoints.watch(self._tell_phase)
 
     def break_with(self, hang_up: Abort) -> None:
-        """Register ``hang_up`` to break the connections to other ranks, also for the control plane when others are
-        lost."""
+        """Register ``hang_up``, which shuts down the connections to other ranks. The control plane also calls it when
+        other ranks are lost."""
         self.hang_up = hang_up
         if self.context.worker.can_survive:
             self.context.worker.on_break(hang_up)
 
     def run(self) -> None:
-        """Train to the end, or to the iteration at which the vote orders a stop; ``ended`` is true then.
+        """Train to the last iteration, or until a vote contains a request to stop. Then ``ended`` is true.
 
-        If the vote orders a change of nodes, it returns earlier, after all due work is done.
+        If a vote contains a request to change the nodes, return after this iteration and the work that is due after it.
 
         Raises:
-            TrainingStopped: a policy stopped the run; the state before that iteration is saved.
+            TrainingStopped: a policy stopped the run. The state before that iteration is saved.
         """
         training = self.config.training
         last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
-        # Evaluations and saves are collective: where one rank has not finished them, all repeat them.
+        # Evaluations and saves are collective. If one rank has not finished them, all ranks repeat them.
         if self.collectives.any(self.rounded_off < self.engine.iteration):
             self.round_off(self.engine.iteration)
         while self.engine.iteration < last and not self._stop_is_voted():
@@ -199,14 +197,14 @@ class Trainer:
         return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested
 
     def membership_ends(self) -> bool:
-        """Whether the newest vote carries that nodes join or leave before the next iteration."""
+        """Whether nodes join or leave before the next iteration, by the newest vote."""
         vote = self.engine.newest_vote
-        # A vote of an earlier membership asked for the change that has led to this one.
+        # A request in a vote of an earlier membership has led to this membership.
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
 
     def teardown(self) -> None:
-        """Release all existing objects that use the groups. Other ranks need not exist any more."""
-        # First: a slice under way still reads tensors that the engine is about to free.
+        """Release all objects that use the process groups. Works even if other ranks are lost."""
+        # Closed first, because a slice in progress still reads tensors that the engine is about to free.
         if self.snapshots is not None:
             self.snapshots.close()
             self.snapshots = None
@@ -220,18 +218,18 @@ class Trainer:
         self.__dict__.pop("collectives", None)
 
     def _tell_phase(self, iteration: int, phase: str) -> None:
-        if iteration > 0 or phase == "build":  # an evaluation passes the model as iteration 0
+        if iteration > 0 or phase == "build":  # the forward passes of an evaluation have iteration 0
             self.context.worker.progress(iteration, phase)
 
     # -- one iteration ------------------------------------------------------------------------------------
 
     def iterate(self, iteration: int) -> None:
-        """Run one iteration and the work that is due after it."""
+        """Run iteration ``iteration``, and the work that is due before and after it."""
         self._rebalance(iteration)
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
         if result.decision.action != "stop":
-            # A later loss cannot go back before this iteration: the states kept for that are freed.
+            # A recovery cannot go back before this iteration any more, so the states for that are freed.
             self.previous_placement = self.membership_start = None
         self.observe(result)
         seconds = time.perf_counter() - began
@@ -244,17 +242,18 @@ class Trainer:
             self.snapshots.persist_newest()
 
     def round_off(self, iteration: int) -> None:
-        """Evaluate, save and compare digests if due after ``iteration``."""
+        """Evaluate, save a checkpoint and report digests, if they are due after ``iteration``."""
         self._evaluate(iteration)
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
             self.save()
         self._digest(due=_due(iteration, self.config.training.digest_interval_iterations))
-        # Only now: a rank that breaks before this repeats all of it after the recovery.
+        # Set last: after a failure in this method, all of the work is repeated after the recovery.
         self.rounded_off = iteration
 
     def account(self, result: IterationResult, seconds: float, batch: BatchPlan | None = None) -> None:
-        """Report an iteration (run in ``batch``, if not the present one); stop the run if the policy says so."""
+        """Report an iteration that took ``seconds``, and stop the run if this was decided. ``batch`` is the batch plan
+        with which the iteration ran, if it is not the current one."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
             self.report(metrics_record(self.config, result, batch or self.engine.batch, seconds, self.nodes))
@@ -270,7 +269,7 @@ class Trainer:
             self.stop(iteration, decision.reason)
 
     def stop(self, iteration: int, reason: str) -> None:
-        """Save the present state and end the run.
+        """Save a checkpoint and end the run because of ``reason``.
 
         Raises:
             TrainingStopped: always.
@@ -286,11 +285,11 @@ class Trainer:
         return _due(iteration, self.config.telemetry.expert_load_interval_iterations)
 
     def _wants_load(self, iteration: int) -> bool:
-        # The same on every rank: loads are summed over the job.
+        # Must have the same result on every rank, because summing the loads is collective.
         return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
-        """Pass the iteration's loads to planners that need them."""
+        """Pass the tokens per expert of an iteration to the planners of placements and windows that need them."""
         if result.expert_load is not None:
             for observer in self._observers():
                 observer.observe(result.expert_load)
@@ -301,18 +300,18 @@ class Trainer:
             return
         self.context.worker.progress(iteration, "migrate")
         began = time.perf_counter()
-        # Slices copy from fixed addresses, and a move builds new tensors.
+        # Snapshot slices are copied from fixed addresses, but a migration builds new tensors.
         if self.snapshots is not None:
             self.snapshots.pause()
         self.move(self.placement.part_of(change), iteration)
-        # After the move, which notes the plans in force as those to return to if it breaks.
+        # Only after ``move``, which records the current plans, to return to them if the migration fails.
         self.placement.adopt(change)
         self.keep_copies()
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
 
     def move(self, migration: MigrationPlan, iteration: int, *, is_evacuation: bool = False) -> None:
-        """Move experts before ``iteration``; this rank can return to the old placement until a later iteration is
-        committed. Collective."""
+        """Move experts between ranks, as ``migration`` says, before ``iteration``. All ranks must call this. This rank
+        can return to the old placement until an iteration with the new one is committed."""
         assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
         plans = self.placement.plans
@@ -322,24 +321,24 @@ class Trainer:
             self.previous_placement = former(state=state, host=self.engine.train_state())
 
         replicas = self.placement.replicas(migration.placement)
-        # While experts move, all of this rank's state is kept; afterwards only that of the experts it has given away.
+        # During the migration the whole state of this rank is kept, after it only the state of experts that have left.
         self.previous_placement = former(state=migrate(self.engine, replicas, migration, keep=keep))
 
     def keep_copies(self) -> None:
-        """Keep copies of optimizer state if configured, from the present state on."""
+        """Copy optimizer state to other ranks if ``placement.state_copies`` is set."""
         plan = None if self.placement is None else self.placement.copy_plan()
         if plan is not None:
             self.engine.keep_copies(plan, self.placement.replicas().plan)
 
     def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
-        """Report the placement in force from the next iteration on, and write it to a file."""
+        """Report the placement that applies from the next iteration on, and write it to a file."""
         assert self.placement is not None, "the job has no expert placement"
         iteration, error = self.engine.iteration + 1, None
         if self.context.rank == 0:
             try:
                 self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
             except OSError as failure:
-                # Training continues: checkpoints and windows have the placement too, the file is for people and tools.
+                # Training continues without the file, because checkpoints and windows contain the placement, too.
                 error = f"{type(failure).__name__}: {failure}"
         record = placement_record(iteration, self.placement, reason, change, seconds)
         self.report(replace(record, file_error=error))
@@ -368,9 +367,9 @@ class Trainer:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save the present state unless that is done; a failed save of it is tried again."""
+        """Save a checkpoint of the current state, unless it is saved already."""
         iteration = self.engine.iteration
-        # The same state is being written: only if that fails is it written again.
+        # A save of the same state is in progress. The state is saved again only if this save fails.
         if self.checkpoints.pending_iteration == iteration:
             self.checkpoints.finish()
         if iteration == 0 or self.checkpoints.last_saved_iteration == iteration:
@@ -380,7 +379,7 @@ class Trainer:
         self.checkpoints.save(self.state(extra_state(self)), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
-        """Return the state that a checkpoint saves or a load fills, with ``extra``."""
+        """Return the ``DenseState`` with ``extra``, for a checkpoint to save, or for the load of one to fill."""
         engine = self.engine
         return DenseState(
             model_chunks=engine.model_chunks,
@@ -394,18 +393,19 @@ class Trainer:
     # -- reports ------------------------------------------------------------------------------------------
 
     def report(self, record: Record) -> None:
-        """Report an event once for the job: from rank 0, or, after a recovery, from the first rank with state."""
+        """Report an event once for the job, from ``reporting_rank``: rank 0, or the first rank that had state after a
+        recovery."""
         self.report_record(record.to_record())
 
     def report_own(self, record: Record) -> None:
-        """Report a problem of this node from any rank; report other events once for the job."""
+        """Report a ``SnapshotProblem`` from any rank, because it concerns a node. Report other events as ``report``."""
         if isinstance(record, SnapshotProblem):
             self.context.worker.report(record.to_record())
         else:
             self.report(record)
 
     def report_record(self, record: dict[str, Any]) -> None:
-        """Report a record that consists of JSON values."""
+        """Report an event in its JSON form, once for the job."""
         if self.context.rank == self.reporting_rank:
             self.context.worker.report(record)
 

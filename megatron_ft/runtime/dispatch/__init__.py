@@ -1,1 +1,1 @@
-"""Replica-aware token dispatch: which rows go to which copy of an expert, and the way back."""
+"""Token dispatch for experts with several copies: sends each row to one of the copies, and returns the results."""

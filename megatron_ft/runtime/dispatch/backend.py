@@ -1,12 +1,12 @@
-"""Interface of dispatch backends, and the choice among them.
+"""The interface of dispatch backends, and the choice of a backend.
 
 Notation of this folder and of ``csrc/dispatch/``:
 
     T  tokens on this rank            N  ranks of the group
-    K  most experts of one token      L  distinct experts on this rank, ascending
+    K  most experts of one token      L  distinct experts on this rank, in ascending order
     E  experts                        H  hidden size
-    S  rows sent: (token, expert) pairs of this rank
-    R  rows received
+    S  rows that this rank sends: one for each pair of a token and an expert to which it is routed
+    R  rows that this rank receives
 
 One layer, forward::
 
@@ -34,65 +34,64 @@ KEY = "placement.dispatch_backend"
 
 
 class DispatchBackend(Protocol):
-    """Protocol of a dispatch backend. All backends give the same bits; inputs may be on any device that the backend
+    """Interface of a dispatch backend. All backends compute the same bits. Inputs may be on any device that the backend
     supports."""
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """Compute how many tokens go where, the same on every rank (Lazarus algorithm 1, in integers).
+        """Compute how many tokens each rank sends to each rank (Lazarus algorithm 1, in integers).
 
         ``counts`` int64 [E, N]: tokens that each rank routes to each expert. ``replicas`` int64 [E, N]: copies of each
-        expert on each rank. Returns int64 [E, N, N]: tokens of expert e on rank i for the copy on rank j.
+        expert on each rank. Returns int64 [E, N, N], the same on every rank: element [e, i, j] is the number of tokens
+        that rank i sends to the copies of expert e on rank j.
 
-        Raises ``ValueError`` for bad shapes, negative values and an expert that has tokens but no copy.
+        Raises ``ValueError`` for wrong shapes, negative values, and an expert that has tokens but no copy.
         """
         ...
 
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [E, N, N] of this routing.
+        """Choose the destination of each token that ``routing_map`` (bool [T, E]) routes to an expert.
 
-        The tokens of an expert, in token order, fill its copies in this order: the copy on this rank, then those on
-        other ranks, ascending. ``local_experts``: the L distinct experts of this rank, ascending.
+        ``schedule`` [E, N, N] is made from the counts of this routing map. ``local_experts``: the L distinct experts of
+        this rank, ascending. The first tokens of an expert go to its copies on this rank, the next ones to the copies
+        on the other ranks, in rank order.
 
         Raises ``ValueError`` when routing map, schedule and local experts contradict each other.
         """
         ...
 
     def permute(self, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``tokens`` [T, H] -> [S, H] in sending order. Differentiable, as are the four below."""
+        """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent. This method and all following ones
+        are differentiable."""
         ...
 
     def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``rows`` [R, H] or [R] in order of arrival -> the same rows by local expert, source rank, arrival."""
+        """Sort received ``rows`` [R, H] or [R], which are in order of arrival, by local expert and source rank."""
         ...
 
     def unsort(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """The inverse of ``sort_received``."""
+        """Return ``rows`` [R, H] or [R] to their order of arrival: the inverse of ``sort_received``."""
         ...
 
     def unpermute(self, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle) -> torch.Tensor:
-        """``rows`` [S, H] -> [T, H]: the sum of each token's rows, experts ascending, weighted with ``probs`` [T, E].
-
-        With ``probs=None`` the sum has no weights, for experts that weight their outputs themselves. A token without
-        rows gets zeros.
-        """
+        """Sum the returned ``rows`` [S, H] of each token, weighted with ``probs`` [T, E], to [T, H]. The sum runs over
+        the token's experts in ascending order. ``probs=None`` means no weights, for experts that weight their outputs
+        themselves. A token without rows gets zeros."""
         ...
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``probs`` [T, E] -> [S], to send along with the rows."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
         ...
 
 
 def open_backend(name: str) -> DispatchBackend:
-    """Return the backend of ``placement.dispatch_backend``; its kernels are built at the first use.
-
-    Raises ``ConfigError`` for an unknown name and ``SoftwareError`` when the kernels cannot be built or run.
-    """
+    """Create the backend ``name``, a value of ``placement.dispatch_backend``. Kernels are built at their first use.
+    Raises ``ConfigError`` for an unknown name, and ``SoftwareError`` when the kernels cannot be built or run."""
     if name not in BACKENDS:
         raise ConfigError.of(KEY, name, f"must be one of {', '.join(BACKENDS)}")
     return BACKENDS[name]()
 
 
 BACKENDS: dict[str, type[DispatchBackend]] = {"reference": ReferenceDispatch, "cpp": CppDispatch, "cuda": CudaDispatch}
-"""Backends by their names in ``placement.dispatch_backend``."""
+"""The class of each value of ``placement.dispatch_backend``."""

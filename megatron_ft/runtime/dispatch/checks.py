@@ -1,5 +1,5 @@
-"""Checks that the arguments of a dispatch agree, and computes the sums that a plan needs; notation in
-``backend.py``."""
+"""Checks that the arguments of a dispatch agree, and computes the sums that a plan needs. ``backend.py`` explains the
+notation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ import torch
 
 
 def check_schedule(counts: torch.Tensor, replicas: torch.Tensor) -> None:
-    """Check that both are int64 [E, N] and every token has a copy to go to. Raises ``ValueError``. One copy to the
-    host."""
+    """Check that ``counts`` and ``replicas`` are int64 [E, N], and that every expert with tokens has a copy. Copies
+    data from the device to the host once. Raises ``ValueError``."""
     matrices = counts.dtype == replicas.dtype == torch.int64 and counts.dim() == 2
     if not matrices or counts.shape != replicas.shape:
         both = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (counts, replicas))
-        raise ValueError(f"counts and replicas are {both}: must both be int64 [E, N]")
+        raise ValueError(f"counts and replicas are {both}: both must be int64 [E, N]")
     replicas = replicas.to(counts.device)
     negative = ((counts < 0) | (replicas < 0)).any()
     orphans = (replicas.sum(1) == 0) & (counts.sum(1) > 0)
     found = torch.cat([negative.view(1), orphans]).tolist()
     if found[0]:
-        raise ValueError("counts and replicas: must not be negative")
+        raise ValueError("counts or replicas has a negative value: all values must be 0 or more")
     if any(found):
-        raise ValueError(f"expert {found.index(True) - 1} has tokens but no replica")
+        raise ValueError(f"expert {found.index(True) - 1} has tokens but no replica: each such expert needs a replica")
 
 
 def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]) -> None:
-    """Check that the arguments of ``plan`` have the documented shapes, types and ranges. Raises ``ValueError``."""
+    """Check shapes, types and ranges of the arguments of ``DispatchBackend.plan``. Raises ``ValueError``."""
     if routing_map.dtype != torch.bool or routing_map.dim() != 2:
         raise ValueError(f"routing_map is {routing_map.dtype} {list(routing_map.shape)}: must be bool [T, E]")
     num_experts = routing_map.shape[1]
@@ -44,7 +44,7 @@ def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, loc
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Totals:
-    """The sums on the host that a plan needs; they are checked against each other."""
+    """Row counts of one dispatch, on the host, from which a backend allocates its ``DispatchHandle``."""
 
     send_splits: list[int]
     recv_splits: list[int]
@@ -60,12 +60,13 @@ class Totals:
         rank: int,
         local_experts: Sequence[int],
     ) -> "Totals":
-        """Compute sums over ``schedule`` [E, N, N] in one copy to the host.
+        """Compute the sums over ``schedule`` [E, N, N] with one copy to the host.
 
-        ``routed`` [E]: tokens that this rank routes to each expert; ``max_rows_per_token`` [1]. All on one device.
+        ``routed`` [E]: tokens that this rank routes to each expert. ``max_rows_per_token`` has shape [1]. All tensors
+        are on one device.
 
-        Raises ``ValueError`` when the schedule sends other tokens than this rank routes, or sends rows to this rank for
-        an expert that is not among ``local_experts``.
+        Raises ``ValueError`` when the schedule and ``routed`` have different token counts, or when the schedule sends
+        rows to this rank for an expert that is not in ``local_experts``.
         """
         num_experts, num_ranks = schedule.shape[0], schedule.shape[1]
         outgoing, incoming = schedule[:, rank, :], schedule[:, :, rank]
@@ -91,12 +92,12 @@ def _check_sums(
     for expert, (have, planned) in enumerate(zip(routed, sent, strict=True)):
         if have != planned:
             raise ValueError(
-                f"the schedule sends {planned} tokens of expert {expert} from rank {rank}, but its routing map "
-                f"has {have}: make the schedule from the counts of this routing map"
+                f"the schedule sends {planned} tokens of expert {expert} from rank {rank}, but the routing map of "
+                f"this rank has {have}: make the schedule from the counts of this routing map"
             )
     for expert, num_tokens in enumerate(arriving):
         if num_tokens and expert not in local_experts:
             raise ValueError(
                 f"the schedule sends {num_tokens} tokens of expert {expert} to rank {rank}, which has only "
-                f"experts {list(local_experts)}"
+                f"experts {list(local_experts)}: make the schedule from the current placement"
             )

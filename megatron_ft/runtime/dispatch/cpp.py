@@ -1,4 +1,4 @@
-"""Dispatch in C++ for tokens in host memory, bit for bit equal to the reference."""
+"""The dispatch backend in C++, for tokens in host memory. Its results equal the reference bit for bit."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ SIGNATURES = {
     "dispatch_combine": [INTEGER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER],
     "dispatch_weigh": [INTEGER, POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER, POINTER],
 }
-"""Arguments of every function in ``csrc/bindings.cpp``: pointers and int64."""
+"""Argument types of every function in ``csrc/bindings.cpp``."""
 
 
 class CppDispatch(RowOperations):
-    """Single-threaded kernels; notation in ``backend.py``. Raises ``SoftwareError`` when they cannot be built."""
+    """Backend with single-threaded C++ kernels. Creating it raises ``SoftwareError`` if they cannot be built.
+    ``backend.py`` explains the notation."""
 
     def __init__(self) -> None:
         self.library = extension.load("cpp")
@@ -34,7 +35,6 @@ class CppDispatch(RowOperations):
         self.library.dispatch_count_rows.restype = INTEGER
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """``counts`` and ``replicas`` int64 [E, N] -> int64 [E, N, N]."""
         check_schedule(counts, replicas)
         counts, replicas = _on_host("counts", counts), _on_host("replicas", replicas)
         num_experts, num_ranks = counts.shape
@@ -45,7 +45,7 @@ class CppDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Make a plan in two passes over ``routing_map`` [T, E]: one counts, one places each row."""
+        """Make a plan in two passes over ``routing_map`` [T, E]: the first counts the rows, the second places them."""
         check_plan(routing_map, schedule, rank, local_experts)
         routing_map, schedule = _on_host("routing_map", routing_map), _on_host("schedule", schedule)
         (num_tokens, num_experts), num_ranks = routing_map.shape, schedule.shape[1]
@@ -67,7 +67,6 @@ class CppDispatch(RowOperations):
         return DispatchHandle.of(totals, num_tokens, rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """``source`` [A, H] at ``index`` [B] -> [B, H]."""
         source = _on_host("rows", source)
         out = source.new_empty((len(index), source.shape[1]))
         row_bytes = source.shape[1] * source.element_size()
@@ -75,7 +74,6 @@ class CppDispatch(RowOperations):
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum ``rows`` [S, H] of each token as ``rows_of_token`` [T, K] lists them -> [T, H]."""
         rows = _on_host("rows", rows)
         (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
         out = rows.new_empty((num_tokens, hidden))
@@ -88,7 +86,6 @@ class CppDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
         (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
         grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
         self.library.dispatch_weigh(
@@ -101,7 +98,8 @@ class CppDispatch(RowOperations):
 def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"{name} is on {tensor.device}: placement.dispatch_backend=cpp needs host memory; set it to cuda"
+            f"{name} is on {tensor.device}, but placement.dispatch_backend=cpp needs tensors in host memory: set the "
+            "key to cuda"
         )
     return tensor.contiguous()
 

@@ -1,4 +1,4 @@
-"""Dispatch in CUDA kernels, bit for bit equal to the reference; one copy to the host per plan, for the splits."""
+"""The dispatch backend in CUDA. Its results equal the reference bit for bit. A plan copies data to the host once."""
 
 import ctypes
 from collections.abc import Sequence
@@ -12,22 +12,27 @@ from megatron_ft.runtime.dispatch.handle import DispatchHandle
 from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, RowOperations
 
 MAX_RANKS = 3072
-"""Two int64 for each rank must fit 48 KiB of a block's shared memory."""
+"""Limit on the ranks of a group: a block has 48 KiB of shared memory and needs two int64 for each rank."""
 
 Argument = torch.Tensor | int | None
 
 
 class CudaDispatch(RowOperations):
-    """Kernels on the current stream; notation in ``backend.py``. Raises ``SoftwareError`` without a CUDA device."""
+    """Backend with CUDA kernels on the current stream. Creating it raises ``SoftwareError`` without a CUDA device.
+    ``backend.py`` explains the notation."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise SoftwareError("placement.dispatch_backend=cuda: torch.cuda.is_available() is False on this machine")
+            raise SoftwareError(
+                "placement.dispatch_backend=cuda needs a CUDA device, but torch.cuda.is_available() is False on this "
+                "machine: set the key to cpp"
+            )
         self.library = extension.load("cuda")
         self.library.dispatch_error.restype = ctypes.c_char_p
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """``counts`` and ``replicas`` int64 [E, N] -> int64 [E, N, N]. One copy to the host, for the checks."""
+        """Compute the schedule [E, N, N] from ``counts`` and ``replicas``, both int64 [E, N]. The checks copy data to
+        the host once."""
         check_schedule(counts, replicas)
         num_experts, num_ranks = counts.shape
         _check_ranks(num_ranks)
@@ -40,7 +45,7 @@ class CudaDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Make a plan: a block per expert gives its tokens their rows; a warp per token lists them."""
+        """Make a plan: one block per expert assigns rows to tokens, then one warp per token lists the token's rows."""
         check_plan(routing_map, schedule, rank, local_experts)
         schedule = schedule.to(routing_map.device)
         _check_ranks(schedule.shape[1])
@@ -52,13 +57,11 @@ class CudaDispatch(RowOperations):
         return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """``source`` [A, H] at ``index`` [B] -> [B, H]."""
         out = source.new_empty((len(index), source.shape[1]))
         self._run("dispatch_gather", source, index, len(index), source.shape[1] * source.element_size(), out)
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum ``rows`` [S, H] of each token as ``rows_of_token`` [T, K] lists them -> [T, H]."""
         (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
         out = rows.new_empty((num_tokens, hidden))
         row_type = ROW_DTYPES.index(rows.dtype)
@@ -68,7 +71,6 @@ class CudaDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
         (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
         grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
         self._run(*("dispatch_weigh", row_type, grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots))
@@ -99,7 +101,10 @@ class CudaDispatch(RowOperations):
     def _run(self, name: str, *arguments: Argument) -> None:
         device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
         if device.type != "cuda":
-            raise ValueError(f"{name}: tensors on {device}; placement.dispatch_backend=cuda needs CUDA tensors")
+            raise ValueError(
+                f"{name}: tensors are on {device}, but placement.dispatch_backend=cuda needs CUDA tensors; set the key "
+                "to cpp"
+            )
         stream = torch.cuda.current_stream(device).cuda_stream
         index = torch.cuda.current_device() if device.index is None else device.index
         code = getattr(self.library, name)(
@@ -112,16 +117,18 @@ class CudaDispatch(RowOperations):
 def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes.c_int64:
     if isinstance(value, int):
         return ctypes.c_int64(value)
-    assert value is None or value.device == device, f"tensors are on {device} and {value.device}: must be on one device"
+    assert value is None or value.device == device, f"tensors are on {device} and {value.device}, not on one device"
     return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    # Offset of each block when blocks of ``sizes`` lie one after the other, row by row; of the same shape.
+    # Offset of each block, in the shape of ``sizes``, when the blocks lie one after the other in row-major order.
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
 def _check_ranks(num_ranks: int) -> None:
     if num_ranks > MAX_RANKS:
-        raise ValueError(f"{num_ranks} ranks: placement.dispatch_backend=cuda takes at most {MAX_RANKS}")
+        raise ValueError(
+            f"the dispatch group has {num_ranks} ranks: placement.dispatch_backend=cuda supports at most {MAX_RANKS}"
+        )

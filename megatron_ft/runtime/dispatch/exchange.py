@@ -1,4 +1,4 @@
-"""Uneven all-to-all over a process group, without padding, and its gradient; notation in ``backend.py``."""
+"""Uneven all-to-all over a process group, without padding, and its gradient. ``backend.py`` explains the notation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,25 @@ from megatron_ft.runtime.dispatch.handle import DispatchHandle
 
 @dataclass(slots=True)
 class ExchangeCounter:
-    """Bytes that this rank passed to exchanges, gradients included; the caller reads and resets it."""
+    """Counts the bytes of rows and of gradients that this rank passes to all-to-all exchanges. The caller reads and
+    resets the counts."""
 
     sent_bytes: int = 0
-    """Rows for other ranks."""
+    """Bytes of the rows that go to other ranks."""
     kept_bytes: int = 0
-    """Rows whose copy is on this rank."""
+    """Bytes of the rows that stay on this rank."""
     num_exchanges: int = 0
 
     def add(self, splits: Sequence[int], rank: int, row_bytes: int) -> None:
-        """Count one exchange that sends ``splits`` [N] rows of ``row_bytes``."""
+        """Count one exchange in which this rank sends ``splits[n]`` rows, of ``row_bytes`` each, to each rank n."""
         self.num_exchanges += 1
         self.kept_bytes += splits[rank] * row_bytes
         self.sent_bytes += (sum(splits) - splits[rank]) * row_bytes
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows by destination -> rows by source; the gradient takes the reverse way."""
+    """All-to-all of rows that are ordered by destination rank; the result is ordered by source rank. The backward pass
+    sends the gradients of the rows back."""
 
     @staticmethod
     def forward(
@@ -51,21 +53,21 @@ class AllToAll(torch.autograd.Function):
 def send_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """Send ``rows`` [S, H] or [S] in sending order -> [R, H] or [R] in order of arrival. Called by every rank of
-    ``group``."""
+    """Send ``rows`` [S, H] or [S]; return the received rows, [R, H] or [R], in order of arrival. Every rank of
+    ``group`` must call this."""
     return AllToAll.apply(rows, handle.send_splits, handle.recv_splits, group, counter)
 
 
 def return_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """Return ``rows`` [R, H] or [R] in order of arrival -> [S, H] or [S] in sending order: the inverse of
-    ``send_rows``."""
+    """Send ``rows`` [R, H] or [R], in order of arrival, back to their sources: the inverse of ``send_rows``. Returns
+    [S, H] or [S] in the order in which this rank sent the rows. Every rank of ``group`` must call this."""
     return AllToAll.apply(rows, handle.recv_splits, handle.send_splits, group, counter)
 
 
 def gather_counts(routing_map: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather ``routing_map`` [T, E] of each rank -> int64 [E, N]: the tokens that each rank routes to each expert."""
+    """Gather int64 [E, N], the number of tokens that each rank routes to each expert. ``routing_map`` is [T, E]."""
     mine = routing_map.sum(0)
     rows = torch.empty((group.size(), len(mine)), dtype=torch.int64, device=mine.device)
     dist.all_gather_into_tensor(rows.view(-1), mine, group=group)
@@ -80,7 +82,10 @@ def _exchange(
     counter: ExchangeCounter | None,
 ) -> torch.Tensor:
     if len(rows) != sum(send_splits) or len(send_splits) != group.size():
-        raise ValueError(f"{len(rows)} rows for splits {list(send_splits)} over {group.size()} ranks: must match")
+        raise ValueError(
+            f"{len(rows)} rows cannot be sent with splits {list(send_splits)} in a group of size {group.size()}: there "
+            "must be one split for each rank, and the splits must sum to the number of rows"
+        )
     if counter is not None:
         row_bytes = rows.shape[1:].numel() * rows.element_size()
         counter.add(send_splits, group.rank(), row_bytes)

@@ -1,9 +1,9 @@
-"""Builds the kernels of ``csrc/`` at their first use and loads them: the only place that compiles anything.
+"""Builds the kernels of ``csrc/`` at their first use, and loads them. No other module compiles anything.
 
-The library has a plain C interface and is loaded with ctypes. So building needs a compiler and torch's headers for
-16-bit numbers, but no Python headers, build tool or download. The result is in ``.cache/extensions/`` under a digest of
-sources, command, torch and Python; concurrent ranks wait for the first one's build. The lock belongs to the operating
-system, so a rank that dies during the build leaves no lock.
+The library has a plain C interface and is loaded with ctypes. The build therefore needs only a compiler and torch's
+headers for 16-bit numbers. The library is stored in ``.cache/extensions/``; its name contains a digest of the sources,
+the command, and the versions of torch and Python. One rank builds the library while the other ranks wait for a file
+lock. The operating system frees the lock of a rank that dies during the build.
 """
 
 import ctypes
@@ -29,16 +29,14 @@ CACHE = ROOT / ".cache" / "extensions"
 HEADERS = {".hpp", ".cuh"}
 BUILD_SECONDS = 600
 CXX_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
-"""No contraction: a product is rounded before it is added, as in the reference."""
+"""Flags of the C++ compiler. Without contraction, a product is rounded before it is added, as in the reference."""
 NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
 
 
 @cache
 def load(kind: str) -> ctypes.CDLL:
-    """Load the kernels ``cpp`` or ``cuda``, built if they are not in the cache.
-
-    Raises ``SoftwareError`` when sources or compiler are missing or the build fails.
-    """
+    """Load the library of ``kind``, ``cpp`` or ``cuda``. Build it first if it is not in the cache. Raises
+    ``SoftwareError`` when sources or compiler are missing or the build fails."""
     compiler = find_compiler(kind)
     sources = source_files(kind)
     flags = [*CXX_FLAGS] if kind == "cpp" else [*NVCC_FLAGS, f"-arch={device_architecture()}"]
@@ -46,23 +44,24 @@ def load(kind: str) -> ctypes.CDLL:
 
 
 def source_files(kind: str) -> list[Path]:
-    """List the sources of one library. Raises ``SoftwareError`` outside a clone of the project."""
+    """List the sources of the library ``cpp`` or ``cuda``. Raises ``SoftwareError`` outside a clone of the project."""
     suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
     if not found:
-        raise SoftwareError(f"no {suffix} files in {SOURCES}: kernels can only be built from a clone of the project")
+        raise SoftwareError(f"no {suffix} files in {SOURCES}: run from a clone of the project, to build the kernels")
     return found
 
 
 def include_flags() -> list[str]:
-    """Return flags for the project's headers, and torch's for 16-bit numbers."""
+    """Return the compiler flags for the folders of the project's headers and of torch's headers."""
     from torch.utils.cpp_extension import include_paths
 
     return [f"-I{SOURCES}", *(f"-I{path}" for path in include_paths())]
 
 
 def find_compiler(kind: str) -> str:
-    """Find ``CXX`` or c++ for C++, nvcc of ``CUDA_HOME`` or of the path for CUDA. Raises ``SoftwareError``."""
+    """Return the path of the compiler for ``cpp`` or ``cuda``. ``CXX`` names the C++ compiler, else it is searched in
+    ``PATH``; nvcc is searched in ``CUDA_HOME`` and ``PATH``. Raises ``SoftwareError`` when there is none."""
     if kind == "cpp":
         wanted = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
     else:
@@ -73,23 +72,21 @@ def find_compiler(kind: str) -> str:
     if found is None:
         hint = "install a C++17 compiler or name it in CXX" if kind == "cpp" else "install CUDA or name it in CUDA_HOME"
         raise SoftwareError(
-            f"placement.dispatch_backend={kind}: no compiler found (tried {', '.join(wanted)}); {hint}, or set it "
-            "to reference"
+            f"placement.dispatch_backend={kind}: no compiler found (tried {', '.join(wanted)}); {hint}, or set "
+            "placement.dispatch_backend=reference"
         )
     return found
 
 
 def device_architecture() -> str:
-    """Name the current CUDA device's architecture as nvcc writes it: ``sm_90``."""
+    """Return the architecture of the current CUDA device in the form of nvcc's ``-arch``, for example ``sm_90``."""
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 
 
 def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
-    """Compile ``sources`` with ``command`` unless the cache has them; return the library.
-
-    A rename puts it in place, so a reader always finds a complete file. Raises ``SoftwareError``.
-    """
+    """Compile ``sources`` with ``command`` unless the cache has the library; return the path of the library. The
+    finished file is renamed to this path, so the path never has an incomplete file. Raises ``SoftwareError``."""
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"
     if library.exists():
         return library
@@ -106,7 +103,8 @@ def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fold
 
 
 def digest(command: Sequence[str], sources: Sequence[Path]) -> str:
-    """Return a digest of all inputs of a library: sources, headers beside them, command, torch, Python, machine."""
+    """Return a digest of everything that a library depends on. These are the sources, the headers in their folders, the
+    command, the versions of torch and Python, and the machine type."""
     versions = (torch.__version__, sys.version.split()[0], platform.machine())
     state = hashlib.sha256("\0".join((*command, *versions)).encode())
     headers = {path for source in sources for path in source.parent.rglob("*") if path.suffix in HEADERS}

@@ -1,4 +1,5 @@
-"""Decisions of one dispatch, kept until the rows return; notation in ``backend.py``."""
+"""Source and destination of each row of one dispatch, stored until the rows return. ``backend.py`` explains the
+notation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,22 +9,23 @@ import torch
 from megatron_ft.runtime.dispatch.checks import Totals
 
 NO_ROW = -1
-"""Padding of ``rows_of_token`` [T, K]: this token has fewer than K rows."""
+"""Padding in ``rows_of_token`` [T, K] for a token that has fewer than K rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DispatchHandle:
-    """Source and destination of every row of one dispatch. Index tensors are int64 on the tokens' device.
+    """Source and destination of every row of one dispatch. Index tensors are int64 on the device of the tokens.
 
-    ``send_splits`` N ints: rows that this rank sends to each rank; they sum to S.
-    ``recv_splits`` N ints: rows that it receives from each rank; they sum to R.
-    ``permutation`` [S]: token of each sent row, in the order (destination rank, expert, token).
-    ``expert_of_row`` [S]: expert of each sent row.
-    ``rows_of_token`` [T, K]: sent rows of each token, experts ascending, padded with ``NO_ROW``; K is the largest
-    number of rows of a token. A token's sum runs in this order, which does not depend on the placement of copies.
-    ``receive_order`` [R]: arrived row at each place of the order (local expert, source rank, arrival).
-    ``receive_place`` [R]: the inverse: place of each arrived row.
-    ``local_experts`` L ints, ascending; ``tokens_per_local_expert`` int64 [L], on the host.
+    ``send_splits`` N ints: number of rows that this rank sends to each rank; the sum is S.
+    ``recv_splits`` N ints: number of rows that this rank receives from each rank; the sum is R.
+    ``permutation`` [S]: the token of each sent row. Rows are sent in the order (destination rank, expert, token).
+    ``expert_of_row`` [S]: the expert of each sent row.
+    ``rows_of_token`` [T, K]: the sent rows of each token, experts ascending, padded with ``NO_ROW``; K is the largest
+    number of rows of a token. A token's rows are summed in this order, which does not depend on the placement.
+    ``receive_order`` [R]: arrival index of each row when rows are sorted by (local expert, source rank, arrival).
+    ``receive_place`` [R]: position of each arrived row in this sorted order: the inverse of ``receive_order``.
+    ``local_experts`` L ints, ascending.
+    ``tokens_per_local_expert`` int64 [L], on the host: number of received rows of each local expert.
     """
 
     num_tokens: int
@@ -49,8 +51,8 @@ class DispatchHandle:
         sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         received: tuple[torch.Tensor, torch.Tensor],
     ) -> "DispatchHandle":
-        """Build a handle from the splits and the orders: ``sent`` is (``permutation``, ``expert_of_row``,
-        ``rows_of_token``), ``received`` (``receive_order``, ``receive_place``)."""
+        """Build a handle. ``sent`` is (``permutation``, ``expert_of_row``, ``rows_of_token``); ``received`` is
+        (``receive_order``, ``receive_place``)."""
         permutation, expert_of_row, rows_of_token = sent
         receive_order, receive_place = received
         return cls(
@@ -69,15 +71,15 @@ class DispatchHandle:
 
     @property
     def num_sent_rows(self) -> int:
-        """S: (token, expert) pairs of this rank."""
+        """S, the number of rows that this rank sends, including those to itself."""
         return sum(self.send_splits)
 
     @property
     def num_received_rows(self) -> int:
-        """R: rows that the local experts process."""
+        """R, the number of rows that the local experts process."""
         return sum(self.recv_splits)
 
     @property
     def num_rows_leaving(self) -> int:
-        """Number of rows whose copy is on another rank, so that they must be sent."""
+        """Number of rows that this rank sends to other ranks."""
         return self.num_sent_rows - self.send_splits[self.rank]

@@ -1,4 +1,4 @@
-"""Dispatch in torch operators, on any device: the other backends must equal it."""
+"""The dispatch backend in torch operators, on any device. All other backends must compute the same bits."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from megatron_ft.runtime.dispatch.rows import RowOperations, sum_dtype
 
 
 class ReferenceDispatch(RowOperations):
-    """The clear and slow backend; notation in ``backend.py``."""
+    """Backend that is easy to read and slow. ``backend.py`` explains the notation."""
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """Call ``planning.dispatch`` on the host; the result is on the device of ``counts``."""
+        """Compute the schedule on the host with ``planning.dispatch``; return it on the device of ``counts``."""
         check_schedule(counts, replicas)
         planned = rule.schedule(counts.cpu().numpy(), replicas.cpu().numpy())
         return torch.from_numpy(planned).to(counts.device)
@@ -22,7 +22,7 @@ class ReferenceDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Make a plan: one stable sort orders the sent rows, another the received ones."""
+        """Make a plan: one stable sort orders the sent rows, and one the received rows."""
         schedule = schedule.to(routing_map.device)
         check_plan(routing_map, schedule, rank, local_experts)
         per_token = routing_map.sum(1)
@@ -35,12 +35,9 @@ class ReferenceDispatch(RowOperations):
         return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """``source`` [A, H] at ``index`` [B] -> [B, H]."""
         return source.index_select(0, index)
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum rows in one pass per column of ``rows_of_token`` [T, K], so a token's sum runs in the order of its
-        columns."""
         total = rows.new_zeros((len(rows_of_token), rows.shape[1]), dtype=sum_dtype(rows))
         for column in rows_of_token.unbind(1):
             there = (column != NO_ROW).nonzero().squeeze(1)
@@ -54,13 +51,13 @@ class ReferenceDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
         picked = grad[permutation].to(weights.dtype)
         return (picked * weights.unsqueeze(1)).to(rows.dtype), _halving_sum(picked * rows.to(weights.dtype))
 
 
 def _halving_sum(terms: torch.Tensor) -> torch.Tensor:
-    """[S, H] -> [S]: padded with zeros to a power of two, then the second half added to the first until one is left."""
+    """Sum ``terms`` [S, H] over H in a fixed order: pad with zeros to a power of two, then add the second half to the
+    first half until one number is left."""
     width = 1 << max(terms.shape[1] - 1, 0).bit_length()
     terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
     while width > 1:
@@ -70,10 +67,8 @@ def _halving_sum(terms: torch.Tensor) -> torch.Tensor:
 
 
 def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and expert of each sent row; ``outgoing`` [E, N] tokens of an expert that go to each rank.
-
-    An expert's tokens, in token order, fill its copies in the order: this rank, then the others ascending.
-    """
+    """Return the token and the expert of each sent row. ``outgoing`` [E, N]: tokens of each expert for each rank. The
+    first tokens of an expert go to this rank, the next ones to the other ranks, in rank order."""
     num_experts, num_ranks = outgoing.shape
     experts, tokens = routing_map.t().nonzero(as_tuple=True)
     filling = torch.tensor([rank, *(other for other in range(num_ranks) if other != rank)], device=outgoing.device)
@@ -83,7 +78,7 @@ def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) ->
 
 
 def _receive_order(incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order by local expert of what arrives by source, and its inverse; ``incoming`` [L, N] tokens from each rank."""
+    """Return ``receive_order`` and ``receive_place``. ``incoming`` [L, N]: rows of each local expert from each rank."""
     num_local, num_ranks = incoming.shape
     experts = torch.arange(num_local, device=incoming.device).repeat(num_ranks)
     order = experts.repeat_interleave(incoming.t().flatten()).argsort(stable=True)
@@ -95,7 +90,7 @@ def _receive_order(incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _rows_of_token(
     routing_map: torch.Tensor, permutation: torch.Tensor, expert_of_row: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """Sent rows of each token, experts ascending -> [T, ``width``], padded with ``NO_ROW``."""
+    """List the sent rows of each token, experts ascending: [T, ``width``], padded with ``NO_ROW``."""
     num_tokens, num_experts = routing_map.shape
     table = permutation.new_full((num_tokens, width), NO_ROW)
     by_token = (permutation * num_experts + expert_of_row).argsort()

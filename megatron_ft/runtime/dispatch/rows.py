@@ -1,9 +1,9 @@
-"""Differentiable movement of rows, built from three kernels that every backend has; notation in ``backend.py``.
+"""Differentiable operations on rows, built from three kernels. ``backend.py`` explains the notation.
 
-``gather`` copies rows into an order, ``combine`` sums the rows of each token; without weights each is the other's
-gradient. ``weigh`` is the gradient of the weighted sum. No kernel scatters with atomics: every sum has one fixed order.
-Sums use float32 (float64 for float64 rows); each product is rounded before it is added, and sums are rounded once to
-the rows' type at the end.
+``gather`` copies rows to a given order, and ``combine`` sums the rows of each token. Without weights, each of them is
+the gradient of the other. ``weigh`` is the gradient of the weighted sum. Every sum has one fixed order, because no
+kernel uses atomic additions. Sums use float32, or float64 for float64 rows. Each product is rounded before it is added;
+the sum is rounded to the type of the rows at the end.
 """
 
 from typing import Any, Protocol
@@ -13,39 +13,41 @@ import torch
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
 
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types of the elements of rows."""
+"""Supported element types of rows. Kernels receive the index in this tuple."""
 
 
 class RowKernels(Protocol):
-    """The kernels. Rows are contiguous and of a type in ``ROW_DTYPES``; indices are contiguous int64."""
+    """Interface of the three kernels of a backend. Rows are contiguous, with a type in ``ROW_DTYPES``; indices are
+    contiguous int64."""
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """``source`` [A, H], ``index`` [B] -> [B, H]: row ``index[b]`` at place b."""
+        """Return [B, H], whose row b is row ``index[b]`` of ``source`` [A, H]."""
         ...
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Sum ``rows`` [S, H] by ``rows_of_token`` [T, K], with ``weights`` None or [S] of the sum's type -> [T, H]."""
+        """Sum, for each token, the ``rows`` [S, H] that ``rows_of_token`` [T, K] lists, in that order, to [T, H].
+        ``weights`` [S], of type ``sum_dtype(rows)``, are factors of the rows; None means no factors."""
         ...
 
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradient of ``combine`` from that of its tokens, ``grad`` [T, H], and ``permutation`` [S].
+        """Compute the gradients of ``combine`` for ``rows`` [S, H] and ``weights`` [S] from ``grad`` [T, H].
 
-        Returns, for ``rows`` [S, H] and ``weights`` [S]: each row's ``grad * weight`` [S, H], and [S] the products
-        ``grad * row`` summed over H. This sum is padded with zeros to a power of two; then the second half is added to
-        the first until one number is left.
+        ``permutation`` [S] is the token of each row. The first result [S, H] is ``grad * weight`` for each row. The
+        second result [S] is ``grad * row``, summed over H in a fixed order: the terms are padded with zeros to a power
+        of two, then the second half is added to the first half until one number is left.
         """
         ...
 
 
 def sum_dtype(rows: torch.Tensor) -> torch.dtype:
-    """Return the type in which ``rows`` are summed."""
+    """Return the type in which ``rows`` are summed: float64 for float64 rows, else float32."""
     return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
 class _Permute(torch.autograd.Function):
-    """Tokens [T, H] to rows [S, H]; the gradient of a token is the sum over its rows."""
+    """Copies tokens [T, H] to rows [S, H]. The gradient of a token is the sum of the gradients of its rows."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, handle: DispatchHandle, kernels: RowKernels) -> torch.Tensor:
@@ -59,7 +61,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows to another order of the same rows; ``inverse`` undoes ``order``."""
+    """Changes the order of rows. ``inverse`` is the inverse permutation of ``order``."""
 
     @staticmethod
     def forward(
@@ -75,7 +77,7 @@ class _Reorder(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Rows [S, H] to tokens [T, H], summed over each token's rows."""
+    """Sums the rows [S, H] of each token to [T, H]."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, handle: DispatchHandle, kernels: RowKernels) -> torch.Tensor:
@@ -89,7 +91,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """Rows [S, H] and probabilities of rows [S] to tokens [T, H]."""
+    """Sums the rows [S, H] of each token, weighted with the probabilities [S] of the rows, to [T, H]."""
 
     @staticmethod
     def forward(
@@ -110,8 +112,8 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class _RowProbs(torch.autograd.Function):
-    """Gathers the probabilities of rows [S] from those of tokens [T, E]. Each row takes one entry, so gradients need no
-    sum."""
+    """Gathers the probabilities [S] of rows from the probabilities [T, E] of tokens. Each entry is used at most once,
+    so gradients need no sum."""
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -127,32 +129,32 @@ class _RowProbs(torch.autograd.Function):
 
 
 class RowOperations:
-    """The movements of one dispatch, for a backend that has the kernels."""
+    """Base class of backends: makes the differentiable operations of ``DispatchBackend`` from ``RowKernels``."""
 
     def permute(self: RowKernels, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``tokens`` [T, H] -> [S, H], in the order in which rows are sent."""
+        """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent."""
         _check_rows("tokens", tokens, handle.num_tokens)
         return _Permute.apply(tokens, handle, self)
 
     def sort_received(self: RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Arrived ``rows`` [R, H] or [R] -> the same rows, grouped by local expert."""
+        """Sort received ``rows`` [R, H] or [R], which are in order of arrival, by local expert and source rank."""
         return _reorder(self, rows, handle.receive_order, handle.receive_place)
 
     def unsort(self: RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Undo ``sort_received``: [R, H] or [R] back in the order of arrival."""
+        """Return ``rows`` [R, H] or [R] to their order of arrival: the inverse of ``sort_received``."""
         return _reorder(self, rows, handle.receive_place, handle.receive_order)
 
     def unpermute(
         self: RowKernels, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle
     ) -> torch.Tensor:
-        """``rows`` [S, H] -> [T, H]: sum of each token's rows, weighted with ``probs`` [T, E] unless None."""
+        """Sum the ``rows`` [S, H] of each token to [T, H], weighted with ``probs`` [T, E] unless ``probs`` is None."""
         _check_rows("rows", rows, handle.num_sent_rows)
         if probs is None:
             return _Sum.apply(rows, handle, self)
         return _WeightedSum.apply(rows, _RowProbs.apply(probs, handle), handle, self)
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``probs`` [T, E] -> [S]: the probability of each sent row, which is sent with it."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
         return _RowProbs.apply(probs, handle)
 
 
@@ -165,6 +167,6 @@ def _reorder(kernels: RowKernels, rows: torch.Tensor, order: torch.Tensor, inver
 def _check_rows(name: str, rows: torch.Tensor, num_rows: int) -> None:
     if rows.dim() != 2 or rows.shape[0] != num_rows or rows.dtype not in ROW_DTYPES:
         raise ValueError(
-            f"{name} is {rows.dtype} {list(rows.shape)}: must be [{num_rows}, H] of "
+            f"{name} is {rows.dtype} {list(rows.shape)}: must have shape [{num_rows}, H] and one of the types "
             + ", ".join(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)
         )

@@ -1,1 +1,1 @@
-"""Executes recovery plans through the protocol of ``runtime.engine``."""
+"""Executes recovery plans: calls the methods of a ``runtime.engine.ReplayEngine`` in the order of the plan."""

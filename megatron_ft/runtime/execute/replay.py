@@ -1,4 +1,4 @@
-"""Executes a ``ReplayPlan``: load a slice, run an iteration again, until the state is dense."""
+"""Executes a ``ReplayPlan``: loads slices and runs iterations again, until all operators are at the same iteration."""
 
 import time
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ class ReplayResult:
     """Cost and result of a replay on this rank."""
 
     final_iteration: int
-    """Iteration of the dense state that the replay reached."""
+    """Last iteration that was run again: the replay ends with the complete state after it."""
     num_iterations: int
     load_seconds: float
     replay_seconds: float
 
 
 def carry_out(plan: ReplayPlan, engine: ReplayEngine) -> ReplayResult:
-    """Bring ``engine`` to the dense state after ``plan.final_iteration``; collective.
+    """Bring ``engine`` to the complete state after ``plan.final_iteration``. All ranks that replay must call this.
 
     Raises:
-        RecoveryError: a replayed iteration differs from the logged one.
+        RecoveryError: the vote of a replayed iteration differs from the logged vote.
     """
-    # Before the first step: load and replay are collective, and every rank takes them in the order of this plan.
+    # Validate before the first step: a rank that fails later would leave the other ranks in a collective.
     plan.validate()
     load_seconds = replay_seconds = 0.0
     for step in plan.steps:

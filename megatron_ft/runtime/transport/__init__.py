@@ -1,1 +1,1 @@
-"""Moves tensors between ranks as bytes, whatever their dtype."""
+"""Moves tensors of any dtype between ranks as bytes, and ends waits for ranks that are lost."""

@@ -1,6 +1,6 @@
-"""One uneven exchange of tensors between all ranks of a group, as bytes.
+"""Exchanges tensors between all ranks of a group, as bytes, with one uneven all-to-all.
 
-Collectives support few dtypes (gloo has no float8); ``uint8`` views represent all of them unchanged.
+Collectives support few dtypes: gloo, for example, does not support float8. Every dtype can be sent as ``uint8``.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,22 @@ def exchange_tensors(
 ) -> int:
     """Send ``outgoing[r]`` to each rank r of ``group`` and fill ``incoming[r]`` with the tensors from r, in order.
 
-    Both sides must use the same order, shapes and dtypes. Collective over the group.
+    All ranks of the group must call this. A sender and its receiver must list the same tensors: same order, shapes and
+    dtypes.
 
     Returns:
-        Bytes that this rank sent.
+        Number of bytes that this rank sent.
     """
     device = _device(group)
     sent = _joined([_bytes(tensor) for of_rank in outgoing for tensor in of_rank], device)
     send_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in outgoing]
     receive_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in incoming]
     received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
-    # Both ends know all sizes, so none are exchanged. Ranks that send and receive nothing take part, too.
+    # Sender and receiver know all sizes, so sizes are not exchanged. Ranks without tensors must take part, too.
     dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
     targets = [tensor for of_rank in incoming for tensor in of_rank]
     for target, part in zip(targets, received.split([_num_bytes(tensor) for tensor in targets]), strict=True):
-        # A part may begin at an address that its dtype cannot be viewed at: a clone is aligned.
+        # Cloned, because a view needs an address that is aligned for its dtype, and a part may begin anywhere.
         target.copy_(part.clone().view(target.dtype).view(target.shape))
     return len(sent)
 
@@ -48,7 +49,7 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    # Choose the device that the group's backend needs: a rank without tensors takes part too.
+    # The backend of the group decides, not the tensors: a rank without tensors takes part, too.
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,8 +1,9 @@
-"""Closes the connections between ranks at once, so that every collective of this process and its peers fails.
+"""Shuts down the connections between ranks, so that the collectives that use them fail at once.
 
-Gloo detects a dead peer by its closed connection, but a rank that waits for a healthy peer waits until its timeout.
-When a rank that knows of the failure shuts its connections down, it and its neighbours wake within milliseconds. An
-operation that gloo does not wake is abandoned shortly after: both classes also end their ``WaitLimit``.
+Gloo detects the loss of a peer when their connection closes. But a rank that waits for a healthy peer, which itself
+waits for the lost one, stays blocked until its timeout. So each rank that learns of the failure shuts down all its
+connections, which ends its own waits and those of its peers within milliseconds. ``Transports`` and ``Opening`` also
+end their ``WaitLimit``, so that operations which stay blocked in gloo are abandoned.
 """
 
 import os
@@ -16,14 +17,14 @@ from megatron_ft.runtime.transport.waits import WaitLimit
 _POLL_SECONDS = 0.02
 """Interval between polls for new connections."""
 _SYN_SENT = 2
-"""State of a connection attempt in ``tcp_info``. Source: ``netinet/tcp.h``."""
+"""TCP state of a socket whose peer has not answered yet. Source: ``netinet/tcp.h``."""
 
 SocketId = tuple[int, int]
-"""Descriptor and inode of a socket: a descriptor is used again after its socket is closed, an inode is not."""
+"""Descriptor and inode of a socket. The inode is needed because a descriptor is reused after its socket is closed."""
 
 
 def open_sockets() -> frozenset[SocketId]:
-    """Return all open sockets of this process."""
+    """Return the ids of all open sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -34,36 +35,36 @@ def open_sockets() -> frozenset[SocketId]:
 
 
 class Transports:
-    """Connected TCP sockets of this process, which any thread that learns of a failure can shut down."""
+    """TCP connections between this process and other ranks. Any thread can shut all of them down after a failure."""
 
     def __init__(self, sockets: Iterable[SocketId]) -> None:
         self._sockets = sorted(sockets)
         self._lock = threading.Lock()
         self._is_down = False
         self.limit = WaitLimit()
-        """Limit of the waits for operations that use these sockets."""
+        """Limit of the waits for operations that use these connections."""
 
     @classmethod
     def among(cls, sockets: Iterable[SocketId], *, store_port: int | None) -> "Transports":
-        """Keep those of ``sockets`` that are connected by TCP, except to the store, whose port is ``store_port``."""
+        """Select the TCP connections in ``sockets``, except those to the store, which has port ``store_port``."""
         return cls(found for found in sockets if _connects_ranks(found, store_port))
 
     def __len__(self) -> int:
         return len(self._sockets)
 
     def include(self, sockets: Iterable[SocketId]) -> None:
-        """Add those of ``sockets`` that have been connected by TCP since; shut them down if the others are shut
-        down."""
+        """Add the TCP connections in ``sockets``. Shut them down at once if ``hang_up`` has been called."""
         connected = [found for found in sockets if _connects_ranks(found, None)]
         with self._lock:
             self._sockets += connected
-            # The failure was known before these connections existed, and nothing else would end their waits.
+            # After an earlier ``hang_up``, no other call would shut these connections down and end their waits.
             for found in connected if self._is_down else ():
                 _shut_down(found)
 
     def hang_up(self, reason: str = "") -> None:
-        """Shut down all sockets that are still open, and end their ``limit``. A second call does nothing."""
-        # First: a wait that begins while sockets are shut down must find the limit ended.
+        """Shut down all connections and end ``limit``. ``reason`` is part of the error of abandoned waits. A second
+        call does nothing."""
+        # The limit ends first, because it must also apply to a wait that begins while sockets are shut down.
         self.limit.end(reason)
         with self._lock:
             if self._is_down:
@@ -74,8 +75,8 @@ class Transports:
 
 
 class Opening:
-    """Connections that are being made: until ``close``, any thread that learns of a failure can break them, and the
-    thread that makes them is notified."""
+    """Connections that one thread of this process is making. Until ``close``, any other thread can break them after a
+    failure."""
 
     def __init__(self) -> None:
         self._before = open_sockets()
@@ -87,22 +88,23 @@ class Opening:
         """Limit of the waits for these connections."""
 
     def hang_up(self, reason: str = "") -> None:
-        """Shut down all TCP connections made since, and pending ones, also if the peer does not answer, because a dead
-        machine does not refuse them. End the ``limit``."""
+        """Shut down all TCP connections made since ``__init__``, and all later ones until ``close``. End ``limit``.
+        This includes attempts without an answer: a dead machine does not refuse a connection. ``reason`` is part of the
+        error of abandoned waits."""
         self.limit.end(reason)
         with self._lock:
             if self._breaker is None and not self._closed.is_set():
                 self._broken.set()
-                # In a thread: gloo continues to connect, so sockets are shut down until the attempt has failed.
+                # A thread repeats this until ``close``, because gloo opens new sockets when an attempt fails.
                 self._breaker = threading.Thread(target=self._break, name="break new connections", daemon=True)
                 self._breaker.start()
 
     def pause(self, seconds: float) -> bool:
-        """Wait before another attempt; return at once, with true, if the connections are broken."""
+        """Wait ``seconds`` before another attempt. Return true, without waiting longer, after ``hang_up``."""
         return self._broken.wait(seconds)
 
     def close(self) -> None:
-        """Stop breaking connections."""
+        """End the effect of ``hang_up`` on new connections."""
         with self._lock:
             self._closed.set()
         if self._breaker is not None:
@@ -127,7 +129,7 @@ def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
         if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
             return False
         try:
-            # The store has its own protocol and carries no collective.
+            # The store's connection carries no collective, and must stay usable.
             ports = {opened.getsockname()[1], opened.getpeername()[1]}
         except OSError:  # it listens, or the peer has not answered yet
             return opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT
@@ -142,13 +144,13 @@ def _shut_down(found: SocketId) -> None:
 
 
 def _duplicate(found: SocketId) -> socket.socket | None:
-    # The socket under another descriptor; None where it is closed and its descriptor is perhaps another's.
+    # Returns the socket under a new descriptor, or None if it is closed. Its descriptor may now refer to another file.
     descriptor, inode = found
     try:
         copy = os.dup(descriptor)
     except OSError:
         return None
-    # Checked on the copy: another thread may close the descriptor, and open another file under it, at any moment.
+    # The copy is checked, because another thread may close the original descriptor and reuse it at any moment.
     if os.fstat(copy).st_ino != inode:
         os.close(copy)
         return None

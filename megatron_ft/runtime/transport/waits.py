@@ -1,18 +1,18 @@
-"""Lets a rank leave a wait for gloo after its connections have been shut down.
+"""Ends waits for gloo that would block a rank after its connections have been shut down.
 
-Gloo reports a closed connection to the operations that it has queued on it, with two exceptions: a receive whose header
-has arrived while its payload is cut off, and a partly written send (``Pair::signalException`` in
-``gloo/transport/tcp/pair.cc`` walks the queues, and such an operation is in none). A thread that waits for one of these
-stays blocked until the timeout of its group, minutes later, although no byte can arrive any more.
+When a connection closes, gloo fails the operations in its queues (``Pair::signalException`` in
+``gloo/transport/tcp/pair.cc``). Two kinds of operations are in no queue: a receive whose header has arrived without its
+payload, and a partly written send. A thread that waits for such an operation stays blocked until the timeout of its
+group, minutes later.
 
 ``install`` replaces the two calls that can block a rank in this way: ``Work.wait``, with which every collective, send
 and receive of ``torch.distributed`` ends, and the constructor of ``ProcessGroupGloo``, which connects to all other
-ranks of a group. Both return or raise as before. In addition they raise ``WaitAbandoned`` after the ``WaitLimit`` in
-use has ended. The operation itself may stay blocked in a thread; ``held_groups`` describes what happens to its group.
+ranks of a group. Both return or raise as before. They also raise ``WaitAbandoned`` after the current ``WaitLimit`` has
+ended. The operation itself may stay blocked in a thread; ``held_groups`` describes what happens to its group.
 
-Memory: an abandoned operation keeps its tensors alive, because gloo's thread refers to them through the operation, so
-no later allocation shares their memory. Bytes that it may still write there arrived before the connections were shut
-down and are read within milliseconds. The content of such tensors is not used again, as in any failed iteration.
+An abandoned operation references its tensors until it ends, so their memory is not allocated again. Within
+milliseconds gloo may still write bytes to these tensors that arrived before the connections were shut down. This does
+no harm, because the tensors of a failed iteration are not used again.
 """
 
 import threading
@@ -26,27 +26,25 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 GRACE_SECONDS = 0.5
-"""Time between the shut-down of connections and the abandonment of waits; gloo nearly always fails them within 0.1
-s."""
+"""Time from the shutdown of connections until waits are abandoned. Gloo nearly always fails operations within 0.1 s."""
 _SLICE = timedelta(seconds=0.1)
-"""Time after which a wait checks the limit. Each check costs about 0.5 ms of CPU time."""
+"""Interval at which a wait checks its limit. Each check costs about 0.5 ms of CPU time."""
 
 T = TypeVar("T")
 
 
 class WaitAbandoned(RuntimeError):
-    """A wait was abandoned although its operation has not ended. The process group of the operation cannot be used
-    again."""
+    """A wait was abandoned before its operation had ended. The process group of the operation cannot be used again."""
 
 
 class WaitLimit:
-    """Limit of the waits of one membership; there is none until ``end`` is called, from any thread."""
+    """Time limit of the waits of one membership. Waits are unlimited until any thread calls ``end``."""
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self._grace_seconds = grace_seconds
         self._end: tuple[float, str] | None = None
         self.num_abandoned = 0
-        """Number of waits that ``check`` has ended."""
+        """Number of waits that ``check`` has abandoned."""
 
     @property
     def is_ended(self) -> bool:
@@ -54,24 +52,24 @@ class WaitLimit:
         return self._end is not None
 
     def end(self, reason: str) -> None:
-        """Abandon remaining waits after the grace period. Only the first call counts."""
-        # The grace period counts from the first report of the failure; later ones must not prolong it.
+        """Let waits continue for the grace period, then abandon them because of ``reason``. Later calls have no effect,
+        so that they do not prolong the grace period."""
         if self._end is None:
             self._end = (time.monotonic() + self._grace_seconds, reason)
 
     def check(self) -> None:
-        """Raise ``WaitAbandoned`` once the grace period has passed."""
+        """Raise ``WaitAbandoned`` if ``end`` has been called and the grace period is over."""
         end = self._end
         if end is not None and time.monotonic() >= end[0]:
             self.num_abandoned += 1
             raise WaitAbandoned(
-                f"an operation of gloo did not end within {self._grace_seconds:g} s after its connections were "
-                f"shut down; the wait for it is abandoned ({end[1]})"
+                f"a gloo operation did not end within {self._grace_seconds:g} s after its connections were shut down, "
+                f"so this rank no longer waits for it; reason of the shutdown: {end[1] or 'not given'}"
             )
 
 
 class _Call(Generic[T]):
-    """A call that a worker thread makes for another thread."""
+    """A function call that a worker thread makes for another thread."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -95,12 +93,11 @@ class _Call(Generic[T]):
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame: both would live until the next garbage collection
+            del error  # the traceback of the error references this frame: a cycle until the next garbage collection
 
 
 class _Helper:
-    """A thread that makes one call after another. If a call is abandoned, so is the thread, which ends after the
-    call."""
+    """A worker thread that makes one call after another. When a call is abandoned, the thread ends after this call."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
@@ -117,7 +114,7 @@ class _Helper:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             call.make()
-            del call  # it holds tensors
+            del call  # the call references tensors
 
 
 _in_use = WaitLimit()
@@ -126,23 +123,23 @@ _idle_helpers: list[_Helper] = []
 
 
 def use(limit: WaitLimit) -> None:
-    """Apply ``limit`` to all waits of this process that begin from now on."""
+    """Apply ``limit`` to all waits that begin in this process after this call."""
     global _in_use
     _in_use = limit
 
 
 def in_use() -> WaitLimit:
-    """Return the limit that applies to waits."""
+    """Return the limit of waits that begin now."""
     return _in_use
 
 
 def call(function: Callable[[], T]) -> T:
-    """Call ``function`` in a worker thread; return its result, or raise its error.
+    """Call ``function`` in a worker thread. Return its result, or raise its error.
 
-    For calls that block without a usable timeout: their thread cannot be woken, but it can be abandoned.
+    Use it for functions that may block and have no usable timeout: a blocked worker thread can be abandoned.
 
     Raises:
-        WaitAbandoned: the limit in use has ended. ``function`` continues in its thread.
+        WaitAbandoned: the current limit has ended. ``function`` may still run in its thread.
     """
     try:
         helper = _idle_helpers.pop()
@@ -151,7 +148,7 @@ def call(function: Callable[[], T]) -> T:
     try:
         result = helper.call(function, _in_use)
     except WaitAbandoned:
-        # Not returned to the idle ones: its thread may stay blocked for minutes.
+        # The helper is not used again, because its thread may stay blocked for minutes.
         helper.leave()
         raise
     except BaseException:
@@ -162,10 +159,8 @@ def call(function: Callable[[], T]) -> T:
 
 
 def install() -> None:
-    """Replace ``Work.wait`` and the constructor of ``ProcessGroupGloo`` in this process, as the module describes.
-
-    Only for processes whose groups all use gloo. A second call does nothing.
-    """
+    """Replace ``Work.wait`` and the constructor of ``ProcessGroupGloo`` in this process, as the module describes. All
+    process groups of the process must use gloo. A second call does nothing."""
     global _is_installed
     if _is_installed:
         return
@@ -176,19 +171,19 @@ def install() -> None:
         """Wait for ``work``; see ``torch.distributed.Work.wait``."""
         if args or kwargs or work.is_completed():
             return native_wait(work, *args, **kwargs)
-        # Taken once: a wait of an earlier membership must not get the limit of the next one.
+        # Read only at the start: a wait of an earlier membership must not get the limit of the next one.
         limit = _in_use
         try:
             work.get_future()
         except RuntimeError:
-            # A send or a receive has no future. Its own timeout would close all connections of the group.
+            # Sends and receives have no future. They cannot wait in slices, because their timeout closes the group.
             return call(lambda: native_wait(work))
         while True:
-            # The timeout of a collective's wait is that of a condition variable: its expiry changes nothing.
+            # A collective waits on a condition variable, so the expiry of this timeout does not affect the operation.
             try:
                 return native_wait(work, _SLICE)
             except RuntimeError:
-                if work.is_completed():  # it failed, or ended after the slice had expired
+                if work.is_completed():  # the operation failed, or ended just after the timeout
                     return native_wait(work)
             limit.check()
 

@@ -1,1 +1,1 @@
-"""Tensors that a rank sent to other pipeline stages, kept for a stage that has to replay."""
+"""Stores the tensors that a rank sent to other pipeline stages, for stages that replay iterations."""

@@ -1,8 +1,8 @@
-"""``UpstreamLog``: tensors that this rank sent to adjacent stages in the newest iterations, and the votes of these
-iterations (MoEvement, section 3.4).
+"""``UpstreamLog``: the tensors that this rank sent to adjacent pipeline stages in the newest iterations, and the votes
+of these iterations (MoEvement, section 3.4).
 
-Memory is allocated once: a slot holds everything that one iteration sends. The log is in the rank's process, because
-only living ranks send their log: a stage that has lost a rank replays, and logs again what it sends.
+Memory is allocated once. A slot has space for all tensors that one iteration sends. The log is in the memory of the
+rank's process: a lost rank does not need its log, because its stage replays, and computes and logs these tensors again.
 """
 
 import time
@@ -21,7 +21,7 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @dataclass(kw_only=True)
 class _Logged:
-    """One iteration in a slot."""
+    """The slot of one iteration, and how many tensors it contains."""
 
     slot: int
     generation: int
@@ -36,20 +36,21 @@ class LogFigures:
     num_tensors: int = 0
     num_bytes: int = 0
     blocked_seconds: float = 0.0
-    """Seconds that training was blocked."""
+    """Seconds that training waited for copies."""
     cpu_seconds: float = 0.0
     num_unlogged: int = 0
-    """Number of iterations without a free slot."""
+    """Number of iterations that were not logged, because no slot was free."""
 
 
 class UpstreamLog:
-    """Log of one rank, used by one thread.
+    """The log of one rank. Only one thread may use it.
 
     Args:
-        num_iterations: number of slots.
-        sends: per direction, the (microbatch, chunk) of each message of an iteration, in order.
+        num_iterations: number of slots; each slot stores one iteration.
+        sends: for each direction, (microbatch, chunk) of each tensor that an iteration sends, in sending order.
         shape: shape of every tensor.
-        device: source device; copies are in host memory, pinned for CUDA.
+        dtype: type of every tensor.
+        device: device of the sent tensors. The log is in host memory, which is pinned if this is a CUDA device.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class UpstreamLog:
         self._sends = {direction: tuple(sends[direction]) for direction in DIRECTIONS}
         is_cuda = device.type == "cuda"
         self._memory = {
-            # Zeroed to touch all pages: faults in the first iterations would count as blocked training.
+            # Zeroed, because page faults would slow down the first iterations.
             direction: torch.empty((num_iterations, len(order), *shape), dtype=dtype, pin_memory=is_cuda).zero_()
             for direction, order in self._sends.items()
         }
@@ -79,30 +80,28 @@ class UpstreamLog:
 
     @property
     def num_bytes(self) -> int:
-        """Allocated memory."""
+        """Bytes of host memory that the log allocates."""
         return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
 
     @property
     def iterations(self) -> tuple[int, ...]:
-        """Logged and committed iterations, ascending."""
+        """Iterations that are both logged and committed, in ascending order."""
         return tuple(sorted(number for number, logged in self._logged.items() if logged.is_committed))
 
     @property
     def votes(self) -> dict[int, Vote]:
-        """Votes of the committed iterations that a replay may run again, logged or not."""
+        """Votes of committed iterations that a replay may need, including iterations that are not logged."""
         return dict(self._votes)
 
     # -- while training ----------------------------------------------------------------------------------------
 
     def begin(self, iteration: int, generation: int) -> None:
-        """Start logging ``iteration``, replacing an earlier attempt at it.
-
-        A committed iteration that a replay runs again stays committed, because it sends the same bits. Without a free
-        slot the iteration is counted but not logged.
-        """
-        # The former attempt's slot is used again: two attempts must never mix in one iteration.
+        """Start logging ``iteration`` of ``generation``. Replace the tensors of an earlier attempt at this iteration.
+        An iteration that was committed stays committed, because its replay sends the same bits. If no slot is free, the
+        iteration is not logged, and ``figures.num_unlogged`` increases."""
+        # The slot of an earlier attempt is used again: an iteration must never have tensors of two attempts.
         earlier = self._logged.pop(iteration, None)
-        # Older iterations stay: a replay needs all from its window on, so newer ones alone are of no use.
+        # Older iterations are not discarded for this one: a replay needs all iterations since its window without a gap.
         if earlier is None and len(self._logged) >= self.num_iterations:
             self._leave_out(iteration)
             return
@@ -111,12 +110,13 @@ class UpstreamLog:
         self._open = self._logged[iteration] = _Logged(slot=slot, generation=generation, is_committed=committed)
 
     def take_gap(self) -> int | None:
-        """Return the first iteration without a slot since the last free slot, once; None otherwise."""
+        """Return the first iteration that was not logged since a slot was last free. A second call returns None."""
         gap, self._gap = self._gap, None
         return gap
 
     def append(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Keep a message that is being sent; outside of an iteration (an evaluation, or no slot) do nothing."""
+        """Copy ``tensor``, which is being sent in ``direction``, to the log. Do nothing if no iteration is being
+        logged: during an evaluation, or when no slot was free."""
         logged = self._open
         if logged is None:
             return
@@ -134,46 +134,49 @@ class UpstreamLog:
         figures.cpu_seconds += time.thread_time() - cpu_began
 
     def end(self) -> None:
-        """Finish the iteration after its last message."""
+        """Finish logging the iteration after its last tensor; wait until all copies are complete."""
         logged, self._open = self._open, None
         if logged is None:
             return
-        # The vote follows: once it is settled a replay may need this iteration, so its copies have to be complete.
+        # The vote follows. After the vote a replay may need this iteration, so its copies must be complete before it.
         if self._stream is not None:
             self._stream.synchronize()
         expected = {direction: len(order) for direction, order in self._sends.items()}
         assert logged.num_sent == expected, f"an iteration sent {logged.num_sent} tensors, not {expected}"
 
     def abandon(self) -> None:
-        """Discard the open iteration, which failed; later messages do not belong to it."""
+        """Stop logging the current iteration, which failed. Later tensors do not belong to it."""
         self._open = None
 
     def commit(self, vote: Vote) -> None:
         """Commit the iteration of ``vote``, so that a replay may use its messages."""
-        # Also without a slot: a stage that replays needs the votes, and its neighbours may have the tensors.
+        # The vote is stored even if this rank did not log the iteration: other ranks may have logged it.
         self._votes[vote.iteration] = vote
         if vote.iteration in self._logged:
             self._logged[vote.iteration].is_committed = True
 
     def trim(self, start_iteration: int) -> None:
-        """Discard iterations that are not needed for a replay from a window starting at ``start_iteration`` or
+        """Discard the iterations that no replay of a window needs if the window starts at ``start_iteration`` or
         later."""
-        # The window has the state after its first iteration, so a replay runs the one after it first.
+        # A window contains the state after its first iteration. So its replay begins with the next iteration.
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
         self._votes = {number: vote for number, vote in self._votes.items() if number > start_iteration}
 
     # -- for a replay ------------------------------------------------------------------------------------------
 
     def entries(self, iteration: int, direction: Direction) -> Iterator[tuple[LogKey, torch.Tensor]]:
-        """Return the messages of a committed iteration in order, as views of the log.
+        """Yield the tensors that a committed iteration sent in ``direction``, in order, as views of the log.
 
         Raises:
-            RecoveryError: it is not logged.
+            RecoveryError: the iteration is not logged or not committed.
         """
-        # Only committed ones: an attempt that failed may have sent other bits than its repetition.
+        # An iteration that is not committed cannot be used: its next attempt may send other bits.
         logged = self._logged.get(iteration)
         if logged is None or not logged.is_committed:
-            raise RecoveryError(f"iteration {iteration} is not in the upstream log, which has {self.iterations}")
+            raise RecoveryError(
+                f"iteration {iteration} is not in the upstream log of this rank, which has the iterations "
+                f"{list(self.iterations)}"
+            )
         for position, (microbatch, chunk) in enumerate(self._sends[direction]):
             key = LogKey(
                 iteration=iteration,
@@ -185,7 +188,7 @@ class UpstreamLog:
             yield key, self._memory[direction][logged.slot, position]
 
     def grown(self, other: "UpstreamLog") -> None:
-        """Take over the content of ``other``, which has fewer slots."""
+        """Copy the content of ``other``, a log with fewer slots, to this log."""
         for iteration, logged in other._logged.items():
             self.begin(iteration, logged.generation)
             taken = self._logged[iteration]
@@ -210,13 +213,13 @@ class UpstreamLog:
         return next(slot for slot in range(self.num_iterations) if slot not in taken)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy beside the computation on CUDA; the source memory is not reused before the copy ends."""
+        """Copy ``source`` to ``target``. On CUDA, the copy runs on a stream of its own, beside the computation."""
         if self._stream is None:
             target.copy_(source)
             return
-        # The tensor may still be computed on the current stream.
+        # The current stream may still compute the tensor.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        # Otherwise the allocator could give its memory to a later tensor before the copy has read it.
+        # Without this, the allocator could give the memory of the source to another tensor before the copy ends.
         source.record_stream(self._stream)

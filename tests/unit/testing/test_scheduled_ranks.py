@@ -37,7 +37,7 @@ def test_a_node_that_leaves_and_joins_at_once_has_nothing() -> None:
     ("device", "iteration", "constraint"),
     [
         ("cuda", 0, "must be empty with training.device=cuda"),
-        ("cpu", 5, "must begin after iteration 5, from which the run continues"),
+        ("cpu", 5, "all changes must be after iteration 5, from which the run continues"),
     ],
 )
 def test_a_schedule_that_cannot_begin_is_refused(device: str, iteration: int, constraint: str) -> None:

@@ -22,7 +22,7 @@ def test_a_newcomer_that_reads_other_data_is_refused_before_it_joins(tmp_path: P
     check_run_data(config, samples("b"), tmp_path)
     note_run_data(samples("a"), tmp_path)
     check_run_data(config, samples("a"), tmp_path)
-    with pytest.raises(DataError, match="data.train=.*: a rank that joins must read the run's data"):
+    with pytest.raises(DataError, match="data.train=.*: this joining rank reads other data than the run"):
         check_run_data(config, samples("b"), tmp_path)
     note_run_data(samples("b"), tmp_path)
     check_run_data(config, samples("b"), tmp_path)

@@ -17,4 +17,4 @@ def test_an_abandoned_save_is_reported_once(tmp_path: Path) -> None:
     replicas._report_abandoned_saves(trainer)
     replicas._report_abandoned_saves(trainer)
     assert [(record.iteration, record.path) for record in reported] == [(4, str(torn)), (6, str(whole))]
-    assert ["it is complete" in record.error for record in reported] == [False, True]
+    assert ["checkpoint was complete" in record.error for record in reported] == [False, True]

@@ -64,7 +64,7 @@ def test_an_empty_folder_just_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("generation", [0, 1])
 def test_windows_of_other_settings_are_not_started_over_in_silence(tmp_path: Path, generation: int) -> None:
     save(tmp_path, 20, **{CONFIG: json.dumps({"data": "other"})})
-    with pytest.raises(CheckpointError, match=r"was trained with data='other'.*run\.start_over=true"):
+    with pytest.raises(CheckpointError, match=r"was captured with data='other'.*run\.start_over=true"):
         start(tmp_path, generation=generation)
     source, records = start(tmp_path, replace(AUTO, start_over=True), generation=generation)
     assert source == "nothing"
@@ -75,7 +75,7 @@ def test_damaged_checkpoints_are_not_started_over_by_a_second_start_either(tmp_p
     damaged_checkpoint(tmp_path, 5)
     for words in (
         r"damaged_iter_0000005: .*__0_0\.distcp",
-        "damaged_iter_0000005: damaged, set aside by an earlier start",
+        "damaged_iter_0000005: damaged, renamed by an earlier start",
     ):
         with pytest.raises(CheckpointError, match=words):
             start(tmp_path)
@@ -91,7 +91,9 @@ def test_state_that_can_be_used_is_used_whatever_the_key_says(tmp_path: Path) ->
 
 def test_resume_must_names_what_it_could_not_use(tmp_path: Path) -> None:
     damaged_checkpoint(tmp_path, 5)
-    with pytest.raises(CheckpointError, match=r"run\.resume=must: .*but has none: .*damaged_iter_0000005"):
+    with pytest.raises(
+        CheckpointError, match=r"run\.resume=must: .* has no usable checkpoint, .*: .*damaged_iter_0000005"
+    ):
         start(tmp_path, replace(AUTO, resume="must"))
 
 
@@ -101,7 +103,7 @@ def test_iterations_that_were_never_saved_are_named(tmp_path: Path) -> None:
     source, records = start(tmp_path)
     assert source == "nothing"
     (chosen,) = [record for record in records if isinstance(record, RecoveryStarted)]
-    assert "records 3 iterations, but no state was saved" in chosen.declined[0]
+    assert "has records of iterations up to 3, but no saved state" in chosen.declined[0]
     assert newest_iteration(tmp_path / "none") == 0
 
 

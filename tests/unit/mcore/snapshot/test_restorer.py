@@ -117,7 +117,8 @@ def test_a_refused_window_is_not_chosen_by_later_starts(tmp_path: Path, monkeypa
     assert refuse(tmp_path, monkeypatch) == 30
     window, chosen, _ = choose(tmp_path)
     assert window is not None and window.window.start_iteration == 20
-    reason = "persisted window of iteration 30: was rejected before: iteration 31 was replayed to other results"
+    rejected = "persisted window of iteration 30 was rejected by an earlier start: "
+    reason = rejected + "iteration 31 was replayed to other results"
     assert chosen.declined == (reason,)
     assert refuse(tmp_path, monkeypatch) == 20
     assert [window.start_iteration for window in read_rejected(tmp_path)] == [30, 20]
@@ -133,7 +134,7 @@ def test_where_refused_windows_leave_nothing_the_job_stops_and_says_so(
     found, _ = recovery(tmp_path)
     assert found.find(None) is None
     (reason,) = found.unusable
-    assert reason.startswith("persisted window of iteration 30: was rejected before: ")
+    assert reason.startswith("persisted window of iteration 30 was rejected by an earlier start: ")
     assert found.chosen.kind == "nothing"
 
 
@@ -144,7 +145,7 @@ def test_windows_that_cannot_be_used_are_noted_where_nothing_else_is_left(tmp_pa
     found, _ = recovery(tmp_path)
     assert found.find(None) is None
     (reason,) = found.unusable
-    assert "was trained with data='other'" in reason
+    assert "was captured with data='other'" in reason
     found, _ = recovery(tmp_path)
     assert found.find(tmp_path / "iter_0000010") is None and found.unusable == (), "the checkpoint serves"
 

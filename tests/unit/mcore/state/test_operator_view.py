@@ -96,5 +96,5 @@ def test_a_payload_of_another_layout_is_refused() -> None:
 
     with engines.engine_of(engines.micro_config()) as engine:
         view = view_of(engine)
-        with pytest.raises(RecoveryError, match="slice 0: has 10 captured bytes"):
+        with pytest.raises(RecoveryError, match="slice 0 has 10 captured bytes"):
             view.restore(dense_plan(view), 0, bytes(10))

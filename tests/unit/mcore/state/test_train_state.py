@@ -37,7 +37,7 @@ def test_it_survives_json_and_names_what_is_missing() -> None:
         assert (engine.iteration, engine.history) == (1, history)
         assert float(engine.optimizer.get_loss_scale()) != scale
         del record["buffers"][next(iter(record["buffers"]))]
-        with pytest.raises(RecoveryError, match="other buffers"):
+        with pytest.raises(RecoveryError, match="different buffers"):
             engine.restore(TrainState.from_json(record))
 
 
