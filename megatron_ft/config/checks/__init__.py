@@ -1,1 +1,2 @@
-"""Checks of a configuration, one file per topic. Pure functions: no files, no torch, no Hydra."""
+"""Checks of a configuration, one file per topic. The checks are pure functions: they use no files, no torch, no
+Hydra."""
