@@ -1,4 +1,4 @@
-"""Serves one rank's process: one request, one answer, in a separate thread."""
+"""Connection from one rank, with the thread that serves it. Each request gets one answer."""
 
 import os
 import socket
@@ -23,12 +23,12 @@ from megatron_ft.snapshot.server.workers import Persister
 from megatron_ft.snapshot.window import Origin, Slice
 
 _MAX_INQUIRIES = 16
-"""Peers that are asked for their inventories at the same time."""
+"""Largest number of peers that are asked for their inventories at the same time."""
 _OK = {"op": "ok"}
 
 
 class RankSession(threading.Thread):
-    """One connection of the node's socket."""
+    """A connection from a rank of this node, with the thread that serves it."""
 
     def __init__(self, sock: socket.socket, store: Store, persister: Persister) -> None:
         super().__init__(name="rank", daemon=True)
@@ -41,7 +41,7 @@ class RankSession(threading.Thread):
         self._rank_listens = True
 
     def run(self) -> None:
-        """Answer requests until the rank's process has ended or is replaced."""
+        """Answer requests until the rank's process ends or another process replaces it."""
         try:
             closed = False
             while not closed:
@@ -52,7 +52,7 @@ class RankSession(threading.Thread):
                 for message in messages:
                     self._serve(message)
         except (ControlError, OSError) as error:
-            self._store.report(f"the connection of a rank is closed: {error}")
+            self._store.report(f"the connection of a rank was closed: {error}")
         finally:
             with self._store.lock:
                 # A newer connection may act for the rank by now: its entry stays.
@@ -61,7 +61,7 @@ class RankSession(threading.Thread):
                 self._reader.close()
 
     def abort(self) -> None:
-        """End the connection; called from another thread."""
+        """Shut the connection down. Other threads may call this."""
         abort(self._sock)
 
     def _serve(self, message: Message) -> None:
@@ -79,7 +79,7 @@ class RankSession(threading.Thread):
             for descriptor in descriptors:
                 os.close(descriptor)
         if self._own is None:
-            raise ControlError(f"greeting refused: {answer.get('reason')}")
+            raise ControlError(f"its first message was refused: {answer.get('reason')}")
 
     def _send(self, answer: Message, descriptors: list[int]) -> None:
         # A rank may die right after its last requests: they are served all the same, and not answered.
@@ -88,7 +88,7 @@ class RankSession(threading.Thread):
         try:
             send(self._sock, answer, descriptors)
         except OSError as error:
-            self._store.report(f"a rank no longer accepts answers: {error}")
+            self._store.report(f"an answer could not be sent to a rank: {error}")
             self._rank_listens = False
 
     def _answer(self, message: Message, descriptors: list[int]) -> Message:
@@ -119,7 +119,7 @@ class RankSession(threading.Thread):
         if not is_token(message.get("token"), self._store.token):
             raise Refused("wrong or missing token")
         if message.get("op") != "hello":
-            raise ControlError("the first message must be hello")
+            raise ControlError(f"op={message.get('op')!r:.100}: must be hello in the first message")
         settings = read_settings(message)
         if fields.integer(message, "node", most=fields.MAX_RANK) != self._store.node:
             raise ControlError(f"node={message['node']}: must be {self._store.node}, the node of this server")
@@ -176,7 +176,7 @@ class RankSession(threading.Thread):
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._changing(own) as windows:
             if own.settings.persist_url is None:
-                raise ControlError("persist_url=null: must be a path or URL for windows")
+                raise ControlError("persist_url=null: must be a path or URL, so that windows can be written to storage")
             self._persister.request(own, windows.find(fields.integer(message, "start_iteration")))
         return _OK
 
@@ -217,7 +217,7 @@ class RankSession(threading.Thread):
                 wire.close()
         except (ControlError, OSError) as error:
             # A peer that is lost has no windows any more: the restart uses those of the others.
-            self._store.report(f"cannot ask node {node} for windows of rank {rank}: {error}")
+            self._store.report(f"cannot get the list of windows of rank {rank} from node {node}: {error}")
             return []
 
     def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
@@ -236,7 +236,7 @@ class RankSession(threading.Thread):
                 address = own.settings.peers[node]
                 segment, description = fetch_window(address, self._greeting(own), request, self._store.memory)
             except OSError as error:
-                raise ControlError(f"node={node}: {key} of rank {rank} did not arrive: {error}") from error
+                raise ControlError(f"node={node}: the transfer of {key} of rank {rank} failed: {error}") from error
             offset, num_bytes = 0, segment.num_bytes
         descriptors.append(segment.read_only_descriptor())
         return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}
@@ -254,10 +254,11 @@ class RankSession(threading.Thread):
 
 
 def fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
-    """Fetch a window of another server into newly allocated memory; the rank that asked verifies it.
+    """Fetch a window from another server into newly allocated memory. The rank that requested the window checks its
+    hashes.
 
     Raises:
-        ControlError, OSError: the server does not have it, or it does not arrive.
+        ControlError, OSError: the server does not have the window, or the transfer failed.
     """
     wire, _ = connect(address, greeting)
     try:
@@ -272,7 +273,7 @@ def fetch_window(address: str, greeting: Message, request: Message, memory: Memo
 
 
 def read_settings(message: Message) -> Settings:
-    """Read and check a rank's first message.
+    """Read and check the first message of a rank.
 
     Raises:
         ControlError, CheckpointError: a field is missing or invalid.
@@ -292,7 +293,8 @@ def read_settings(message: Message) -> Settings:
     peer_nodes = tuple(dict.fromkeys(_node(node) for node in fields.items(message, "peer_nodes")))
     own_node = fields.integer(message, "node", most=fields.MAX_RANK)
     if unknown := [node for node in peer_nodes if node not in peers or node == own_node]:
-        raise ControlError(f"peer_nodes={list(peer_nodes)}: node {unknown[0]} must be another one of {sorted(peers)}")
+        allowed = sorted(peers.keys() - {own_node})
+        raise ControlError(f"peer_nodes={list(peer_nodes)}: node {unknown[0]} must be one of {allowed}")
     url = message.get("persist_url")
     return Settings(
         origin=origin,

@@ -1,6 +1,7 @@
-"""Replicates the windows of this node's ranks to one peer: a thread, a connection, slices in order.
+"""Replicates the windows of this node's ranks to one peer, in a thread with one connection.
 
-A slice is sent without waiting for the acknowledgement of the one before; answers are read as they arrive.
+Slices are sent in order. A slice is sent without waiting for the acknowledgement of the previous one; answers are read
+as they arrive.
 """
 
 import threading
@@ -18,31 +19,32 @@ from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.window import Slice
 
 AWAY_SECONDS = 2.0
-"""Time without a connection to the peer, while slices wait, after which a problem is reported."""
+"""Time without a connection to the peer after which a problem is reported, if slices have to be sent."""
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3
-"""Number of times that a slice may arrive damaged before its window is given up for this peer."""
+"""Number of times that a slice may arrive damaged before its window is no longer sent to this peer."""
 MAX_UNANSWERED = 4
-"""Largest number of slices that are on their way or being verified."""
+"""Largest number of slices that have been sent without an acknowledgement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An action for a rank's window."""
+    """A slice or commit to send, and the rank to which it belongs."""
 
     own: OwnRank
     action: SendSlice | SendCommit
 
     @property
     def iteration(self) -> int:
-        """Iteration that was captured; the oldest is sent first."""
+        """Iteration of the slice, or the window's first iteration for a commit. Work with the lowest iteration is done
+        first."""
         index = self.action.index if isinstance(self.action, SendSlice) else 0
         return self.action.window.start_iteration + index
 
 
 class Sender(threading.Thread):
-    """Replicates to one node until stopped."""
+    """Thread that replicates windows to one peer until it is stopped."""
 
     def __init__(self, node: int, address: str, store: Store) -> None:
         super().__init__(name=f"sender-{node}", daemon=True)
@@ -54,19 +56,19 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """Expected content of the peer's buffers by rank, after it has answered."""
+        """Content of the peer's buffers by rank: its last list, and what was sent since."""
         self._accepted_bytes: dict[int, int] = {}
-        """Bytes of a window for which the peer has memory, by rank."""
+        """Size of the windows for which the peer has allocated memory, by rank."""
         self._unanswered: deque[Work] = deque()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None
         self._num_damaged = 0
         self._given_up: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
-        """Windows that are no longer sent, because they arrived damaged too often."""
+        """Windows that are no longer sent to this peer, because their slices arrived damaged too often."""
         self._reported: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
 
     def stop(self) -> None:
-        """End the thread. The store's lock must be held."""
+        """Stop the thread. The store's lock must be held."""
         self._stopped = True
         if self._wire is not None:
             # The thread may wait in a send or for an answer: only the end of the connection wakes it at once.
@@ -74,7 +76,7 @@ class Sender(threading.Thread):
         self._store.changed()
 
     def run(self) -> None:
-        """Wait for work and do it until stopped."""
+        """Send slices and commits as they become available, until the thread is stopped."""
         while self._work_once():
             pass
         self._disconnect()
@@ -256,7 +258,8 @@ class Sender(threading.Thread):
             return
         self._reported.add(window)
         own.note_problem("replicate", f"node {self._node} at {self.address}: {error}", window.start_iteration)
-        self._store.report(f"window {window.start_iteration} of rank {window.rank}: {error}")
+        failed = f"window {window.start_iteration} of rank {window.rank} was not sent to node {self._node}"
+        self._store.report(f"{failed}: {error}")
         own.publish()
 
     def _disconnect(self) -> None:

@@ -13,14 +13,15 @@ from megatron_ft.snapshot.window import Slice
 
 
 class Hasher(threading.Thread):
-    """Computes the hashes of slices, oldest first; each piece in one call, which lets other threads run."""
+    """Thread that computes the hashes of captured slices, the oldest slice first. Other threads run while a piece is
+    hashed."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="hasher", daemon=True)
         self._store = store
 
     def run(self) -> None:
-        """Hash until the process ends."""
+        """Hash slices until the process ends."""
         while True:
             self._hash_one()
 
@@ -59,7 +60,11 @@ class _Write:
 
 
 class Persister(threading.Thread):
-    """Writes requested windows in order, from the memory of their capture, which is pinned from the request on."""
+    """Thread that writes requested windows to storage, in the order of the requests.
+
+    It writes from the memory into which the window was captured. This memory must not be overwritten from the request
+    until the window is written.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="persister", daemon=True)
@@ -67,7 +72,7 @@ class Persister(threading.Thread):
         self._due: deque[_Write] = deque()
 
     def request(self, own: OwnRank, window: HeldWindow) -> None:
-        """Request a window unless it is already requested. The store's lock must be held."""
+        """Request that a window is written, unless this was already requested. The store's lock must be held."""
         assert own.windows is not None and own.settings.persist_url is not None, (
             "no window, or no storage is configured"
         )
@@ -81,11 +86,11 @@ class Persister(threading.Thread):
         own.publish()
 
     def is_due(self, own: OwnRank) -> bool:
-        """Whether a window of this rank is still to be written. The store's lock must be held."""
+        """Return whether a requested window of this rank is not written yet. The store's lock must be held."""
         return any(due.own is own for due in self._due)
 
     def run(self) -> None:
-        """Write until the process ends."""
+        """Write requested windows until the process ends."""
         while True:
             self._write_one()
 
