@@ -1,1 +1,2 @@
-"""Text and tokens before training: tokenizers, indexed datasets, the order of samples. No torch, no Megatron."""
+"""Text and tokens before training: tokenizers, indexed datasets and the order of samples. Imports neither torch nor
+Megatron."""

@@ -99,8 +99,10 @@ class Wire:
         return self.answer()
 
     def answer(self) -> Message:
-        """Wait for an answer. Messages ``wait``, which the peer sends while it allocates memory, are skipped. Raises the
-        same errors as ``call``."""
+        """Wait for an answer. Messages ``wait``, which the peer sends while it allocates memory, are skipped.
+
+        Raises the same errors as ``call``.
+        """
         while (answer := self.receive()).get("op") == "wait":
             pass
         if answer.get("op") == "error":
