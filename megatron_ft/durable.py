@@ -47,8 +47,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def cut_half_line(descriptor: int) -> int:
-    """Remove an incomplete last line from a file that is open for reading and writing. Return the number of removed
-    bytes.
+    """Remove an incomplete last line from a file open for reading and writing. Return the number of bytes.
 
     Raises:
         OSError: the file cannot be read or cut.

@@ -173,16 +173,15 @@ class PlacementInForce(Record):
     gain: float | None = None
     """Predicted decrease of the number of tokens of the busiest ranks, as a share of this number."""
     imbalance_before: float | None = None
-    """Tokens of the busiest rank divided by the mean over ranks, from smoothed loads, in the worst layer, before the
-    change."""
+    """Tokens of the busiest rank over the mean of ranks, from smoothed loads, in the worst layer, before the change."""
     imbalance_after: float | None = None
     """The same ratio after the change."""
     seconds: float | None = None
     """Seconds for which the change paused training."""
     single_loss_survival: float | None = None
     """Probability that the job survives the loss of one failure domain if each domain is equally likely to fail. The
-    job survives if every expert keeps a replica and enough nodes remain. Absent if there is one domain, or if a lost
-    node ends the job."""
+    job survives if every expert keeps a replica and enough nodes remain. Absent with one domain, or if losses end the
+    job."""
     fewest_replicas: int | None = None
     """Number of replicas of the expert with the fewest replicas, over all layers."""
     mean_replicas: float | None = None
@@ -247,8 +246,7 @@ class CheckpointLoaded(Record):
     seconds: float | None = None
     """Seconds for verification and loading."""
     generators_restored: bool | None = None
-    """Whether every rank restored the state of its random generators. They start from the seed if the parallel layout
-    changed."""
+    """Whether every rank restored its random generators. They start from the seed if the parallel layout changed."""
     differences: tuple[str, ...] = ()
     """Differences between the settings of the checkpoint and of the job, or a note that they cannot be compared. Only
     for a checkpoint that ``checkpoint.load`` names."""

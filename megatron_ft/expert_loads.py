@@ -25,8 +25,7 @@ SUFFIXES = (".json", ".npz", ".npy", ".csv")
 CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")
 STAGES = ("encoder", "decoder")
 MAX_BYTES = 1 << 30
-"""Largest size in bytes of a file, or of an unpacked array in an ``.npz`` file; a larger one is refused before memory
-is allocated."""
+"""Largest size of a file, or of an unpacked array in it; checked before memory is allocated."""
 MAX_EXPERTS = 1 << 16
 """Largest number of experts of a layer."""
 MAX_LOADS = 1 << 26
@@ -68,8 +67,7 @@ class ExpertLoads:
         return int(self.tokens.shape[4])
 
     def per_layer(self, record: int | None = None) -> Tokens:
-        """Return tokens as ``[layers, experts]``, summed over ranks and microbatches, for one record or, with None,
-        over all."""
+        """Return the sum ``[layers, experts]`` over ranks and microbatches of one record, or of all records."""
         chosen = self.tokens if record is None else self.tokens[record : record + 1]
         result: Tokens = chosen.sum(axis=(0, 1, 3))
         return result

@@ -52,8 +52,8 @@ PHASES = (
 )
 """Phases that a failpoint can name, in order. ``migrate`` is hit before experts move, ``migrate_build`` before the
 model is built for the new placement. ``reform_join``, ``reform_move`` and ``reform_build`` are hit while a membership
-is formed: before the ranks connect, before state moves, and before the model is built. Their iteration is the last one
-before that membership."""
+is formed: before ranks connect, before state moves, and before the model is built. They belong to the last iteration of
+the previous membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,
@@ -82,8 +82,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failpoint:
-    """A fault, and the ranks, iterations and phase in which it is injected. A selector with the value None matches
-    anything."""
+    """A fault, and the ranks, iterations and phase in which it is injected. A selector of None matches anything."""
 
     action: str
     phase: str
@@ -200,8 +199,7 @@ _watch: _Watch | None = None
 
 
 def watch(report: ReportProgress | None) -> None:
-    """Call ``report`` at every hit whose phase or iteration differs from that of the previous hit; None ends the
-    calls.
+    """Call ``report`` at every hit whose phase or iteration differs from that of the previous hit; None stops it.
 
     At a hit with an armed fault, the call comes before the fault.
     """
@@ -240,8 +238,7 @@ def unfired() -> tuple[Failpoint, ...]:
 
 
 def hit(phase: str, iteration: int) -> None:
-    """Report that this process has reached ``phase`` of ``iteration``, and inject the fault that is armed for this
-    point, if any.
+    """Report that this process has reached ``phase`` of ``iteration``, and inject the fault that is armed here.
 
     Raises:
         InjectedFault: a fault with the action ``raise`` is armed for this point.

@@ -1,5 +1,4 @@
-"""JSON messages over local stream sockets: each message is its length in four bytes, big endian, and then JSON in
-UTF-8.
+"""JSON messages over local stream sockets: the length of the message in four bytes, big endian, then UTF-8 JSON.
 
 Processes of one node use them: ranks, the agent and the fork server. File descriptors may be sent with a message; the
 receiver queues them in the order of arrival.
@@ -54,16 +53,14 @@ class FrameReader:
     """Receives messages from one socket."""
 
     def __init__(self, sock: socket.socket, *, first_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        """Create a reader of ``sock``. ``first_frame_bytes`` limits the first message, which comes before the peer is
-        identified."""
+        """Create a reader of ``sock``. ``first_frame_bytes`` limits the message in which the peer identifies itself."""
         self.sock = sock
         self._most_bytes = first_frame_bytes
         self.descriptors: deque[int] = deque()
         self._buffer = bytearray()
 
     def pump(self) -> tuple[list[Message], bool]:
-        """Read from the socket once. Return the messages that are now complete, and whether the peer has closed the
-        connection.
+        """Read once. Return the messages that are now complete, and whether the peer has closed the connection.
 
         If no data has arrived, the call blocks on a blocking socket and returns ``([], False)`` on a non-blocking one.
 

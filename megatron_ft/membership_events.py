@@ -8,8 +8,7 @@ from megatron_ft.records import Note, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted(Record):
-    """Ranks continue from a saved or replicated state: one event for each recovery and for each job that continues the
-    run."""
+    """Ranks continue from a saved or replicated state, after a recovery or in a job that continues the run."""
 
     generation: int
     """Number of the membership that starts with this state; 0 for a job that continues the run."""
@@ -50,8 +49,8 @@ class MembershipChanged(Record):
     """Nodes whose ranks received their state from other ranks, because they had no state or that of another iteration.
     A node that was lost and restarted within one iteration is among them."""
     schedule: tuple[str, ...] = ()
-    """Entries of ``testing.membership_schedule`` that repeat all membership changes since the update of ``iteration``
-    was committed. They replace the entries of earlier events with the same iteration. Empty with
+    """Entries of ``testing.membership_schedule`` that repeat all membership changes since the update of
+    ``iteration`` was committed. They replace entries of earlier events with the same iteration. Empty with
     ``recovery.keep_layout``."""
 
     def describe(self) -> Note:
@@ -64,8 +63,7 @@ class MembershipChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """One rank finished its part in a localized recovery, in which stages that lost ranks replay logs of adjacent
-    stages."""
+    """One rank finished its part in a localized recovery: stages that lost ranks replay logs of other stages."""
 
     generation: int
     """Number of the membership that the recovery begins."""
@@ -77,15 +75,13 @@ class StageRecovery(Record):
     """Part of the rank: ``replays`` (its stage loads a window and computes iterations again), ``serves`` (sends its log
     to a stage that replays) or ``waits``."""
     start_iteration: int
-    """Newest iteration of the state from which the stage replays; equal to ``iteration`` if the stage keeps its
-    state."""
+    """Newest iteration of the state from which the stage replays, or ``iteration`` if the stage does not replay."""
     iteration: int
     """Newest iteration of the state from which all ranks continue (the target)."""
     num_iterations: int
     """Number of iterations that this rank replayed; 0 if its role is not ``replays``."""
     num_forward_passes: int
-    """Number of forward passes that this rank computed: microbatches times model chunks of the rank, over all replayed
-    iterations."""
+    """Number of forward passes of this rank: microbatches times its model chunks, over all replayed iterations."""
     bytes_moved: int
     """Bytes of the upstream log that this rank sent or received."""
     began_unix_seconds: float
@@ -151,8 +147,7 @@ class NodeLost(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStartFailed(Record):
-    """A node that was started during the job did not join, because its agent or a rank ended or was not ready in
-    time."""
+    """A node that was started during the job did not join: its agent or a rank ended or was not ready in time."""
 
     node: int
     """Node that did not join; the number of a node never changes."""
@@ -175,13 +170,11 @@ class RanksRestarted(Record):
     reason: str
     """Reason for the end of the previous generation."""
     failed_ranks: tuple[int, ...]
-    """Ranks that failed by themselves, in the order of their failures. Ranks that ended as a consequence are not
-    included."""
+    """Ranks that failed, in the order of failures, without ranks that ended as a consequence."""
     iteration: int
     """Iteration in which the first rank failed; 0 before the first iteration."""
     num_restarts_left: int
-    """Number of restarts left while no iteration is committed. Progress resets the number to
-    ``recovery.max_restarts``."""
+    """Number of restarts left without progress. Progress resets it to ``recovery.max_restarts``."""
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""

@@ -27,8 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Parameter counts of an operator: those that tensor parallelism splits over ranks, and those that every rank
-    repeats."""
+    """Parameter counts of an operator: those that tensor parallelism splits, and those that every rank repeats."""
 
     id: OperatorId
     num_split_parameters: int
@@ -80,8 +79,7 @@ def num_parameters(operators: tuple[Operator, ...]) -> int:
 
 
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
-    """Return the number of parameters that are used for one token: all except those of experts to which the token is
-    not routed."""
+    """Return the number of parameters used for one token: all except unchosen experts."""
     topk = model.moe_router_topk
     # All experts of a layer have equal size: any ``topk`` of them stand for those chosen.
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)

@@ -20,8 +20,8 @@ _PARSE_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError
 def reading(
     path: Path | str, kind: type[MegatronFtError] = DataError, *, what: str = "cannot be read"
 ) -> Iterator[None]:
-    """Turn any exception in the ``with`` block into an error of type ``kind`` that names ``path``. Errors of this
-    project pass unchanged.
+    """Turn any exception in the ``with`` block into an error of type ``kind`` that names ``path``. The project's own
+    errors pass unchanged.
 
     Parsers raise undocumented exceptions on damaged bytes: MemoryError for a length, RecursionError for nesting,
     zlib.error, NotImplementedError... A panic of a library in Rust is a ``BaseException``.

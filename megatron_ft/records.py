@@ -20,8 +20,7 @@ _KINDS: dict[str, type["Record"]] = {}
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 SCHEMA_VERSION = 2
-"""Version of the format. It increases when a field is removed or changes its meaning, not when records or optional
-fields are added."""
+"""Version of the format. It increases when a field is removed or changes its meaning, not for new records or fields."""
 
 
 @dataclass(frozen=True, slots=True)

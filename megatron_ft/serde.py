@@ -35,8 +35,7 @@ class Length:
 
 
 def encode(value: Any) -> JsonValue:
-    """Convert a dataclass, an enum, or a collection of them to JSON values. Tuples become lists; keys become
-    strings."""
+    """Convert a dataclass, an enum or a collection to JSON values. Tuples become lists; keys become strings."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):

@@ -86,8 +86,7 @@ class SnapshotProblem(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogPlanned(Record):
-    """Memory was allocated for the upstream log: the tensors that ranks send to adjacent pipeline stages. Older entries
-    stay."""
+    """Memory was allocated for the upstream log, i.e. tensors that ranks send to adjacent pipeline stages."""
 
     iteration: int
     """Newest iteration when the memory was allocated."""

@@ -20,8 +20,7 @@ class DataConfig:
     valid_weights: list[float] | None = None
     """Relative weights of the validation sources; null weights sources by their numbers of tokens."""
     valid_fraction: float = 0.02
-    """Share of each training source, at its end, that is used for validation instead of training if ``valid`` is
-    empty."""
+    """Share of each training source, at its end, that is used only for validation if ``valid`` is empty."""
     tokenizer: str = "bytes"
     """``bytes``, ``huggingface`` (``tokenizer_file``) or ``gpt2`` (``vocab_file`` and ``merges_file``)."""
     tokenizer_file: str | None = None

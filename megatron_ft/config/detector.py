@@ -10,8 +10,7 @@ class DetectorConfig:
     heartbeat_interval_seconds: float = 1.0
     """Seconds between two heartbeats of a rank or of a node's agent."""
     heartbeat_timeout_seconds: float = 10.0
-    """Longest time without a heartbeat. After it, the rank is killed; if the heartbeats of an agent are missing, its
-    node counts as lost."""
+    """Longest time without a heartbeat. After it, a rank is killed, and an agent's node counts as lost."""
     lost_controller_seconds: float = 60.0
     """Longest time without an answer from the controller. After it, a node ends its ranks, because the node is
     disconnected and may have been replaced. Must be above ``detector.heartbeat_timeout_seconds``."""

@@ -16,8 +16,7 @@ def on_device(config: JobConfig, device: str) -> JobConfig:
 
 
 def refused_devices(config: JobConfig) -> dict[str, str]:
-    """Check ``config`` for each possible device. Return the error message by device; it is empty if the device can run
-    the job.
+    """Check ``config`` for each possible device. Return each device's error message, or an empty one.
 
     Both devices are possible with ``training.device=auto``, otherwise only the configured one.
     """

@@ -23,8 +23,7 @@ _IGNORED_MODEL_KEYS = (
     "published_active_parameters",
     "published_parameters_source",
 )
-"""Keys of ``model`` that do not affect training, and keys for which the resulting vocabulary size is compared
-instead."""
+"""Keys of ``model`` that do not affect training, and those that the resulting vocabulary size replaces."""
 # The fingerprint decides whether data are equal; these only let a message name what was changed.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -57,8 +56,7 @@ class JobIdentity:
     run_id: str
     """Random name of the run, stored in its folder."""
     run_name: str
-    """Name of the run's folder. It appears in messages and identifies the run in files of format 1, which have no
-    ``run_id``."""
+    """Name of the run's folder. It appears in messages and identifies the run in files of format 1."""
     settings: Settings
     """Settings of the job that ``settings_of`` returns."""
     takes_format_1: bool = False

@@ -26,8 +26,7 @@ class ScheduledPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInputs:
-    """Contents of the files of recorded loads and of placements. A field is None or empty if the configuration names no
-    file."""
+    """Contents of the files of recorded loads and of placements. A field is None or empty without a file."""
 
     loads: ExpertLoads | None = None
     schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)

@@ -60,8 +60,7 @@ class JobConfig:
 
     @property
     def most_nodes(self) -> int:
-        """Return the largest number of nodes that the job can have, including spares. Node numbers are smaller than
-        this number."""
+        """Return the largest number of nodes, including spares. Node numbers are smaller than this number."""
         most = self.nodes.max_nodes
         return self.launch.num_nodes + self.nodes.num_spare_nodes if most is None else most
 
@@ -83,8 +82,7 @@ class JobConfig:
 
     @property
     def why_nodes_change(self) -> str | None:
-        """Return the key and value because of which ``may_lose_nodes`` is true, e.g. ``recovery.min_nodes=1``; None if
-        it is false."""
+        """Return the key and value that make ``may_lose_nodes`` true, e.g. ``recovery.min_nodes=1``; otherwise None."""
         if not self.may_lose_nodes:
             return None
         if self.recovery.keep_layout:

@@ -26,8 +26,7 @@ class LaunchConfig:
     master_port: int = 0
     """Port of the rendezvous store; 0 chooses a free port. Only in modes ``local`` and ``srun``."""
     forkserver_socket: str | None = None
-    """Unix socket of a running fork server, which then starts the ranks; null starts a fork server for the job. Only in
-    mode ``local``."""
+    """Unix socket of a running fork server that starts the ranks; null starts a new one. Only in mode ``local``."""
     start_timeout_seconds: float = 300.0
     """Longest time until all ranks report that they have started."""
     stop_timeout_seconds: float = 20.0

@@ -41,8 +41,7 @@ class MembershipChange:
     def between(
         cls, before: Iterable[int], after: Iterable[int], joining: Iterable[int], before_iteration: int
     ) -> "MembershipChange":
-        """Make the change from members ``before`` to members ``after``. Nodes in ``joining`` are restarted without
-        state."""
+        """Make the change from members ``before`` to members ``after``. Nodes in ``joining`` have no state."""
         lost = (set(before) - set(after)) | (set(before) & set(joining))
         joined = (set(after) - set(before)) | set(joining)
         return cls(lose=tuple(sorted(lost)), join=tuple(sorted(joined)), before_iteration=before_iteration)
@@ -57,8 +56,7 @@ class MembershipChange:
         return f"change(lose={lose},join={join},before_iteration={self.before_iteration})"
 
     def after(self, nodes: Iterable[int]) -> tuple[int, ...]:
-        """Return the numbers of the members after the change, ascending. ``nodes`` are the members before the
-        change."""
+        """Return the members after the change, ascending. ``nodes`` are the members before the change."""
         return tuple(sorted(set(nodes) - set(self.lose) | set(self.join)))
 
     def summary(self) -> str:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ModelConfig:
-    """Architecture of a decoder-only transformer with mixture-of-experts layers. Keys have the names of
-    Megatron-Core."""
+    """Architecture of a decoder-only transformer with MoE layers. Keys have the names of Megatron-Core."""
 
     name: str = "moe_tiny"
     """Short name of the model, for run names and reports."""
@@ -79,8 +78,7 @@ class ModelConfig:
     """``learned`` or ``trace``. ``trace`` routes tokens so that expert loads follow ``router_trace_file``; the gate is
     still computed and trained."""
     router_trace_file: str | None = None
-    """File of recorded expert loads for ``router=trace``. MoE layer i follows the recorded layer i, with its most
-    loaded experts."""
+    """File of recorded loads for ``router=trace``. MoE layer i follows the most loaded experts of recorded layer i."""
     router_trace_start: int = 0
     """Index of the record that the first iteration uses, from 0. Each iteration uses the next record; after the last
     record the first one follows."""
@@ -123,8 +121,7 @@ class ModelConfig:
     v_head_dim: int = 128
     """Number of channels of a value head."""
     published_parameters: int | None = None
-    """Parameter count that the model's authors published, which ``dry_run`` compares with its own count; null if there
-    is none."""
+    """Parameter count that the authors published, which ``dry_run`` compares with its own; null if there is none."""
     published_active_parameters: int | None = None
     """Active parameters per token that the model's authors published; null if there is no such count."""
     published_parameters_source: str = ""

@@ -1,5 +1,4 @@
-"""Keys that were moved to other groups. Command lines with an old key are refused; recorded files with one can be
-read."""
+"""Keys that were moved to other groups. They are refused on command lines but read in recorded files."""
 
 from typing import Any
 

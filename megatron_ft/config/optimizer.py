@@ -15,8 +15,7 @@ class OptimizerConfig:
     min_lr: float = 1e-4
     """Final learning rate of the schedule."""
     lr_warmup_iterations: int | None = None
-    """Number of iterations of linear warm-up from ``lr_warmup_init``. null means the smaller of 10 and a sixth of
-    ``lr_decay_iterations``."""
+    """Iterations of linear warm-up from ``lr_warmup_init``; null: a sixth of ``lr_decay_iterations``, at most 10."""
     lr_warmup_init: float = 0.0
     """Learning rate of the first warm-up iteration. With 0, the first iteration changes no weight, as in Megatron."""
     lr_decay_style: str = "cosine"
@@ -26,8 +25,7 @@ class OptimizerConfig:
     lr_wsd_decay_iterations: int | None = None
     """Number of iterations of the final decay with ``lr_decay_style=WSD``."""
     lr_wsd_decay_style: str = "exponential"
-    """Shape of the final decay with ``lr_decay_style=WSD``: ``exponential``, ``linear``, ``cosine`` or
-    ``minus_sqrt``."""
+    """Shape of the final decay of ``WSD``: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``."""
     weight_decay: float = 0.1
     """Decoupled weight decay. It does not apply to biases and norms."""
     adam_beta1: float = 0.9

@@ -19,8 +19,7 @@ def group_options(conf: Path) -> dict[str, list[str]]:
 
 
 def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
-    """Refuse keys that were moved to another group. One message names all of them and the overrides to write
-    instead.
+    """Refuse keys that were moved to another group. One message names the overrides to write instead.
 
     Args:
         overrides: key and text of each override, e.g. ``("launch.interface", "launch.interface=lo")``.
@@ -56,8 +55,7 @@ def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: b
 
 
 def flag_error(argument: str) -> ConfigError:
-    """Make the error for a flag such as ``--num-layers``; flags are not supported, except ``--help`` and
-    ``--version``."""
+    """Make the error for a flag such as ``--num-layers``. Only ``--help`` and ``--version`` are supported."""
     flag, _, value = argument.lstrip("-").partition("=")
     name = flag.replace("-", "_")
     keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
@@ -68,8 +66,7 @@ def flag_error(argument: str) -> ConfigError:
 
 
 def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
-    """Convert an exception of Hydra or OmegaConf to one error message. ``given`` maps the overridden keys to their
-    values."""
+    """Convert an exception of Hydra or OmegaConf to one error. ``given`` maps overridden keys to their values."""
     causes = list(_causes(error))
     for cause in causes:
         key = str(getattr(cause, "full_key", None) or "")
@@ -84,8 +81,7 @@ def known_keys() -> dict[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key that contains ``key`` and accepts arbitrary subkeys, such as fields of a policy; None if there is
-    none."""
+    """Return the key that contains ``key`` and accepts any subkeys, such as fields of a policy; otherwise None."""
     opened = [doc.key for doc in known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 

@@ -32,8 +32,7 @@ class ParallelConfig:
     CPU). gloo on CUDA is slow, because it copies tensors through host memory; it is for tests without NCCL."""
 
     def backend_on(self, device: str) -> str:
-        """Return the backend, ``nccl`` or ``gloo``, that ``device_backend`` selects on ``device`` (``cpu`` or
-        ``cuda``)."""
+        """Return the backend that ``device_backend`` selects on ``device``: ``nccl`` or ``gloo``."""
         if self.device_backend != "auto":
             return self.device_backend
         return "nccl" if device == "cuda" else "gloo"

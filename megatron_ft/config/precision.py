@@ -12,8 +12,7 @@ class PrecisionConfig:
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in FP32 instead of ``params_dtype``."""
     fp8: str | None = None
-    """FP8 format: ``e4m3``, ``hybrid``, or null for no FP8. Must be null, because this version cannot train with
-    FP8."""
+    """FP8 format, ``e4m3`` or ``hybrid``. Must be null, because this version cannot train with FP8."""
     fp8_recipe: str = "tensorwise"
     """Scaling recipe of FP8: ``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""
     loss_scale: float | None = None

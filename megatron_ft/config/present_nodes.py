@@ -8,8 +8,7 @@ from megatron_ft.config.job import JobConfig
 
 
 def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
-    """Return ``job`` adapted to ``nodes``, the node numbers of one membership; a number is repeated for each rank of
-    the node.
+    """Return ``job`` adapted to ``nodes``, the node number of each rank of one membership.
 
     Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas`` and
     ``snapshot.num_peer_copies`` are lowered if there are too few domains. With ``recovery.keep_layout`` only the

@@ -21,5 +21,4 @@ class RecoveryConfig:
     nodes are lost. After it, the node of that rank also counts as lost. Usually a rank reports earlier, because it
     aborts a collective after half a second. Must exceed the time that a rank computes between two collectives."""
     reconfigure_timeout_seconds: float = 60.0
-    """Longest time to wait for the positions of all remaining ranks and for the new process group, when nodes are
-    lost."""
+    """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""

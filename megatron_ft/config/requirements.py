@@ -1,5 +1,4 @@
-"""Values of keys that each kind of recovery requires. The checks, ``dry_run`` and ``tools/can_recover`` use these
-tables."""
+"""Values of keys that each kind of recovery requires, for the checks, ``dry_run`` and ``tools/can_recover``."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

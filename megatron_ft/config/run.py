@@ -10,13 +10,10 @@ class RunConfig:
     dir: str = "runs"
     """Folder that contains the folders of all runs."""
     name: str | None = None
-    """Name of the run and of its folder in ``run.dir``. null generates one from the model's name and a number, e.g.
-    ``moe_tiny-001``."""
+    """Name of the run and of its folder in ``run.dir``. null: the model's name and a number (``moe_tiny-001``)."""
     resume: str = "never"
     """``never``: the run must not exist yet. ``must``: the run must exist and have saved state, from which it
-    continues. ``auto``: the run continues from its newest usable state, or starts at iteration 0 if it has saved
-    none."""
+    continues. ``auto``: it continues from its newest usable state, or starts at iteration 0 if it has saved none."""
     start_over: bool = False
     """Allow ``run.resume=auto`` to start at iteration 0 although the run has saved state, if none of this state is
-    usable. If false, the job is refused instead, with a list of all saved states and the reasons why they are not
-    usable."""
+    usable. If false, the job is refused with a list of all saved states and why they are not usable."""

@@ -6,15 +6,12 @@ from typing import Any
 
 @dataclass
 class SnapshotConfig:
-    """Capture of training state in windows, copies on other nodes, and storage. Without a ``policy`` nothing is
-    captured."""
+    """Capture of training state, copies on other nodes, and storage. Without a ``policy`` nothing is captured."""
 
     policy: dict[str, Any] | None = None
-    """Snapshot policy. ``_target_`` names its class; the other entries are fields of the class. null captures
-    nothing."""
+    """Snapshot policy. ``_target_`` names its class; the other entries are its fields. null captures nothing."""
     num_peer_copies: int = 2
-    """Number of copies of every window in the memory of other failure domains (r). With 0, only the node that captured
-    a window has it."""
+    """Number of copies of every window in the memory of other failure domains (r). 0: no copies."""
     bandwidth_bytes_per_second: float | None = None
     """Bytes that one rank can capture per second. null measures the rate at the start."""
     iteration_seconds: float | None = None
@@ -23,8 +20,7 @@ class SnapshotConfig:
     """Largest host memory that one node may use for windows and for copies of other nodes' windows, checked before the
     start. null checks nothing."""
     persist_interval_windows: int = 0
-    """Number of committed windows after which one is written to storage. 0 writes windows only on request, e.g. before
-    the run stops."""
+    """Number of commits after which a window is written to storage. 0 writes only on request, e.g. before a stop."""
     persist_url: str | None = None
     """Path or fsspec URL of the folder for windows on storage; each run has a subfolder with its name. null means
     ``windows`` in the run's folder."""

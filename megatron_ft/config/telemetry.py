@@ -31,8 +31,7 @@ class TelemetryConfig:
     progress: str = "auto"
     """Progress display: ``live``, ``plain`` or ``auto`` (``live`` on a terminal, otherwise ``plain``)."""
     wandb: str = "auto"
-    """Mode of wandb: ``online``, ``offline``, ``disabled`` or ``auto`` (``online`` if logged in, otherwise
-    ``offline``)."""
+    """Mode of wandb: ``online``, ``offline``, ``disabled`` or ``auto`` (``online`` if logged in, else ``offline``)."""
     wandb_project: str = "megatron-ft"
     """Project name in wandb."""
     wandb_entity: str | None = None
@@ -42,12 +41,10 @@ class TelemetryConfig:
     limit. The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no
     alert."""
     alert_stall_share: float | None = 0.05
-    """Alert if training waits for captures of snapshots for more than this share of the iteration time, over five
-    windows. null: no alert."""
+    """Alert if training waits for captures for more than this share of the time, over five windows. null: no alert."""
     alert_windows_behind: float | None = 3.0
     """Alert if more windows than this are due since the last committed window. null: no alert."""
     alert_free_disk_share: float | None = 0.05
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert if the slowest rank needs more than this many times as long as the median rank for the same work. null: no
-    alert."""
+    """Alert if the slowest rank needs more than this many times the median rank's time. null: no alert."""

@@ -41,8 +41,7 @@ class TrainingConfig:
     """Factor above which a loss is a spike: a spike exceeds this factor times the median of the last
     ``loss_spike_window`` committed losses. null turns the check off."""
     loss_spike_window: int = 50
-    """Number of committed losses whose median is used to detect loss spikes. The check starts after half of this
-    number."""
+    """Number of committed losses whose median defines a loss spike. The check starts after half this number."""
     loss_spike_policy: str = "warn"
     """Action if a loss is a spike: ``warn``, ``skip`` the update, or ``stop`` the run."""
     recompute_granularity: str | None = None
@@ -50,5 +49,4 @@ class TrainingConfig:
     distributed_timeout_seconds: float = 600.0
     """Timeout of collective operations."""
     digest_interval_iterations: int = 0
-    """Number of iterations after which a digest of every rank's whole state is recorded; also recorded for the last
-    iteration. 0 records none."""
+    """Number of iterations after which digests of all ranks' states are recorded, also at the end; 0 records none."""

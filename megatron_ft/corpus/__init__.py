@@ -1,2 +1,1 @@
-"""Text and tokens before training: tokenizers, indexed datasets and the order of samples. Imports neither torch nor
-Megatron."""
+"""Text and tokens before training: tokenizers, indexed datasets and the order of samples. No torch."""

@@ -13,8 +13,7 @@ from megatron_ft.errors import ConfigError, DataError
 
 PROBE_WINDOWS = 64
 PROBE_WINDOW_TOKENS = 4096
-"""Length of the stretches in which token ids are checked. ``PROBE_WINDOWS`` stretches are spread evenly over each
-``.bin`` file."""
+"""Length of the ``PROBE_WINDOWS`` stretches, spread evenly over a ``.bin`` file, in which token ids are checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +55,7 @@ def _counts(source: SourceSummary) -> str:
 
 
 def check_data(config: JobConfig) -> DataSummary:
-    """Check every data file of the job. The built-in corpus is indexed if necessary, but with ``dry_run`` nothing is
-    written.
+    """Check every data file of the job. The built-in corpus is indexed if necessary, except with ``dry_run``.
 
     Raises:
         ConfigError: sources, weights, tokenizer and vocabulary do not fit together.
@@ -130,8 +128,7 @@ def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[SourceSu
 
 
 def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entries: int) -> tuple[int | None, str]:
-    """Check a source. Return its number of tokens, None if the number is not known yet, and a description of the
-    check."""
+    """Check a source. Return its number of tokens, None if unknown, and a description of the check."""
     if name == stdlib.NAME and config.dry_run:
         prefix = stdlib.corpus_prefix(config.data.cache_dir, tokenizer)
         if not idx_path(prefix).exists():
@@ -148,8 +145,7 @@ def _expected_tokens(tokenizer: Tokenizer) -> int | None:
 
 
 def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
-    """Compare token ids with the vocabulary, and describe which ids were compared. Raises DataError for the first
-    invalid id."""
+    """Check token ids and describe which were checked. Raises DataError for the first invalid id."""
     bounds = np.iinfo(info.dtype)
     # Every value of the format is in the vocabulary: there is nothing to read.
     if bounds.min >= 0 and bounds.max < entries:

@@ -10,8 +10,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def text_documents(path: Path, *, split_on_blank_lines: bool = False) -> Iterator[str]:
-    """Yield the text of ``path`` as one document, or each text between blank lines as a document if
-    ``split_on_blank_lines``.
+    """Yield the text of ``path`` as one document, or split it at blank lines into several.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8.

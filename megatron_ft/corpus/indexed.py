@@ -1,5 +1,4 @@
-"""Megatron's indexed dataset, a ``.bin`` file of tokens and an ``.idx`` file of indices: writer, and reader of the
-index.
+"""Megatron's indexed dataset, a ``.bin`` file of tokens with an ``.idx`` file: writer, and reader of the index.
 
 Layout of ``.idx``, little endian, as ``megatron.core.datasets.indexed_dataset`` (megatron-core 0.16.1) reads it: 9
 bytes magic, ``uint64`` version 1, ``uint8`` code of the token format, ``uint64`` number S of sequences, ``uint64``
@@ -27,16 +26,14 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
-"""Integer token formats by their code in the header. Codes 6 and 7 are floating-point formats, which cannot represent
-tokens."""
+"""Integer token formats by their code in the header. Codes 6 and 7 are floating-point formats."""
 CHUNK = 1 << 20
 """Number of index entries that are read or written at a time."""
 MAX_SEQUENCE_TOKENS = np.iinfo(np.int32).max
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the token format that Megatron's tools use for a vocabulary: ``uint16`` below 65,500 entries, otherwise
-    ``int32``."""
+    """Return the format that Megatron's tools use: ``uint16`` below 65,500 entries, otherwise ``int32``."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -160,12 +157,10 @@ class IndexInfo:
 
     @classmethod
     def read(cls, prefix: str | Path) -> "IndexInfo":
-        """Check ``prefix.idx`` for consistency and compare its sizes with ``prefix.bin``. The memory needed is
-        constant.
+        """Check ``prefix.idx`` and compare its sizes with ``prefix.bin``. The memory needed is constant.
 
         Raises:
-            DataError: a file is missing or its content violates the format. The message names file, value and
-                constraint.
+            DataError: a file is missing or its content violates the format. The message names it.
         """
         path, sizes = idx_path(prefix), _file_sizes(prefix)
         with open(path, "rb") as stream:

@@ -85,8 +85,7 @@ class SampleOrder:
 
     @cached_property
     def block_samples(self) -> int:
-        """Number of indices per block. It is large enough that every block uses at least one sample of the smallest
-        source."""
+        """Number of indices per block, so large that every block has a sample of the smallest source."""
         smallest = min(_integer_weights(self.weights or self.num_samples))
         return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
 
@@ -100,8 +99,7 @@ class SampleOrder:
         return Place(source, epoch, permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the number of samples of this source at smaller
-        positions."""
+        """Return the source of the sample at ``index``, and the number of its samples at smaller positions."""
         # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
         block, offset = divmod(index, self.block_samples)
         position = permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")

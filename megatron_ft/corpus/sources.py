@@ -64,8 +64,7 @@ def read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """Return key, sources and weights of ``split``. Without validation sources, those of training are used for
-    ``valid``."""
+    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has none."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights
@@ -73,8 +72,7 @@ def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence
 
 
 def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tuple[str, int]]) -> tuple[Span, ...]:
-    """Compute the span of each source of ``split``. ``tokens`` contains the prefix and the number of tokens of each
-    source.
+    """Compute the span of each source of ``split``. ``tokens`` has the prefix and number of tokens of each source.
 
     Raises:
         DataError: a source has not enough tokens for one sample.
@@ -133,8 +131,7 @@ def check_lists(config: DataConfig) -> None:
 
 
 def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> SplitPlan:
-    """Make the plan of ``split``: spans of the sources and order of their samples. The built-in corpus is indexed if
-    necessary.
+    """Plan the spans and the order of samples of ``split``. The built-in corpus is indexed if necessary.
 
     Raises:
         ConfigError: sources and weights do not fit together.

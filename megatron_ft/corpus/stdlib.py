@@ -67,20 +67,17 @@ def _walk(folder: Path) -> Iterator[SourceFile]:
 
 
 def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of the indexed corpus without suffix. Its name depends on the Python version, the files and the
-    tokenizer."""
+    """Return the path of the indexed corpus without suffix. It depends on the files and the tokenizer."""
     listing = repr([(file.name, file.size_bytes) for file in list_files(library_folder())])
     digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
     return Path(cache_dir, f"{NAME}-{python_version()}-{digest}")
 
 
 def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of the indexed corpus without suffix. If it does not exist, one process writes it and others
-    wait.
+    """Return the path of the indexed corpus without suffix. If it does not exist, one process writes it.
 
     Raises:
-        DataError: there are no source files, the cache cannot be written, or another process holds the lock for too
-            long.
+        DataError: there are no source files, the cache cannot be written, or another process has the lock for too long.
     """
     prefix = corpus_prefix(cache_dir, tokenizer)
     if not idx_path(prefix).exists():

@@ -70,8 +70,7 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the ``tokenizers`` library. It adds no special tokens, and text is never truncated or read as
-    special tokens.
+    """A tokenizer of the ``tokenizers`` library. It adds no special tokens, reads none in text, and truncates nothing.
 
     If the vocabulary has no known end-of-document token, one is added with the next id.
 

@@ -1,5 +1,4 @@
-"""Reads vocabulary files and checks them completely, so that a damaged file raises one clear error before ranks
-start."""
+"""Reads and checks vocabulary files, so that a damaged file raises one clear error before ranks start."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,8 +50,7 @@ def check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
 
 
 def check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
-    """Check that the vocabulary has all entries that the merges need; a merge is (place, left, right). Raises
-    DataError."""
+    """Check that the vocabulary has all entries of ``merges`` (place, left, right). Raises DataError."""
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:
@@ -60,8 +58,7 @@ def check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[
 
 
 def read_merges(path: Path) -> list[tuple[str, str, str]]:
-    """Read the merges of a merges.txt file as (place, left, right). A first line that begins with ``#version`` is
-    skipped."""
+    """Read the merges of a merges.txt file as (place, left, right). A first line ``#version...`` is skipped."""
     merges = []
     # ``splitlines`` would also cut at characters that entries may contain, such as U+2028.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -85,8 +82,7 @@ def byte_letters() -> list[str]:
 
 
 def check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
-    """Check that the vocabulary has an entry for every byte; otherwise this byte would be lost in encoding. Raises
-    DataError."""
+    """Check that every byte has an entry; otherwise the tokenizer would drop it. Raises DataError."""
     for byte, letter in enumerate(byte_letters()):
         if letter not in vocabulary:
             raise DataError(f"{path}: has no entry {letter!r}, which byte {byte} needs")

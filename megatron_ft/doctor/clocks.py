@@ -49,8 +49,7 @@ def observe_clocks() -> ClockFacts:
 
 
 def _both() -> tuple[float, float]:
-    """Return the times of the monotonic clock and the wall clock at one moment. Of several readings, the shortest one
-    is used."""
+    """Return the times of the monotonic and the wall clock at one moment, from the fastest of several readings."""
     readings = []
     for _ in range(_READINGS):
         # An interruption between two readings looks like a step of one clock.
@@ -61,8 +60,7 @@ def _both() -> tuple[float, float]:
 
 
 def _ask_time_service() -> tuple[bool | None, str]:
-    """Ask chrony whether the clock is synchronized, or timedatectl(1), which reports the kernel's flag, if chrony is
-    missing."""
+    """Ask chrony whether the clock is synchronized; without an answer, ask timedatectl(1) for the kernel's flag."""
     commands = (["chronyc", "-c", "tracking"], ["timedatectl", "show", "--property=NTPSynchronized", "--value"])
     reasons = []
     for command in commands:

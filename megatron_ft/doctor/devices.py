@@ -92,8 +92,7 @@ def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Finding]:
-    """List the environment variables that the job sets for ranks on CUDA, and report those that have another value
-    here.
+    """List environment variables that the job sets for ranks on CUDA; report those with another value here.
 
     Args:
         variables: environment in which the job is started.

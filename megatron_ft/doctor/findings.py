@@ -45,8 +45,7 @@ def info(check: str, what: str) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding], *, strict: bool) -> int:
-    """Return the exit code of the command: 2 if there are errors, 1 if ``strict`` and there are warnings, otherwise
-    0."""
+    """Return the command's exit code: 2 if there are errors, 1 if ``strict`` and there are warnings, otherwise 0."""
     levels = {finding.level for finding in findings}
     if "error" in levels:
         return 2

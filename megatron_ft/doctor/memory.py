@@ -1,8 +1,7 @@
 """Checks of memory and process limits, which are compared with the needs of the job.
 
 Windows are in memory files (memfd_create(2)). Memory files count as memory of the snapshot server's cgroup, and the
-limit on file sizes applies to them. The size of ``/dev/shm`` and the limit on locked memory do not apply to them, but
-they do apply to NCCL.
+limit on file sizes applies to them. The size of ``/dev/shm`` and the limit on locked memory apply only to NCCL.
 """
 
 import os
@@ -46,8 +45,7 @@ class MemoryFacts:
     """Memory that can be allocated without swapping, as the kernel estimates it."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Memory that the cgroup with the limit uses, without memory that the kernel can reclaim; 0 if there is no
-    limit."""
+    """Memory that the cgroup with the limit uses, without reclaimable memory; 0 if there is no limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
     """Soft and hard limit of ``open_files``, ``file_size``, ``address_space``, ``data`` and ``locked``."""
     shared_total_bytes: int | None
@@ -85,8 +83,7 @@ def cgroup_limit(root: Path) -> tuple[int, int] | None:
     process. None if none of them has a limit.
 
     Source: cgroups(7); kernel documentation, "Control Group v2", ``memory.max`` and ``memory.stat``, and "Memory
-    Resource Controller" of version 1. In a container, its cgroup is mounted at the top, so the path in ``/proc`` may
-    not exist there.
+    Resource Controller" of version 1. A container's own cgroup is mounted at the top, whatever its path is.
     """
     found: list[tuple[int, int]] = []
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():

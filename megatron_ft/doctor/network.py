@@ -16,8 +16,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 environment variables"; NCCL user guide, "Environment variables". In NCCL's variable, ``=`` before the list demands
 exact names, ``^`` excludes interfaces, and otherwise a name also matches interfaces that begin with it."""
 PORTS_PER_RANK = 64
-"""Estimated upper limit of ports that a rank needs for listening and for connections to one peer: about 25 groups,
-twice."""
+"""Estimated most ports that a rank needs for listening and connections to a peer: about 25 groups, twice."""
 SPARE_PORTS = 1000
 """Number of ephemeral ports that remain for other programs of the machine."""
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -41,8 +40,7 @@ class NetworkFacts:
     resolved: tuple[str, ...]
     """IP addresses to which ``control.interface`` resolves; empty if it does not resolve."""
     bind_error: str | None
-    """Error of listening on ``launch.master_port``, or on any port if it is 0, at ``control.interface``; None if it
-    works."""
+    """Error of listening on ``launch.master_port``, or any port if 0, at ``control.interface``; None if it works."""
     port_is_taken: bool = False
     """Whether the error is that another process uses the port."""
     ephemeral: tuple[int, int] | None = None

@@ -33,8 +33,7 @@ class SoftwareFacts:
     has_transformer_engine_libraries: bool = False
     """Whether libraries of Transformer Engine are in the places where wheels, or a build from source, install them."""
     apex: str | None = None
-    """Kind of the package ``apex``: ``nvidia`` with CUDA extensions, ``other`` for another package of this name, None
-    without one."""
+    """Kind of the package ``apex``: ``nvidia`` with CUDA extensions, ``other``, or None if it is not installed."""
 
 
 def observe_software() -> SoftwareFacts:

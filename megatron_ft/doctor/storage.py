@@ -1,5 +1,4 @@
-"""Checks of the file system of the run's folder: whether files can be written, locked and synced, how fast, and free
-space."""
+"""Checks of the run folder's file system: can files be written, locked and synced, how fast, and free space."""
 
 import fcntl
 import os
@@ -17,8 +16,7 @@ NUM_FLUSHES = 9
 """Number of syncs; the median of their durations is reported."""
 _BLOCK = b"x" * 4096
 SMALLEST_FLUSH_SECONDS = 10e-6
-"""Shortest plausible duration of a sync; a shorter one has not reached the storage. NVMe drives with protected caches
-need about 20 us."""
+"""Shortest plausible duration of a sync to storage. NVMe drives with protected caches need about 20 us."""
 VOLATILE = ("tmpfs", "ramfs", "devtmpfs")
 """Types of file systems that are in memory."""
 UNSAFE_OPTIONS = ("nobarrier", "barrier=0", "volatile")

@@ -30,8 +30,7 @@ TRANSFORMER_ENGINE = Package(
     breaks=True,
     install="pip install --no-build-isolation -r requirements/gpu.txt",
 )
-"""Versions that Megatron-Core 0.16.1 names in its extra ``dev``. Later versions write empty extra state
-(docs/dependencies.md)."""
+"""Versions in Megatron-Core 0.16.1's extra ``dev``. Later ones write empty extra state (docs/dependencies.md)."""
 TRANSFORMER_ENGINE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
 TRANSFORMER_ENGINE_TORCH = "transformer-engine-torch"
 """Part of Transformer Engine for torch. It and a part with the library must be present, all in the same version."""
@@ -56,5 +55,4 @@ PACKAGES = (
     Package(name="PyYAML", versions="==6.0.3"),
     TRANSFORMER_ENGINE,
 )
-"""Packages that this project imports directly. NVIDIA's apex is not on the package index, so its modules are looked for
-instead."""
+"""Packages that this project imports directly, except NVIDIA's apex, which is not on the package index."""

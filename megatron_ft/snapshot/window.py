@@ -3,8 +3,7 @@
 A window consists of ``num_slices`` consecutive states that together contain every operator's full state once
 (MoEvement, section 3.2). A slice is the captured part of one state; a piece is one component of an element range of one
 parameter. The capture begins a window and adds slices, the snapshot server adds the hashes of their pieces, and storage
-writes the description as the manifest of a file. Each of them checks a window with ``validate`` and sends it as
-``to_json``.
+writes the description as the manifest of a file. All use ``validate`` and ``to_json``.
 """
 
 import json
@@ -122,8 +121,7 @@ class Slice:
         return tuple(xxhash.xxh3_128_hexdigest(payload[piece.offset : piece.end]) for piece in self.pieces)
 
     def check_payload(self, payload: memoryview, where: str) -> None:
-        """Compare every piece of ``payload`` with its hash. Raises CheckpointError, which names ``where`` and the
-        piece."""
+        """Compare every piece with its hash. Raises CheckpointError, which names ``where`` and the piece."""
         payload = payload.cast("B")
         if payload.nbytes != self.num_bytes:
             raise CheckpointError(f"{where}: slice of {payload.nbytes} bytes, but its manifest says {self.num_bytes}")
@@ -131,8 +129,7 @@ class Slice:
             self.check_hash(index, found, where)
 
     def check_hash(self, index: int, found: str, where: str) -> None:
-        """Compare the hash ``found`` with that of piece ``index``. Raises CheckpointError, which names ``where`` and
-        the piece."""
+        """Compare ``found`` with the hash of a piece. Raises CheckpointError, which names ``where`` and the piece."""
         assert self.hashes is not None, f"{where}: hashes are not computed yet"
         piece, expected = self.pieces[index], self.hashes[index]
         if found != expected:
@@ -143,8 +140,7 @@ class Slice:
             )
 
     def validate(self) -> None:
-        """Check that pieces are in order, inside the slice, do not overlap, and capture no element twice. Raises
-        CheckpointError."""
+        """Check that pieces are in order, inside the slice, and capture no element twice. Raises CheckpointError."""
         where = f"slice of iteration {self.iteration!r:.80}"
         for name in ("iteration", "offset", "num_bytes"):
             _check_integer(f"{where}: {name}", getattr(self, name))
@@ -167,8 +163,7 @@ class Slice:
             _check_pattern(f"{where}: xxh3_128", digest, _HASH)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values. Each piece is a list, whose last entry is the piece's hash if the hashes are
-        known."""
+        """Convert to JSON values. Each piece is a list, which ends with its hash if the hashes are known."""
         rows: Any = self.pieces
         if self.hashes is not None:
             rows = [[*piece, digest] for piece, digest in zip(self.pieces, self.hashes, strict=True)]
@@ -177,8 +172,7 @@ class Slice:
 
     @classmethod
     def from_json(cls, content: object, *, hashed: bool) -> "Slice":
-        """Read the result of ``to_json``. ``hashed`` states whether it contains hashes. Raises CheckpointError for
-        anything else."""
+        """Read the result of ``to_json``, with hashes if ``hashed``. Raises CheckpointError for anything else."""
         values = _check_object("slice", content, _SLICE_FIELDS)
         rows, length = values.pop("pieces"), len(Piece._fields) + hashed
         for row in rows:
@@ -364,8 +358,7 @@ def check_version(version: object) -> None:
 
 
 def _check_object(where: str, content: object, types: Mapping[str, type]) -> dict[str, Any]:
-    """Check that ``content`` is an object with exactly the fields ``types``, and return a copy. Raises
-    CheckpointError."""
+    """Copy ``content``, an object with exactly the fields ``types``. Raises CheckpointError for anything else."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: must be an object")
     if content.keys() != types.keys():

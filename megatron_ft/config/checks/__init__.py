@@ -1,2 +1,1 @@
-"""Checks of a configuration, one file per topic. The checks are pure functions: they use no files, no torch, no
-Hydra."""
+"""Checks of a configuration, one file per topic. They use no files, no torch and no Hydra."""

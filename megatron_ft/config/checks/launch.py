@@ -237,8 +237,7 @@ _LOCAL_ONLY = {
 
 
 def check_launchers(config: JobConfig) -> None:
-    """Check that keys of the control plane have their defaults in the modes ``torchrun`` and ``srun``, which ignore
-    them.
+    """Check that keys which the modes ``torchrun`` and ``srun`` ignore have their defaults.
 
     ``check_launch`` checks ``recovery.max_restarts``; ``recovery.py`` checks keys for lost nodes and snapshots.
 

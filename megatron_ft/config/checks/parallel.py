@@ -123,8 +123,7 @@ def check_transformer_engine(config: JobConfig) -> None:
 
 
 def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]:
-    """Return the keys whose values Megatron's local layers cannot train: key, value, and the value that they can
-    train."""
+    """Return key, value and constraint of every key whose value Megatron's local layers cannot train."""
     needs: list[tuple[str, object, str]] = []
     if config.parallel.context_parallel_size > 1:
         needs.append(("parallel.context_parallel_size", config.parallel.context_parallel_size, "must be 1"))

@@ -8,8 +8,7 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, 
 
 
 def check_survival(config: JobConfig) -> None:
-    """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule``, and other keys that must
-    fit them.
+    """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule``and related keys.
 
     Raises:
         ConfigError: names key, value and constraint.

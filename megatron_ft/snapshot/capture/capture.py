@@ -34,8 +34,7 @@ class WindowMemory:
     """The window buffers of an arena as tensors. They are pinned if the copies come from CUDA."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
-        """Map the buffers of ``arena`` as tensors and pin them if ``device`` is CUDA. Raises RuntimeError if the driver
-        refuses to pin them."""
+        """Map the buffers as tensors; pin them on CUDA. Raises RuntimeError if the driver refuses to pin them."""
         self.arena = arena
         self.buffers = [torch.frombuffer(arena.buffer(index), dtype=torch.uint8) for index in range(arena.num_buffers)]
         """One tensor per buffer, uint8 [window_bytes]. No view of them may exist when ``release`` is called."""
@@ -95,8 +94,7 @@ class WindowCapture:
         self._client.begin(buffer, start_iteration=start_iteration, num_slices=num_slices, plan=plan)
 
     def begin_slice(self, buffer: int, index: int, *, iteration: int, header: Mapping[str, Any]) -> None:
-        """Start to copy slice ``index``, which belongs to the state after ``iteration``. ``header`` is stored with the
-        slice."""
+        """Start to copy slice ``index``, which belongs to the state after ``iteration``. Store ``header`` with it."""
         assert self._under_way is None, "a slice is still being copied"
         began = time.perf_counter()
         self._copier.start(self._batches[buffer][index])
@@ -104,8 +102,7 @@ class WindowCapture:
         self.figures.stalled_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
-        """Wait until the slice in progress, if any, is copied, and report it. Afterwards the copied tensors may
-        change."""
+        """Wait until the slice in progress, if any, is copied, and report it. Then the tensors may change."""
         if self._under_way is None:
             return
         began = time.perf_counter()

@@ -174,8 +174,7 @@ def open_copier(device: torch.device) -> Copier:
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Pin host memory, so that CUDA can copy to it asynchronously. ``unpin`` must be called before the memory is
-    unmapped.
+    """Pin host memory, so that CUDA can copy to it asynchronously. Call ``unpin`` before the memory is unmapped.
 
     Raises:
         RuntimeError: the driver refuses, for instance because the limit of locked memory is reached.

@@ -22,8 +22,7 @@ ANSWER_SECONDS = 60.0
 FLUSH_SECONDS = 600.0
 """Time limit for ``flush`` to wait for storage."""
 PATIENT_SECONDS = FLUSH_SECONDS + 300.0
-"""Time limit for the answer to a request for which the server allocates memory, asks other nodes or waits for
-storage."""
+"""Time limit for requests for which the server allocates memory, asks other nodes or waits for storage."""
 MAX_UNREAD = 32
 """Largest number of unread answers to requests like ``captured``. With more, answers could fill the socket, so that
 client and server would wait for each other."""
@@ -91,8 +90,7 @@ class KeeperClient:
     """
 
     def __init__(self, socket_path: str, *, hello: Mapping[str, Any]) -> None:
-        """Connect to the server and present the token. ``hello`` contains the fields of the protocol's first message
-        except ``op``.
+        """Connect to the server and send the first message; ``hello`` contains its fields, except ``op``.
 
         Raises:
             ControlError: no server answers, or the server refuses the connection.
@@ -143,13 +141,11 @@ class KeeperClient:
         self._request({"op": "begin", **about})
 
     def captured(self, buffer: int, index: int, part: Slice) -> None:
-        """Report that slice ``index`` of the window in a buffer is complete and will not change. Does not wait for the
-        answer."""
+        """Report that slice ``index`` of a buffer's window is complete and final. Does not wait for the answer."""
         self._request({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json()})
 
     def committed(self, start_iteration: int, *, captured_in: int | None = None) -> None:
-        """Report that all ranks have replicated a window, or that the job has just continued from it. Does not wait for
-        the answer.
+        """Report that all ranks have replicated a window or have continued from it. Does not wait for the answer.
 
         The server refuses this if its copy of the window is incomplete. ``captured_in`` is the generation that captured
         the window; None means the generation of this client.
@@ -197,8 +193,7 @@ class KeeperClient:
         return list(self._call({"op": "problems"})["problems"])
 
     def inventory(self, rank: int, *, ask_peers: bool = False) -> list[StoredWindow]:
-        """Return the windows of ``rank`` in the memory of this node and, if ``ask_peers``, of all other nodes that
-        answer."""
+        """Return the windows of ``rank`` on this node and, if ``ask_peers``, on all other nodes that answer."""
         seconds = PATIENT_SECONDS if ask_peers else ANSWER_SECONDS
         answer = self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers}, seconds)
         return [stored_window(entry) for entry in items(answer, "windows")]

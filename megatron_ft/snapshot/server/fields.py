@@ -25,8 +25,7 @@ def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int 
 
 
 def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
-    """Read a string. Raises ControlError if it is missing, empty, longer than ``most``, or contains control
-    characters."""
+    """Read a string. Raises ControlError if it is missing, empty, too long, or has control characters."""
     value = message.get(name)
     # Texts go into log lines and paths, where control characters could forge others.
     if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():

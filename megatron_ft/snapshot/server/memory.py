@@ -20,8 +20,7 @@ _CHUNK_BYTES = 1 << 28
 
 
 class Segment:
-    """A mapped memory file. The file is closed when the last reference to this object is gone; views of the memory stay
-    valid."""
+    """A mapped memory file. It is closed with the last reference to this object; views of its memory stay valid."""
 
     def __init__(self, name: str, num_bytes: int, on_allocated: Callable[[int], None]) -> None:
         """Allocate a memory file with all its pages. Raises OSError if there is not enough memory.
@@ -49,8 +48,7 @@ class Memory:
     """All memory files of a process, with a common limit. Threads may use it at the same time."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """Limit the total size to ``limit_bytes``. With None, each allocation is limited by the memory then
-        available."""
+        """Limit the total size to ``limit_bytes``. With None, the available memory is the limit."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._missing_bytes = 0
@@ -59,8 +57,7 @@ class Memory:
         self._lock = threading.RLock()
 
     def allocate(self, name: str, num_bytes: int) -> Segment:
-        """Allocate a memory file. Raises ControlError if it exceeds the limit or the available memory of the
-        machine."""
+        """Allocate a memory file. Raises ControlError if it exceeds the limit or the available memory."""
         with self._lock:
             self._check(name, num_bytes)
             self.used_bytes += num_bytes

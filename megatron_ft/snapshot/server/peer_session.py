@@ -1,5 +1,4 @@
-"""Connections from the snapshot servers of other nodes, each in a thread: receives slices, sends inventories and
-windows."""
+"""Connections from other nodes' snapshot servers, each in a thread: receives slices, sends inventories and windows."""
 
 import socket
 import threading
@@ -40,8 +39,7 @@ class PeerSessions:
         """Connections that have not presented the token, the oldest first, with the time of their start."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection in a thread. If too many connections have not presented the token, the oldest of them
-        is closed."""
+        """Serve a new connection in a thread. If too many have not presented the token, the oldest is closed."""
         session = PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
@@ -71,8 +69,7 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
-        """End earlier connections of a node, so that only ``session`` writes its copies. Raises ControlError if one
-        does not end."""
+        """End earlier connections of a node, which also write its copies. Raises ControlError if one does not end."""
         with self._lock:
             # Also those that an earlier call could not end: one that came after them must not hide them.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
@@ -165,12 +162,10 @@ class PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error the copy does not
-        contain it.
+        """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
 
-        The bytes follow the announcement directly. With ``waits``, memory may have to be allocated first, so the sender
-        waits for the message ``go`` before it sends the bytes. The hashes come after the bytes, so that the sender can
-        compute them meanwhile.
+        The bytes follow the announcement directly. With ``waits``, memory may have to be allocated first, so the bytes
+        follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
@@ -264,8 +259,7 @@ class PeerSession(threading.Thread):
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """Make the message that precedes the bytes of a slice. Only the message of a window's first slice contains topology
-    and plan."""
+    """Make the message that precedes the bytes of a slice. Only that of the first slice has topology and plan."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}

@@ -1,7 +1,6 @@
 """Process of a node's snapshot server. It serves ranks of its node and servers of other nodes until its parent ends.
 
-The main thread only accepts connections. Each connection, each peer, the hashing and the writing to storage have
-separate threads.
+The main thread only accepts connections. Connections, peers, hashing and storage have separate threads.
 """
 
 import ctypes

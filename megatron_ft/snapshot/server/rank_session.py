@@ -254,8 +254,7 @@ class RankSession(threading.Thread):
 
 
 def fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
-    """Fetch a window from another server into newly allocated memory. The rank that requested the window checks its
-    hashes.
+    """Fetch a window from another server into newly allocated memory. The rank that requested it checks its hashes.
 
     Raises:
         ControlError, OSError: the server does not have the window, or the transfer failed.

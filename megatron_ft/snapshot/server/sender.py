@@ -1,7 +1,6 @@
 """Replicates the windows of this node's ranks to one peer, in a thread with one connection.
 
-Slices are sent in order. A slice is sent without waiting for the acknowledgement of the previous one; answers are read
-as they arrive.
+Slices are sent in order. A slice is sent before the previous one is acknowledged; answers are read as they arrive.
 """
 
 import threading
@@ -37,8 +36,7 @@ class Work:
 
     @property
     def iteration(self) -> int:
-        """Iteration of the slice, or the window's first iteration for a commit. Work with the lowest iteration is done
-        first."""
+        """Iteration of the slice, or first iteration of the committed window. The lowest is sent first."""
         index = self.action.index if isinstance(self.action, SendSlice) else 0
         return self.action.window.start_iteration + index
 

@@ -25,8 +25,7 @@ from megatron_ft.snapshot.window import Origin, Slice
 PAGE_BYTES = 4096
 """Size in bytes of a status page, and alignment of windows in memory."""
 MAX_PROBLEMS = 1000
-"""Largest number of problems that are kept for a rank until it requests them. Older ones are dropped; the status page
-still counts them."""
+"""Largest number of problems kept for a rank until it requests them. The oldest are dropped but still counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +139,7 @@ class Store:
         self.own_generation = -1
         """Newest generation that a rank of this node has presented."""
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda peers: None
-        """Function that receives the addresses of all nodes to which windows are replicated. It is called with the lock
-        held."""
+        """Function that receives the addresses of all nodes to which windows are replicated. The lock is held."""
 
     def changed(self) -> None:
         """Wake all threads that wait for a change. The lock must be held."""
@@ -149,8 +147,7 @@ class Store:
         self.lock.notify_all()
 
     def enter(self, run_id: str, generation: int) -> None:
-        """Check the run and the generation of a first message. A newer generation becomes the present one. The lock
-        must be held.
+        """Check run and generation of a first message, and adopt a newer generation. The lock must be held.
 
         Raises:
             Refused: the message is of another run than this server, or of a stale generation.
@@ -203,8 +200,7 @@ class Store:
         return own
 
     def check_acting(self, own: OwnRank, settings: Settings) -> None:
-        """Check that the process with ``settings`` still acts for the rank; otherwise it must not change the rank's
-        windows.
+        """Check that the process with ``settings`` still acts for the rank and may change the rank's windows.
 
         The lock must be held until the change is made.
 
@@ -238,8 +234,7 @@ class Store:
     def take_arena(
         self, own: OwnRank, settings: Settings, window_bytes: int, *, new: bool = False
     ) -> tuple[Segment, int]:
-        """Return the memory for windows of a rank, and the size of one window. Large enough memory is reused unless
-        ``new``.
+        """Return a rank's memory for windows, and the size of a window. Unless ``new``, large enough memory is reused.
 
         Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
 
@@ -274,8 +269,7 @@ class Store:
             return segment, window_bytes
 
     def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
-        """Return the memory for copies of windows of a rank of another node. Memory for windows of the same size is
-        reused.
+        """Return the memory for copies of windows of a rank of another node; memory of the same size is reused.
 
         Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
 
@@ -302,12 +296,10 @@ class Store:
                 return self.copies[rank]
 
     def free_older(self, generation: int) -> None:
-        """Free memory that has only windows of earlier generations. Call it when all ranks have a window of
-        ``generation``.
+        """Free memory that has only windows of earlier generations, when all ranks have a window of ``generation``.
 
-        Call it only for a commit of a rank of this node. If no rank of this node belongs to ``generation``, this node
-        may have the only complete windows from which a job with this node can restart, so nothing may be freed. The
-        lock must be held.
+        Call it only for a commit of a rank of this node. Without a rank in ``generation``, this node may have the only
+        complete windows for a restart with this node, so it must free nothing. The lock must be held.
         """
         for rank, copy in list(self.copies.items()):
             generations = [window.generation for window in copy.windows]
@@ -323,8 +315,7 @@ class Store:
         return [window.stored(where, self.node) for where, window in self._windows_of(rank)]
 
     def find(self, rank: int, key: WindowKey) -> tuple[Segment, int, HeldWindow]:
-        """Return a complete window of ``rank``: its memory file, the position of its first byte, and its description.
-        The lock must be held.
+        """Return memory file, first byte and description of a complete window of ``rank``. The lock must be held.
 
         Raises:
             ControlError: this server does not have the window.

@@ -63,8 +63,7 @@ class OwnWindows:
         self.pinned: set[int] = set()
         """Buffers that are being written to storage and must not change."""
         self.confirmed: HeldWindow | None = None
-        """The newest window that was committed in this generation, or that this generation has confirmed as
-        committed."""
+        """The newest window that was committed, or confirmed as committed, in this generation."""
         self._order: list[HeldWindow] = []
         """Windows in the order in which they began, at most one for each buffer."""
         self._num_commits = 0
@@ -82,13 +81,11 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Begin a new generation. Windows stay until they are overwritten or a commit supersedes them; commits are
-        counted from 0."""
+        """Begin a new generation. Windows stay until they are overwritten or superseded; commits count from 0."""
         self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
     def begin(self, window: HeldWindow) -> None:
-        """Assign a buffer to a new window. Incomplete windows, and an uncommitted window of the same iterations, are
-        dropped.
+        """Assign a buffer to a new window. Drop incomplete windows and an uncommitted one of the same iterations.
 
         Raises:
             ControlError: the buffer is being written to storage, or has the newest window committed in this generation.
@@ -126,8 +123,7 @@ class OwnWindows:
         return next(waiting, None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
-        """Return the windows of ``generation`` that this node and all ``peers`` have completely: buffer to start
-        iteration."""
+        """Return the windows of ``generation`` that all ``peers`` have completely: buffer to start iteration."""
         return {
             window.buffer: window.start_iteration
             for window in self._of_generation(generation)
@@ -152,8 +148,7 @@ class OwnWindows:
 
         If an earlier generation captured the window (``captured_in``), the call confirms that the job has continued
         from it. Such a call does not count as a commit in ``is_persist_due``, because ranks that continued from another
-        source do not make it. A window that was captured again is a different window with separate copies, even if its
-        bytes are the same.
+        source do not make it. A window that was captured again is another one with separate copies.
 
         Raises:
             ControlError: no complete window of that generation starts at ``start_iteration``.
@@ -219,8 +214,7 @@ class CopyWindows:
         return iter([window for window in self.buffers if window is not None])
 
     def expect(self, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
-        """Return the window to which an announced slice belongs. With its first slice, a window replaces the one in its
-        buffer.
+        """Return the window to which an announced slice belongs. Its first slice replaces the window in the buffer.
 
         Raises:
             ControlError: the buffer has the newest committed window.
@@ -277,8 +271,7 @@ class PeerBuffers:
     """Copies of one rank's windows in the buffers of a peer, as known on the sending side."""
 
     def __init__(self, held: Iterable[StoredWindow] = ()) -> None:
-        """Create the buffers with the windows that the peer has listed. Raises ControlError for an invalid buffer
-        number."""
+        """Create the buffers from the windows that the peer lists. Raises ControlError for an invalid buffer."""
         self.buffers: list[StoredWindow | None] = [None] * NUM_COPY_BUFFERS
         for window in held:
             if window.buffer not in range(NUM_COPY_BUFFERS):
@@ -290,16 +283,14 @@ class PeerBuffers:
         return next((held for held in self.buffers if held is not None and held.key == key), None)
 
     def num_received(self, window: HeldWindow) -> int:
-        """Return the number of slices of a window that the peer has, including slices that were sent but not yet
-        acknowledged."""
+        """Return the number of slices of a window that the peer has, including sent ones without an acknowledgement."""
         found = self.find(window.key)
         return found.num_held if found else 0
 
     def next_action(
         self, own: OwnWindows, generation: int, given_up: Collection[HeldWindow] = ()
     ) -> SendSlice | SendCommit | None:
-        """Choose what to send next: a commit, otherwise the next slice of the oldest window; None if there is nothing
-        to send.
+        """Choose what to send next: a commit, otherwise the next slice of the oldest window, otherwise None.
 
         Windows of ``generation`` are sent, and the newest committed window of any generation, so that a new peer gets
         it. Windows in ``given_up`` are not sent.

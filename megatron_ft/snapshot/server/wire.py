@@ -1,5 +1,4 @@
-"""TCP connections between snapshot servers. They carry JSON messages, and bytes of windows that Python does not
-copy."""
+"""TCP connections between snapshot servers, for JSON messages and bytes of windows without copies in Python."""
 
 import contextlib
 import hmac
@@ -53,8 +52,7 @@ class Wire:
         self._stall_seconds = stall_seconds
 
     def send(self, message: Message, *, goes_on: bool = False) -> None:
-        """Send one message. With ``goes_on``, the caller sends more data at once, so the kernel may put both into one
-        packet.
+        """Send one message. With ``goes_on``, more data follow at once, and the kernel may put both into one packet.
 
         Raises OSError if the connection is broken or makes no progress.
         """
@@ -110,8 +108,7 @@ class Wire:
         return answer
 
     def has_arrived(self) -> bool:
-        """Return whether a read would return at once, because bytes have arrived or the peer has closed the
-        connection."""
+        """Return whether a read would return at once: bytes have arrived or the peer has closed the connection."""
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -119,8 +116,7 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send raw bytes. ``goes_on`` and errors are those of ``send``. From mapped memory this is as fast as
-        ``sendfile``."""
+        """Send raw bytes, from mapped memory as fast as ``sendfile``. ``goes_on`` and errors are those of ``send``."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():
@@ -175,6 +171,5 @@ def abort(sock: socket.socket) -> None:
 
 
 def is_token(given: Any, token: str) -> bool:
-    """Return whether ``given`` is the token. The time of the comparison does not depend on where the first difference
-    is."""
+    """Return whether ``given`` is the token, in a time that does not depend on where the first difference is."""
     return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())

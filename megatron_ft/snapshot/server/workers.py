@@ -13,8 +13,7 @@ from megatron_ft.snapshot.window import Slice
 
 
 class Hasher(threading.Thread):
-    """Thread that computes the hashes of captured slices, the oldest slice first. Other threads run while a piece is
-    hashed."""
+    """Thread that hashes captured slices, the oldest first. Other threads run while a piece is hashed."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="hasher", daemon=True)

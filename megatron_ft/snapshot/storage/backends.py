@@ -39,8 +39,7 @@ class LocalBackend:
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Write a file. Readers see the whole new content or the former one. Raises OSError, and errors that ``chunks``
-        raises."""
+        """Write a file. Readers see the new content or the former one. Raises OSError, and errors of ``chunks``."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:
@@ -48,8 +47,7 @@ class LocalBackend:
         return os.path.lexists(self.folder / directory / name)
 
     def open(self, directory: str, name: str) -> "LocalSource":
-        """Open a regular file. Raises OSError if it cannot be opened, and CheckpointError if it is a link or not a
-        regular file."""
+        """Open a regular file; links are not followed. Raises OSError, or CheckpointError for other kinds of files."""
         return LocalSource(self.folder / directory / name)
 
     def list_directories(self) -> list[str]:
@@ -88,8 +86,7 @@ class LocalBackend:
 
 
 class LocalSource:
-    """A regular file that is read by position. Errors of the device raise OSError, whereas a memory map would get a
-    signal."""
+    """A regular file, read by position. Device errors raise OSError, whereas a memory map would get a signal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -121,8 +118,7 @@ class LocalSource:
 
 @contextmanager
 def _client_errors(where: str) -> Iterator[None]:
-    """Turn every error in the ``with`` block into an OSError that names ``where``, because callers handle only
-    OSError."""
+    """Turn every error in the ``with`` block into an OSError that names ``where``."""
     try:
         yield
     except (OSError, MegatronFtError):
@@ -136,8 +132,7 @@ class RemoteBackend:
     """Storage at an fsspec URL: an object store or another file system. The methods are those of ``LocalBackend``."""
 
     def __init__(self, url: str) -> None:
-        """Open the URL. Raises CheckpointError if no client for the protocol is installed, or if the client refuses the
-        URL."""
+        """Open the URL. Raises CheckpointError if its client is not installed, or refuses the URL."""
         import fsspec  # type: ignore[import-untyped]
 
         try:

@@ -88,8 +88,7 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
 
 
 def list_set_aside(folder: Path) -> list[Path]:
-    """List the directories of damaged checkpoints that earlier starts have renamed; empty if ``folder`` does not
-    exist."""
+    """List the directories of damaged checkpoints that earlier starts have renamed; empty without ``folder``."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -139,8 +138,7 @@ def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tu
 
 
 def other_iteration(path: Path, manifest: Manifest) -> str | None:
-    """Return a description of the difference if the directory's name and its manifest have different iterations,
-    otherwise None."""
+    """Describe the difference if the directory's name and its manifest have different iterations; otherwise None."""
     named = iteration_of(path)
     if named == manifest.iteration:
         return None
@@ -158,8 +156,7 @@ def move_latest(folder: Path, path: Path, iteration: int) -> None:
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Return the checkpoint to which ``latest`` points; None if ``latest`` does not exist. Raises CheckpointError if it
-    is damaged."""
+    """Return the checkpoint to which ``latest`` points; None without it. Raises CheckpointError if it is damaged."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]

@@ -1,5 +1,4 @@
-"""Files that survive a power failure. Checksums are computed during writing, and a file is renamed only after it is
-synced.
+"""Files that survive a power failure: hashed during writing, and renamed only after they are synced.
 
 All bytes of checkpoints are written by ``_write``, so that a test can make any single write fail.
 """
@@ -109,11 +108,9 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
-    """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one, never a
-    mixture.
+    """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one.
 
-    Raises OSError, and leaves an existing file unchanged, if the disk is full or fails. Errors that chunks raise are
-    passed on.
+    Raises OSError, and leaves an existing file unchanged, if the disk is full or fails; also errors of chunks.
     """
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)

@@ -35,8 +35,7 @@ class Manifest:
     """Content of a manifest: the run and iteration of a checkpoint, and its files with their checksums."""
 
     run_id: str
-    """Random id of the run that wrote the checkpoint. Format 1 has no id and contains the name of the run's folder
-    instead."""
+    """Random id of the run that wrote the checkpoint. Format 1 contains the name of the run's folder instead."""
     run_name: str
     """Name of the run's folder."""
     generation: int
@@ -120,15 +119,13 @@ def check_name(name: str) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, which completes the checkpoint in ``directory``. When this returns, the manifest is
-    synced."""
+    """Write and sync the manifest, which completes the checkpoint in ``directory``."""
     manifest.validate()
     write_atomically(directory, MANIFEST_NAME, manifest.to_bytes())
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises CheckpointError, which names ``directory``, if it is missing or
-    unreadable."""
+    """Read the manifest in ``directory``. Raises CheckpointError, which names the directory, if it cannot be read."""
     path = directory / MANIFEST_NAME
     try:
         status = os.lstat(path)
@@ -156,8 +153,7 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> Manifest:
     starting at ``part``, so that ranks can share the reading.
 
     Raises:
-        CheckpointError: a file is missing, not listed, not a regular file, or has another size or content. The message
-            names the first such file.
+        CheckpointError: a file is missing, not listed, not a regular file, or differs. The message names the file.
     """
     manifest = read_manifest(directory)
     _check_listing(directory, manifest.files)

@@ -71,8 +71,7 @@ def read_rejected(run_dir: Path) -> list[RejectedWindow]:
 
 
 def add_rejected(run_dir: Path, window: RejectedWindow) -> None:
-    """Add a window to the list and sync the file. Readers see the old list or the new one. Only one process of the job
-    may call it.
+    """Add a window to the list and sync the file. Readers see the old or new list. Call it in one process only.
 
     Raises:
         CheckpointError: the file cannot be read or written; its content is unchanged.

@@ -1,5 +1,4 @@
-"""File of one rank's part of a window. It is written completely or not at all, and verified before its bytes are
-used.
+"""File of one rank's part of a window: written completely or not at all, and verified before use.
 
 ::
 
@@ -33,8 +32,7 @@ _ZEROS = bytes(1 << 16)
 
 
 def window_name(key: WindowKey) -> str:
-    """Return the name of a window's directory. If a later generation captures the window again, it uses another
-    name."""
+    """Return the name of a window's directory. A later generation that captures it again uses another name."""
     return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
 
 
@@ -75,8 +73,7 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
 
 
 def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None) -> "WindowFile":
-    """Open a rank's window file, given as a path or URL. Manifest and file size are checked; the payload is not read
-    yet.
+    """Open a rank's window file, given as a path or URL, and check its manifest and size, but not the payload.
 
     Args:
         expect: fields of the window and the values that they must have, e.g. ``{"run_id": "a", "rank": 3}``.
@@ -111,8 +108,7 @@ class WindowFile:
         return self._payload_start + self.window.num_bytes
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
-        """Read and verify slice ``index``. The bytes are read into ``into``, which must have the size of the slice, or
-        into new memory.
+        """Read and verify slice ``index``. The bytes are written to ``into``, of the slice's size, or to new memory.
 
         Raises:
             CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may then contain
@@ -206,8 +202,7 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
-    """Return whether a valid file with the same content exists. Raises CheckpointError if a valid file has other
-    content."""
+    """Return whether this file exists already. Raises CheckpointError if a valid file has other content."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)

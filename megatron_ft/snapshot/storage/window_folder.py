@@ -88,8 +88,7 @@ class WindowFolder:
     def newest(
         self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
     ) -> tuple[WindowKey | None, list[DamageReport]]:
-        """Return the newest complete window that ``refuse`` accepts by returning None, and a report on each newer
-        window."""
+        """Return the newest complete window for which ``refuse`` returns None, and a report on each newer one."""
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
@@ -120,8 +119,7 @@ class WindowFolder:
     def set_aside_from(self, iteration: int) -> list[str]:
         """Rename windows that start at ``iteration`` or later; return the new names.
 
-        Call it before training resumes at ``iteration`` from another state, because training may then write windows
-        with the same names.
+        Call it before training resumes at ``iteration`` from another state, because it may write the same names again.
         """
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 
