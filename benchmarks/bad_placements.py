@@ -27,7 +27,7 @@ PLACEMENT = [
     bad(
         *REPLICAS,
         "parallel.expert_model_parallel_size=2",
-        says=["parallel.expert_model_parallel_size=2", "must be 1 with replica slots"],
+        says=["parallel.expert_model_parallel_size=2", "must be 1 with placement.algorithm"],
     ),
     bad(
         *REPLICAS,
@@ -49,7 +49,7 @@ PLACEMENT = [
         "model.router_trace_file=x.json",
         "model.moe_router_load_balancing_type=sinkhorn",
         "model.moe_aux_loss_coeff=0",
-        says=["model.moe_router_load_balancing_type=sinkhorn", "must not be set with model.router=trace"],
+        says=["model.moe_router_load_balancing_type=sinkhorn", "must keep its default with model.router=trace"],
     ),
 ]
 

@@ -105,7 +105,7 @@ class RanksReady(Record):
     def describe(self) -> Note:
         named = self.process_ids or ()
         ids = " ".join(map(str, named))
-        shown = f"; process ids in rank order: {ids}" if 0 < len(named) <= _MOST_PROCESSES_NAMED else ""
+        shown = f"; process ids by rank: {ids}" if 0 < len(named) <= _MOST_PROCESSES_NAMED else ""
         return Note("info", f"all ranks ready after {seconds(self.seconds)}{shown}")
 
 
@@ -432,8 +432,7 @@ class SinkRecovered(Record):
     """Number of records that the sink lost between its failure and its recovery."""
 
     def describe(self) -> Note:
-        lost = f"{self.num_lost_records} records lost" if self.num_lost_records else "nothing lost"
-        return Note("good", f"{self.sink} works again, {lost}")
+        return Note("good", f"sink {self.sink} works again; lost records: {self.num_lost_records}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ class MembershipChanged(Record):
     ``recovery.keep_layout``."""
 
     def describe(self) -> Note:
-        joining = f" (joining: {list(self.joining)})" if self.joining else ""
+        joining = f", {list(self.joining)} of them joining," if self.joining else ""
         ranks = (
             f"{self.world_size} ranks on nodes {list(self.nodes)}{joining} continue after iteration {self.iteration}"
         )
@@ -92,9 +92,8 @@ class StageRecovery(Record):
     def describe(self) -> Note | None:
         if self.role != "replays":
             return None  # the other ranks compute nothing, and each of them reports this event
-        work = (
-            f"rank {self.rank} of stage {self.stage} replayed {self.num_iterations} iterations up to {self.iteration}"
-        )
+        replayed = f"{self.num_iterations} iteration{'s' * (self.num_iterations != 1)} up to {self.iteration}"
+        work = f"rank {self.rank} of stage {self.stage} replayed {replayed}"
         return Note("good", f"{work} in {seconds(self.seconds)}")
 
 
@@ -178,7 +177,7 @@ class RanksRestarted(Record):
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""
-        left = f"generation {self.generation}; at most {self.num_restarts_left} more restarts without progress"
+        left = f"generation {self.generation}; restarts left without progress: {self.num_restarts_left}"
         return Note("warning", f"starting all ranks again ({left}): {self.reason}{where}")
 
 

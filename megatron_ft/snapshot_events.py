@@ -133,5 +133,5 @@ class WindowReplayed(Record):
     """Seconds for loading the window and replaying."""
 
     def describe(self) -> Note:
-        text = f"replayed {self.num_iterations} iterations up to {self.iteration} in {seconds(self.seconds)}"
-        return Note("good", text)
+        replayed = f"{self.num_iterations} iteration{'s' * (self.num_iterations != 1)} up to {self.iteration}"
+        return Note("good", f"replayed {replayed} in {seconds(self.seconds)}")

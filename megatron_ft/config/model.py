@@ -26,8 +26,7 @@ class ModelConfig:
     vocab_size: int | None = None
     """Number of entries of the vocabulary, at least those of the tokenizer. null means the tokenizer's number."""
     make_vocab_size_divisible_by: int = 128
-    """Number to a multiple of which the vocabulary is padded. Must be a multiple of
-    ``parallel.tensor_model_parallel_size``."""
+    """Divisor of the padded vocabulary size. Must be a multiple of ``parallel.tensor_model_parallel_size``."""
     untie_embeddings_and_output_weights: bool = True
     """Whether the output head has its own weights instead of those of the embedding."""
     position_embedding_type: str = "rope"
@@ -62,7 +61,7 @@ class ModelConfig:
     num_moe_experts: int | None = 8
     """Number of routed experts per MoE layer; null makes a dense model."""
     moe_layer_freq: int = 1
-    """Distance between MoE layers: every n-th layer is an MoE layer, counted from 1, except the first
+    """Distance n between MoE layers: layers n, 2n, ... (from 1) are MoE layers, except the first
     ``moe_first_dense_layers`` layers."""
     moe_first_dense_layers: int = 0
     """Number of layers at the beginning that are dense regardless of ``moe_layer_freq``."""
@@ -115,9 +114,9 @@ class ModelConfig:
     kv_lora_rank: int = 512
     """Rank of the low-rank projection of keys and values."""
     qk_head_dim: int = 128
-    """Number of channels of a query or key head without position information."""
+    """Number of channels of a query or key head that contain no position information."""
     qk_pos_emb_head_dim: int = 64
-    """Number of channels of a query or key head with position information."""
+    """Number of channels of a query or key head that contain position information."""
     v_head_dim: int = 128
     """Number of channels of a value head."""
     published_parameters: int | None = None

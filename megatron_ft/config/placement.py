@@ -21,7 +21,8 @@ class PlacementConfig:
     rebalance_interval_iterations: int = 0
     """Number of iterations after which the placement is planned again from recorded loads; 0 plans only once."""
     rebalance_min_gain: float = 0.05
-    """Smallest gain for which a new placement is used. The gain is the share of tokens that the busiest ranks save."""
+    """Smallest gain for which a new placement is used. The gain is the share of the busiest ranks' tokens that other
+    ranks would process instead."""
     rebalance_bytes_per_token: float = 65536.0
     """Largest number of bytes moved per saved token. Saved tokens are those that the busiest ranks no longer process
     until the next rebalancing."""

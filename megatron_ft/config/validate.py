@@ -27,7 +27,7 @@ def validate(config: JobConfig) -> None:
     """Check every key and the combinations of keys. The first violation raises an error.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     # First, because infinity passes every lower bound below.
     for field in dataclasses.fields(config):

@@ -61,10 +61,10 @@ def test_records_by_iteration(tmp_path: Path) -> None:
     [
         ("[[1, 2], [3", "is not JSON"),
         ("[[1, 2], [3]]", "layer 1 has 1 loads"),
-        ("[1, 2]", "must be a list of per-layer lists"),
-        ("[]", "must be a list of per-layer lists"),
+        ("[1, 2]", "must be a list of loads per layer"),
+        ("[]", "must be a list of loads per layer"),
         ("[[]]", "layer 0 has 0 loads"),
-        ('{"other": [[1]]}', "must be a list of per-layer lists"),
+        ('{"other": [[1]]}', "must be a list of loads per layer"),
         ("[[1, NaN]]", "expert 1 is nan"),
         ("[[1, -2]]", "expert 1 is -2"),
         ("[[1, Infinity]]", "expert 1 is inf"),
@@ -87,7 +87,7 @@ def test_json_refused(tmp_path: Path, content: str, message: str) -> None:
         ("0,a,middle,1,0,5,9\n", "stage=middle"),
         ("0,a,encoder,1,0,-5,9\n", "assigned_tokens=-5"),
         ("0,a,encoder,1,0,x,9\n", "line 2"),
-        ("", "none 0"),
+        ("", "all above 0"),
     ],
 )
 def test_csv_refused(tmp_path: Path, rows: str, message: str) -> None:

@@ -14,7 +14,7 @@ def check_placement(config: JobConfig) -> None:
     """Check the keys of ``placement`` that can be checked without a plan.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     placement, model, parallel = config.placement, config.model, config.parallel
     one_of(BACKENDS, "placement.dispatch_backend", placement.dispatch_backend)

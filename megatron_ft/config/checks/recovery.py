@@ -8,10 +8,10 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, 
 
 
 def check_survival(config: JobConfig) -> None:
-    """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule``and related keys.
+    """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule`` and related keys.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     launch, recovery = config.launch, config.recovery
     above(0, "recovery.reconfigure_timeout_seconds", recovery.reconfigure_timeout_seconds)
@@ -132,7 +132,7 @@ def check_upstream_log(config: JobConfig) -> None:
     """Check ``upstream_log`` and, with ``recovery.keep_layout``, that a stage can replay alone with the same bits.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     at_least(0, "upstream_log.commit_lag_iterations", config.upstream_log.commit_lag_iterations)
     at_least(1, "upstream_log.memory_limit_bytes", config.upstream_log.memory_limit_bytes)
@@ -172,7 +172,7 @@ def check_snapshot(config: JobConfig) -> None:
     """Check the keys of ``snapshot`` that can be checked without a plan.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     snapshot, launch = config.snapshot, config.launch
     at_least(0, "snapshot.num_peer_copies", snapshot.num_peer_copies)

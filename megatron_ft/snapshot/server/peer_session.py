@@ -39,7 +39,7 @@ class PeerSessions:
         """Connections that have not presented the token, the oldest first, with the time of their start."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection in a thread. If too many have not presented the token, the oldest is closed."""
+        """Serve a new connection in a thread. If too many connections have no token yet, the oldest is closed."""
         session = PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
@@ -69,7 +69,7 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
-        """End earlier connections of a node, which also write its copies. Raises ControlError if one does not end."""
+        """End earlier connections of a node, so that only one writes. Raises ControlError if one does not end."""
         with self._lock:
             # Also those that an earlier call could not end: one that came after them must not hide them.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
@@ -162,7 +162,8 @@ class PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
+        """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error the slice is not
+        stored.
 
         The bytes follow the announcement directly. With ``waits``, memory may have to be allocated first, so the bytes
         follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
@@ -259,7 +260,7 @@ class PeerSession(threading.Thread):
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """Make the message that precedes the bytes of a slice. Only that of the first slice has topology and plan."""
+    """Make the message that precedes the bytes of a slice. Only the first slice's message has topology and plan."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}

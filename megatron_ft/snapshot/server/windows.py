@@ -123,7 +123,8 @@ class OwnWindows:
         return next(waiting, None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
-        """Return the windows of ``generation`` that all ``peers`` have completely: buffer to start iteration."""
+        """Return windows of ``generation`` that are complete on this node and on ``peers``: buffer to start
+        iteration."""
         return {
             window.buffer: window.start_iteration
             for window in self._of_generation(generation)

@@ -89,7 +89,7 @@ def test_vocabulary_without_a_needed_entry(tmp_path: Path, drop: str, message: s
 
 @pytest.mark.parametrize(
     ("merges", "message"),
-    [("", "is empty"), ("#version: 0.2\n", "holds no merges"), ("h e\nhe\n", "line 2: 'he': must be two entries")],
+    [("", "is empty"), ("#version: 0.2\n", "contains no merges"), ("h e\nhe\n", "line 2: 'he': must be two entries")],
 )
 def test_bad_merges(tmp_path: Path, merges: str, message: str) -> None:
     with pytest.raises(DataError, match=message):

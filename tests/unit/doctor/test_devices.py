@@ -61,7 +61,7 @@ def test_and_goes_without() -> None:
 def test_memory_of_gpus_that_nobody_knows_is_a_warning() -> None:
     unknown = replace(DEVICES, gpu_memory_bytes=None)
     (finding,) = judged(check_devices(unknown, CUDA))
-    assert finding.level == "warning" and "compared with nothing" in finding.what
+    assert finding.level == "warning" and "the memory of the GPUs is unknown" in finding.what
     assert judged(check_devices(unknown, replace(CUDA, gpu_memory_bytes=80 * GIB))) == [], "the plan was compared"
 
 

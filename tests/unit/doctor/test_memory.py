@@ -19,7 +19,12 @@ def limits(**changed: tuple[int | None, int | None]) -> dict[str, Any]:
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "too little memory": ({"total_bytes": 15 * GIB, "available_bytes": 14 * GIB}, {}, "error", "need 16.0 GiB"),
     "a control group": ({"cgroup_limit_bytes": 8 * GIB}, {}, "error", "the control group"),
-    "snapshot servers that would refuse": ({"available_bytes": 4 * GIB}, {}, "error", "snapshot servers would refuse"),
+    "snapshot servers that would refuse": (
+        {"available_bytes": 4 * GIB},
+        {},
+        "error",
+        "too little for snapshot servers",
+    ),
     "memory that others hold": ({"available_bytes": 12 * GIB}, {}, "warning", "12.0 GiB free"),
     "a control group in use": (
         {"cgroup_limit_bytes": 20 * GIB, "cgroup_used_bytes": 10 * GIB},

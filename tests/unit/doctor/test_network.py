@@ -11,8 +11,8 @@ from tests.helpers.machines import NEEDS, NETWORK, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a name without an address": ({"resolved": ()}, {"interface": "nowhere"}, "error", "nowhere: has no address"),
-    "an interface's name": ({"resolved": ()}, {"interface": "eth0"}, "error", "names an interface"),
-    "an address of others": ({"resolved": ("10.9.9.9",)}, {}, "error", "is no address of this machine"),
+    "an interface's name": ({"resolved": ()}, {"interface": "eth0"}, "error", "not the name of an interface"),
+    "an address of others": ({"resolved": ("10.9.9.9",)}, {}, "error", "is not an address of this machine"),
     "an interface that is down": ({"resolved": ("10.0.1.5",)}, {}, "error", "interface eth1 is down"),
     "loopback for several machines": (
         {"resolved": ("127.0.0.1",)},

@@ -45,7 +45,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "the name of Transformer Engine alone": (versions(transformer_engine="2.11.0"), {}, "error", "has: neither"),
     "parts without their name": (versions(transformer_engine_cu13="2.11.0"), {}, "error", "without transformer-engine"),
-    "parts of two versions": (engine(transformer_engine_torch="2.10.0"), {}, "error", "must be of one version"),
+    "parts of two versions": (engine(transformer_engine_torch="2.10.0"), {}, "error", "must have the same version"),
     "Transformer Engine is needed": ({}, {"needs_transformer_engine": True}, "error", "this job needs it"),
     "a foreign apex": ({"apex": "other"}, {}, "error", "is not NVIDIA's"),
     "torch for CPU": (versions(torch="2.13.0+cpu"), CUDA, "error", "built without CUDA"),

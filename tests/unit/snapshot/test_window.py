@@ -98,7 +98,7 @@ def test_a_bad_hash_is_refused(digest: Any) -> None:
     ("pieces", "says"),
     [
         ([piece(), piece(component="weight", offset=39)], "overlaps"),
-        ([piece(offset=64), piece(component="weight")], "out of order"),
+        ([piece(offset=64), piece(component="weight")], "after the previous piece"),
         ([piece(), piece(offset=64)], "element 10 of 'a.b' 'master' occurs twice"),
         ([piece(), piece(offset=64, start=19, stop=29)], "element 19 of 'a.b' 'master' occurs twice"),
         ([piece(offset=4057)], "ends at 4097, outside the slice"),
@@ -123,7 +123,7 @@ def test_extents_cover_every_byte() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda b: b.update(format_version=WINDOW_FORMAT_VERSION + 1), "needs a newer version of this project"),
+        (lambda b: b.update(format_version=WINDOW_FORMAT_VERSION + 1), "install a newer version of this project"),
         (lambda b: b.update(rank=2), "rank=2: must be less than world_size=2"),
         (lambda b: b.update(num_slices=3), "num_slices=3"),
         (lambda b: b["slices"][1].update(iteration=23), "iteration 23 must be"),

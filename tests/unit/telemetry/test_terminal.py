@@ -263,8 +263,7 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
                 generation=2, reason="rank 3 raised", failed_ranks=(3,), iteration=7, num_restarts_left=1
             ),
             "warning",
-            "starting all ranks again (generation 2; at most 1 more restarts without progress): "
-            "rank 3 raised in iteration 7",
+            "starting all ranks again (generation 2; restarts left without progress: 1): rank 3 raised in iteration 7",
         ),
         (events.RunStarted(run_name="r", model="m", world_size=1), "info", "r: m, 1 rank"),
         (
@@ -277,7 +276,7 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
         (
             events.SinkRecovered(sink="metrics.jsonl", num_lost_records=2),
             "good",
-            "metrics.jsonl works again, 2 records lost",
+            "sink metrics.jsonl works again; lost records: 2",
         ),
         (
             events.UpstreamLogPlanned(iteration=3, iterations_kept=12, log_bytes=3_200_000, node_bytes=12_800_000),

@@ -140,7 +140,7 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"window_bytes": 1 << 60}, "window_bytes"),
         ({"window_bytes": PAGE + 1}, "multiple"),
         ({"window_bytes": PAGE, "offset": PAGE}, "next multiple"),
-        ({"num_bytes": 3 * PAGE}, "end before byte"),
+        ({"num_bytes": 3 * PAGE}, "the buffer has only"),
         ({"num_bytes": 10}, "outside the slice of 10 bytes"),
         ({"buffer": 2}, "buffer"),
         ({"slice": 1}, "must be slice 0"),
