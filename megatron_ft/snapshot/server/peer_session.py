@@ -162,8 +162,7 @@ class PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error the slice is not
-        stored.
+        """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
 
         The bytes follow the announcement directly. With ``waits``, memory may have to be allocated first, so the bytes
         follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.

@@ -123,8 +123,7 @@ class OwnWindows:
         return next(waiting, None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
-        """Return windows of ``generation`` that are complete on this node and on ``peers``: buffer to start
-        iteration."""
+        """Return complete windows of ``generation`` on this node and all ``peers``: buffer to start iteration."""
         return {
             window.buffer: window.start_iteration
             for window in self._of_generation(generation)

@@ -2,11 +2,11 @@
 
 ::
 
-    checkpoints/iter_0000030/        complete once it holds a manifest
-    checkpoints/iter_0000030.1/      saved again after the first one (a run that went back and forth)
-    checkpoints/damaged_iter_0000020 set aside by a resume that found it damaged
-    checkpoints/foreign_iter_0000050 set aside by a resume: of another run, or its name is of another iteration
-    checkpoints/latest               JSON; the newest complete checkpoint, for people and tools
+    checkpoints/iter_0000030/        a checkpoint, complete if it contains a manifest
+    checkpoints/iter_0000030.1/      the same iteration, saved again after the run had resumed from an earlier one
+    checkpoints/damaged_iter_0000020 renamed by a job that found the checkpoint damaged
+    checkpoints/foreign_iter_0000050 renamed, because it is of another run, or of another iteration than its name says
+    checkpoints/latest               JSON with the name of the newest complete checkpoint
 """
 
 import json
@@ -138,7 +138,7 @@ def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tu
 
 
 def other_iteration(path: Path, manifest: Manifest) -> str | None:
-    """Describe the difference if the directory's name and its manifest have different iterations; otherwise None."""
+    """Describe the difference if a directory's name and manifest have different iterations; None if they agree."""
     named = iteration_of(path)
     if named == manifest.iteration:
         return None

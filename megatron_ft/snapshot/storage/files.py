@@ -110,7 +110,7 @@ def fsync_directory(directory: Path) -> None:
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
     """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one.
 
-    Raises OSError, and leaves an existing file unchanged, if the disk is full or fails; also errors of chunks.
+    Raises OSError, and leaves an existing file unchanged, if the disk is full or fails; errors of chunks are passed on.
     """
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)

@@ -153,7 +153,7 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> Manifest:
     starting at ``part``, so that ranks can share the reading.
 
     Raises:
-        CheckpointError: a file is missing, not listed, not a regular file, or differs. The message names the file.
+        CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names it.
     """
     manifest = read_manifest(directory)
     _check_listing(directory, manifest.files)

@@ -46,7 +46,7 @@ class RejectedWindow:
 def window_digest(manifests: Sequence[str]) -> str:
     """Return a checksum of the manifests of all ranks' parts of a window: 32 hexadecimal digits.
 
-    It identifies the content, because a manifest contains the plan, the votes and a checksum of every piece.
+    The checksum identifies the content, because a manifest contains the plan, the votes and a checksum of every piece.
     """
     # In rank order, and each manifest as canonical JSON: every restart computes the same digest for the same content.
     return xxhash.xxh3_128("\n".join(manifests).encode()).hexdigest()

@@ -4,11 +4,11 @@
 
     8 bytes    magic
     4          format version           (numbers are little endian)
-    8          bytes of the manifest
+    8          size of the manifest in bytes
     16         xxh3_128 of the manifest
     ...        manifest, strict JSON
     ...        zeros up to a multiple of 4096
-    ...        payload: slices, zeros wherever no piece lies
+    ...        payload: the slices, with zeros between pieces
 """
 
 import struct

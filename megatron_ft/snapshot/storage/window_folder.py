@@ -2,9 +2,9 @@
 
 ::
 
-    windows/window_0000012/rank-00003.window   complete once all ranks' files verify and belong together
-    windows/window_0000012.1/                  captured again by generation 1
-    windows/superseded_window_0000020          set aside by a run that resumed from before it
+    windows/window_0000012/rank-00003.window   a window is complete if all ranks' files are valid and belong together
+    windows/window_0000012.1/                  the same iterations, captured again in generation 1
+    windows/superseded_window_0000020          renamed, because the run resumed from an earlier iteration
 """
 
 import re
@@ -119,7 +119,8 @@ class WindowFolder:
     def set_aside_from(self, iteration: int) -> list[str]:
         """Rename windows that start at ``iteration`` or later; return the new names.
 
-        Call it before training resumes at ``iteration`` from another state, because it may write the same names again.
+        Call it before training resumes at ``iteration`` from another state, because training may write windows with the
+        same names again.
         """
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 
