@@ -257,7 +257,7 @@ def hit(phase: str, iteration: int) -> None:
 
 
 def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
-    # Before the fault: ``delay`` and a continued ``stop`` return, and must not fire again.
+    # Remove it before the fault, because ``delay`` and a continued ``stop`` return and must not fire again.
     armed.waiting.remove(failpoint)
     hit_event = FailpointHit(
         time_unix_seconds=time.time(),
@@ -268,7 +268,7 @@ def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
         node=armed.node,
         failpoint=failpoint.text,
     )
-    # On disk before the fault, which may leave no time for anything: a trial counts only with this record.
+    # The record is on disk before the fault, because a trial counts only with this record.
     armed.record(hit_event.to_record())
     match failpoint.action:
         case "kill":

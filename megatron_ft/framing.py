@@ -117,7 +117,7 @@ def read_line(descriptor: int, *, most: int = MAX_FRAME_BYTES) -> bytes:
     The result has no newline if the peer closed the stream first, or if the line is longer than ``most`` bytes.
     """
     line = bytearray()
-    # Byte by byte: a buffer would take what follows, and a later wait for the end would not see it.
+    # Read byte by byte: a buffer would also read the following bytes, and a later reader would miss them.
     while not line.endswith(b"\n") and len(line) <= most and (byte := os.read(descriptor, 1)):
         line += byte
     return bytes(line)

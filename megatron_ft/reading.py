@@ -72,7 +72,7 @@ def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple
     if match is None or match.group(1) not in names:
         raise ConfigError.of(key, text, f"must be a call of one of {', '.join(names)}, e.g. {example}")
     try:
-        # The name may be a keyword of Python, e.g. raise: another one stands for it here.
+        # The name may be a keyword of Python, e.g. raise, so it is replaced by another one.
         call = ast.parse("call" + match.group(2), mode="eval").body
     except _PARSE_ERRORS as error:
         raise ConfigError.of(key, text, f"must be one call with keyword arguments ({error})") from None

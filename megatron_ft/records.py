@@ -182,7 +182,7 @@ def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
             rest = {name: value for name, value in record.items() if name != "rung"}
             return {**rest, **strategy, "kind": "recovery_started"}
         case "recovery_chosen":
-            # It named no generation. Where ranks had been started again, a recovery_decided followed, which counts.
+            # This kind has no generation. If ranks had been restarted, a recovery_decided followed, which has it.
             source = record.get("source")
             found = (
                 {"strategy": "window"} if source in ("memory", "persisted") else {"strategy": source, "source": None}

@@ -147,7 +147,7 @@ def _schedule(config: JobConfig) -> dict[str, JsonValue]:
         "optimizer.lr": options.lr,
         "optimizer.lr_decay_style": options.lr_decay_style,
         "optimizer.lr_warmup_init": options.lr_warmup_init,
-        # The value, not the key: null means another number in a longer run.
+        # Store the resulting value, because null means another number in a longer run.
         "optimizer.lr_warmup_iterations": options.num_warmup_iterations(num_iterations),
     }
     # Keys that have no effect with this style must not refuse a resume.

@@ -27,7 +27,7 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
             job,
             launch=replace(job.launch, num_nodes=len(present)),
             topology=topology,
-            # ``derive_placement`` sets it again: all ranks that are left are one expert group.
+            # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
             parallel=replace(job.parallel, expert_model_parallel_size=1),
             placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, num_domains)),
             snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, num_domains - 1)),

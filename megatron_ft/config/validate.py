@@ -29,7 +29,7 @@ def validate(config: JobConfig) -> None:
     Raises:
         ConfigError: a rule is violated; the message names key, value and constraint.
     """
-    # First, because infinity passes every lower bound below.
+    # Check this first, because infinity passes all lower bounds.
     for field in dataclasses.fields(config):
         group = getattr(config, field.name)
         if dataclasses.is_dataclass(group):
@@ -82,8 +82,8 @@ def _check_failpoints(config: JobConfig) -> None:
 
 def _last_generation(config: JobConfig) -> int | None:
     # Largest generation that can occur; None where nodes can join without limit.
-    # The count of restarts begins again after every iteration of progress, and after each start nodes can be lost one
-    # by one.
+    # The count of restarts is reset after every iteration of progress, and after each start nodes can be lost one by
+    # one.
     if config.most_nodes > config.launch.num_nodes or config.nodes.restart_lost_nodes:
         return None
     num_restarts = config.recovery.max_restarts * (config.training.train_iterations + 1)

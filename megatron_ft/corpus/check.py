@@ -63,7 +63,7 @@ def check_data(config: JobConfig) -> DataSummary:
     """
     src.check_lists(config.data)
     tokenizer = build_tokenizer(config.data)
-    # Before ranks start: an error on a rank would end the job only after minutes of loading.
+    # Check this before ranks start, because an error on a rank would end the job only after minutes of loading.
     found = _split(config, "train", tokenizer)
     if config.training.eval_interval_iterations:
         found += _split(config, "valid", tokenizer)
@@ -147,11 +147,11 @@ def _expected_tokens(tokenizer: Tokenizer) -> int | None:
 def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
     """Check token ids and describe which were checked. Raises DataError for the first invalid id."""
     bounds = np.iinfo(info.dtype)
-    # Every value of the format is in the vocabulary: there is nothing to read.
+    # If every value of the format is in the vocabulary, no token has to be read.
     if bounds.min >= 0 and bounds.max < entries:
         return f"every {info.dtype.name} is a valid token id"
     tokens = np.memmap(bin_path(info.prefix), dtype=info.dtype, mode="r")
-    # Samples only, for a corpus may have terabytes; ids are checked again when each sample is read.
+    # Check only a sample of the ids, because a corpus may have terabytes. Each id is checked again when it is read.
     starts = np.linspace(0, max(0, info.num_tokens - PROBE_WINDOW_TOKENS), PROBE_WINDOWS, dtype=np.int64)
     for start in np.unique(starts).tolist():
         window = tokens[start : start + PROBE_WINDOW_TOKENS].astype(np.int64)

@@ -118,7 +118,7 @@ def check_lists(config: DataConfig) -> None:
         raise ConfigError.of("data.valid_weights", config.valid_weights, "must be null without data.valid")
     check_weights("data.valid_weights", config.valid_weights, len(config.valid))
     for key, sources in (("data.train", config.train), ("data.valid", config.valid)):
-        # Resolved: two paths to one file would read its tokens twice as often as its weight says.
+        # Compare resolved paths, because two paths to one file would read its tokens twice as often as intended.
         resolved = [source if source == stdlib.NAME else str(Path(source).resolve()) for source in sources]
         for position, source in enumerate(resolved):
             if source in resolved[:position]:
@@ -152,7 +152,7 @@ def fingerprint(plan: SplitPlan) -> str:
     """
     digest = hashlib.blake2b(repr((plan.seq_length, plan.order)).encode(), digest_size=8)
     for span in plan.spans:
-        # The ends only: every start of every rank computes this, whatever the size of the sources.
+        # Read only the ends, because every rank computes this at every start, whatever the size of the sources.
         edge = min(4096, span.num_tokens)
         digest.update(f"{span.first_token} {span.num_tokens}".encode())
         for start in (span.first_token, span.first_token + span.num_tokens - edge):

@@ -103,7 +103,7 @@ def cgroup_limit(root: Path) -> tuple[int, int] | None:
                 kept = int((folder / used).read_text()) - _statistic(folder / "memory.stat", given_back)
                 found.append((int(text), max(0, kept)))
     limited = [each for each in found if each[0] < _CGROUP_UNLIMITED]
-    # The group with the least room stops the process first, not the one with the lowest limit.
+    # The cgroup with the least memory left stops the process first, not the one with the lowest limit.
     return min(limited, default=None, key=lambda each: each[0] - each[1])
 
 

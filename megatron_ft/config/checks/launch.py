@@ -112,7 +112,7 @@ def check_detector(detector: DetectorConfig) -> None:
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
-        # One late heartbeat must not count as a loss.
+        # One late heartbeat must not make a node count as lost.
         timeout >= 2 * interval,
         "detector.heartbeat_timeout_seconds",
         timeout,
@@ -132,7 +132,7 @@ def check_detector(detector: DetectorConfig) -> None:
 def _check_interface(interface: str) -> None:
     key = "control.interface"
     require(bool(interface.strip()), key, repr(interface), "must be the address of one interface, e.g. 127.0.0.1")
-    # The token of the job authenticates but does not encrypt: which network carries it has to be a choice.
+    # The job's token authenticates but does not encrypt, so the user has to choose the network.
     every = means_every_interface(interface)
     require(
         not every, key, interface, "must not mean all interfaces; give the address of one interface, e.g. 127.0.0.1"

@@ -44,7 +44,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
     changes: list[MembershipChange] = []
     nodes: tuple[int, ...] = tuple(range(num_nodes))
     earliest, last = 1, config.training.train_iterations
-    # In order: whether a change is possible depends on the members that the earlier ones leave.
+    # Check in order, because the members before a change depend on the earlier changes.
     for text in schedule:
         change = parse_membership_change(text)
         named = (*change.lose, *change.join)
@@ -89,7 +89,7 @@ def _check_requirements(
     config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
 ) -> None:
     found = unmet(config, requirements)
-    # All in one message: of several refusals the last may make the others pointless.
+    # Name all of them in one message, because the user may find only the last one impossible to change.
     others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
     also = f"; {feature} also requires: {', '.join(others)}" if others else ""
     for need in found[:1]:

@@ -57,7 +57,7 @@ class Arena:
         self.num_buffers = num_buffers
         self._status_bytes = status_bytes
         try:
-            # All pages are mapped now: faults during the first captures would be measured as stalls of training.
+            # All pages are mapped now, because page faults in the first captures would count as stalls of training.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             self._map = mmap.mmap(descriptor, status_bytes + num_buffers * window_bytes, flags=flags)
         finally:
@@ -97,7 +97,7 @@ class KeeperClient:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # A server that is stopped still has a socket, whose queue takes connections that are never answered.
+            # The socket of a stopped server still accepts connections into its queue, but nothing answers them.
             sock.settimeout(CONNECT_SECONDS)
             sock.connect(socket_path)
         except OSError as error:
@@ -127,7 +127,7 @@ class KeeperClient:
         """
         answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes, "new": new})
         self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
-        # The page is the server's: this client has sent no commit for this memory yet.
+        # Begin with the commit on the status page, because this client has sent none for this memory yet.
         self._committed = self._arena.status(COMMITTED_START)
         return self._arena
 
@@ -165,7 +165,7 @@ class KeeperClient:
         arena = self._arena
         if arena is None:
             return BufferStates()
-        # Read before what is pinned: the server writes it after.
+        # Read this field before the pinned buffers, because the server writes it after them.
         knows_commits = arena.status(COMMITTED_START) == self._committed
         pinned = arena.status(PINNED_BUFFERS)
         buffers = range(arena.num_buffers)
@@ -243,7 +243,7 @@ class KeeperClient:
     def _read_answers(self, seconds: float | None = None) -> Message:
         # Read all answers that are due, each within ``seconds``; the last one counts, unless one is a refusal.
         self._reader.sock.settimeout(ANSWER_SECONDS if seconds is None else seconds)
-        # All are read before one is raised: the next request must find its own answer first.
+        # Read all answers before a refusal is raised, so that the next request reads its own answer.
         answers = [self._receive() for _ in range(self._num_unread)]
         self._num_unread = 0
         for answer in answers:

@@ -33,7 +33,7 @@ class Segment:
         weakref.finalize(self, os.close, self.descriptor)
         for start in range(0, num_bytes, _CHUNK_BYTES):
             chunk_bytes = min(_CHUNK_BYTES, num_bytes - start)
-            # A page that is missing later would be a SIGBUS in whichever process touches it.
+            # If a page could not be allocated later, the process that touches it would get a SIGBUS.
             os.posix_fallocate(self.descriptor, start, chunk_bytes)
             on_allocated(chunk_bytes)
         self.view = memoryview(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED))
@@ -71,7 +71,7 @@ class Memory:
                 self._missing_bytes -= chunk_bytes
 
         try:
-            # Outside the lock: touching all pages of a large segment takes seconds.
+            # Do not hold the lock here, because the allocation of a large segment takes seconds.
             segment = Segment(name, num_bytes, allocated)
         except OSError as error:
             allocated(missing_bytes)

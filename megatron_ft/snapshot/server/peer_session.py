@@ -71,14 +71,14 @@ class PeerSessions:
     def replace(self, node: int, session: "PeerSession") -> None:
         """End earlier connections of a node, so that only one writes. Raises ControlError if one does not end."""
         with self._lock:
-            # Also those that an earlier call could not end: one that came after them must not hide them.
+            # Include connections that earlier calls could not end: a newer connection must not hide them.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
             self._of_node[node] = [*earlier, session]
         for other in earlier:
             other.abort()
         deadline = time.monotonic() + REPLACE_SECONDS
         for other in earlier:
-            # Outside the lock, which the other thread may need in order to end.
+            # Do not hold the lock here: the other thread may need it in order to end.
             other.join(max(0.0, deadline - time.monotonic()))
         if any(other.is_alive() for other in earlier):
             raise ControlError(f"node={node}: an earlier connection of this node does not end")
@@ -136,7 +136,7 @@ class PeerSession(threading.Thread):
         self._generation = generation
         if hello.get("replicates") is True:
             self._sessions.replace(node, self)
-        # After the earlier connection has ended: the list has all that it still wrote.
+        # The earlier connection has ended, so the list includes all slices that it wrote.
         with self._store.lock:
             held = [
                 {"rank": rank, "window": asdict(window.stored("copy", self._store.node))}
@@ -148,7 +148,7 @@ class PeerSession(threading.Thread):
     def _serve_one(self) -> None:
         message = self._wire.receive(patient=True)
         with self._store.lock:
-            # Again for every message: a newer generation may have greeted since this connection did.
+            # Check this for every message: a client of a newer generation may have connected meanwhile.
             self._store.check_generation(self._generation)
         answers = {
             "slice": self._slice,
@@ -173,7 +173,7 @@ class PeerSession(threading.Thread):
             raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
         incoming, part = read_announcement(message, self._generation)
         rank = incoming.rank
-        # Before memory for it is allocated; later slices are checked against the window that they continue.
+        # Check the first slice before memory is allocated; later slices are checked against their window.
         if index == 0:
             incoming.check_next(index, part, window_bytes)
         waits = message.get("waits") is True
@@ -185,7 +185,7 @@ class PeerSession(threading.Thread):
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
             hashes = receive_hashed(part, payload, self._wire.receive_into)
-            # Both ends hash on their own: a difference shows what memory or network did to the bytes.
+            # Both ends compute the hashes, so a difference shows that memory or network has changed the bytes.
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: was damaged in transfer", "hash")
             part.hashes = hashes
@@ -199,7 +199,7 @@ class PeerSession(threading.Thread):
         self._wire.send({"op": "ack"})
 
     def _copy_of(self, rank: int, window_bytes: int, *, may_take: bool) -> Copy:
-        # Much memory takes longer to allocate than the sender waits without a message.
+        # To allocate much memory takes longer than the time for which the sender waits without a message.
         with self._store.lock:
             copy = self._store.copies.get(rank)
             if copy is not None and copy.windows.window_bytes == window_bytes:
@@ -224,7 +224,7 @@ class PeerSession(threading.Thread):
         return window
 
     def _check_copy(self, rank: int, copy: Copy) -> None:
-        # The lock is held until the change that follows: what is acknowledged must be where it is looked for.
+        # The caller holds the lock until it has changed the copy: an acknowledged slice must be in the present copy.
         self._store.check_generation(self._generation)
         if self._store.copies.get(rank) is not copy:
             raise ControlError(f"rank={rank}: the memory for copies was freed during the transfer")
@@ -233,7 +233,7 @@ class PeerSession(threading.Thread):
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         key = fields.window_key(message)
         with self._store.lock:
-            # With the commit, which forgets other windows: those of a newer generation must stay.
+            # Check this under the lock of the commit, which drops other windows: those of a newer generation must stay.
             self._store.check_generation(self._generation)
             if rank not in self._store.copies:
                 raise ControlError(f"rank={rank}: this server has no copy of the rank's windows")
@@ -243,7 +243,7 @@ class PeerSession(threading.Thread):
     def _inventory(self, message: Message) -> None:
         with self._store.lock:
             windows = self._store.inventory(fields.integer(message, "rank", most=fields.MAX_RANK))
-        # Buffers are of this node: they mean nothing on the node that asks.
+        # Numbers of buffers have no meaning on the node that requested the inventory.
         self._wire.send({"op": "inventory", "windows": [asdict(replace(window, buffer=None)) for window in windows]})
 
     def _fetch(self, message: Message) -> None:
@@ -275,7 +275,7 @@ def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWin
         ControlError, CheckpointError: a field is missing or invalid.
     """
     window = Window.from_json(message.get("window"), whole=False)
-    # Later windows supersede by generation: one of a generation that is yet to come would outlive them.
+    # A window is superseded by newer generations: one of a future generation would never be dropped.
     if window.generation > newest_generation:
         raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)

@@ -96,7 +96,7 @@ class Keeper:
                     if isinstance(key.fileobj, socket.socket):
                         self._accept(key.fileobj)
                     elif not os.read(sys.stdin.fileno(), 4096):
-                        # The parent held the other end: its death ends this server even if no signal came.
+                        # Standard input closes when the parent ends, even if it ended without a signal to this process.
                         return
 
     def _accept(self, listener: socket.socket) -> None:
@@ -131,7 +131,7 @@ class Keeper:
 
 def check_interface(interface: str) -> str:
     """Return ``interface`` without brackets. Raises ConfigError if it means all network interfaces."""
-    # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
+    # Windows contain the weights of the job, and connections are not encrypted, so listen on one chosen network only.
     if means_every_interface(interface):
         raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
     return interface.strip("[]")
@@ -202,7 +202,7 @@ def main() -> int:
     except MegatronFtError as error:
         print(f"snapshot server: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    # Only now: after this line the parent lets ranks and peers connect.
+    # Print this last, because the parent then lets ranks and peers connect.
     print(json.dumps({"address": keeper.address}), flush=True)
     try:
         keeper.serve()

@@ -55,7 +55,7 @@ class RankSession(threading.Thread):
             self._store.report(f"the connection of a rank was closed: {error}")
         finally:
             with self._store.lock:
-                # A newer connection may act for the rank by now: its entry stays.
+                # If a newer connection acts for the rank by now, its entry must stay.
                 if self._own is not None and self._own.abort == self.abort:
                     self._own.abort = None
                 self._reader.close()
@@ -82,7 +82,7 @@ class RankSession(threading.Thread):
             raise ControlError(f"its first message was refused: {answer.get('reason')}")
 
     def _send(self, answer: Message, descriptors: list[int]) -> None:
-        # A rank may die right after its last requests: they are served all the same, and not answered.
+        # A rank may die right after its last requests. They are still carried out, but not answered.
         if not self._rank_listens:
             return
         try:
@@ -96,7 +96,7 @@ class RankSession(threading.Thread):
         if self._own is None or self._settings is None:
             return self._hello(message)
         with self._store.lock:
-            # Another process may have greeted since: requests that were on their way must not count.
+            # Another process may have replaced this one: requests that arrive after that must be refused.
             self._store.check_acting(self._own, self._settings)
         answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
             "allocate": self._allocate,
@@ -115,7 +115,7 @@ class RankSession(threading.Thread):
         return answers[operation](self._own, message, descriptors)
 
     def _hello(self, message: Message) -> Message:
-        # First, so that nothing else of a message without the token is looked at.
+        # Check the token first, so that nothing else in a message without the token is read.
         if not is_token(message.get("token"), self._store.token):
             raise Refused("wrong or missing token")
         if message.get("op") != "hello":
@@ -132,7 +132,7 @@ class RankSession(threading.Thread):
         assert self._settings is not None, "greeted"
         is_new = message.get("new") is True
         segment, taken_bytes = self._store.take_arena(own, self._settings, window_bytes, new=is_new)
-        # A copy: ``_serve`` closes what it has sent, and the segment keeps its own.
+        # Duplicate the descriptor, because ``_serve`` closes it after sending.
         descriptors.append(os.dup(segment.descriptor))
         sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
         return {"op": "memory", **sizes}
@@ -164,7 +164,7 @@ class RankSession(threading.Thread):
             window = windows.commit(start, generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
-            # Only now: until the whole job has a window of this generation, a restart may need those before it.
+            # Free them only now: until all ranks have a window of this generation, a restart may need older ones.
             self._store.free_older(window.generation)
         return _OK
 
@@ -200,7 +200,8 @@ class RankSession(threading.Thread):
             windows = [asdict(window) for window in self._store.inventory(rank)]
         others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
         if message.get("ask_peers") is True and others:
-            # All at once: each node that is gone costs the whole limit of a connection attempt.
+            # Ask all nodes at the same time, because each node that is gone costs the time limit of a connection
+            # attempt.
             with ThreadPoolExecutor(min(_MAX_INQUIRIES, len(others))) as pool:
                 greeting = self._greeting(own)
                 answers = pool.map(lambda peer: self._ask_inventory(*peer, greeting, rank), sorted(others.items()))
@@ -216,7 +217,7 @@ class RankSession(threading.Thread):
             finally:
                 wire.close()
         except (ControlError, OSError) as error:
-            # A peer that is lost has no windows any more: the restart uses those of the others.
+            # A lost peer has no windows any more, so the restart uses those of other nodes.
             self._store.report(f"cannot get the list of windows of rank {rank} from node {node}: {error}")
             return []
 
@@ -225,7 +226,7 @@ class RankSession(threading.Thread):
         node = fields.integer(message, "node", most=fields.MAX_RANK)
         if node == self._store.node:
             with self._store.lock:
-                # Its bytes are read later and without the lock: the rank compares each piece with its hash.
+                # The rank reads the bytes later without the lock, and compares each piece with its hash.
                 segment, offset, window = self._store.find(rank, key)
             description, num_bytes = window.to_json(), window.num_bytes
         elif node not in own.settings.peers:
@@ -242,13 +243,13 @@ class RankSession(threading.Thread):
         return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}
 
     def _changing(self, own: OwnRank) -> AbstractContextManager[OwnWindows]:
-        # Checked again with the change: another process may have greeted since the request arrived.
+        # ``changing`` checks again that no other process has replaced this one since the request arrived.
         assert self._settings is not None, "greeted"
         return self._store.changing(own, self._settings)
 
     def _greeting(self, own: OwnRank) -> Message:
         origin = own.settings.origin
-        # Only a replicating connection replaces the one that this node's sender uses.
+        # With ``replicates``, this connection would replace the one of this node's sender.
         about = {"run_id": origin.run_id, "generation": origin.generation, "replicates": False}
         return {"token": self._store.token, "node": self._store.node, **about}
 

@@ -91,7 +91,7 @@ class Sender(threading.Thread):
             if work is None or len(self._unanswered) == MAX_UNANSWERED:
                 self._take_answer()
             elif self._wire is None or self._generation != generation:
-                # A newer membership greets again: the peer's fence compares the generation of the greeting.
+                # Connect again for a newer membership, because the peer checks the generation of the first message.
                 self._connect(generation)
             else:
                 self._send(work)
@@ -114,7 +114,7 @@ class Sender(threading.Thread):
         return min(found, key=lambda work: work.iteration, default=None)
 
     def _connect(self, generation: int) -> None:
-        # The peer's own list replaces what it acknowledged before: it may have been restarted.
+        # The peer's list replaces its earlier acknowledgements, because the peer may have been restarted.
         self._disconnect()
         about = {"token": self._store.token, "node": self._store.node, "run_id": self._store.run_id}
         greeting = {**about, "generation": generation, "replicates": True}
@@ -154,7 +154,7 @@ class Sender(threading.Thread):
             payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
         rank = window.rank
-        # The peer may need minutes to allocate: bytes sent before that would fill the socket, and count as a stall.
+        # The peer may need minutes to allocate memory; until then the bytes would fill the socket and count as a stall.
         waits = self._accepted_bytes.get(rank) != window_bytes
         wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits}, goes_on=not waits)
         if waits:
@@ -168,7 +168,7 @@ class Sender(threading.Thread):
         self._sent(work)
 
     def _hashes(self, work: Work, part: Slice) -> Sequence[str]:
-        # None if the window was forgotten meanwhile: then the peer refuses the bytes.
+        # Without hashes, because the window was dropped meanwhile, the peer refuses the bytes.
         own, window = work.own, work.action.window
         with self._store.lock:
             self._store.lock.wait_for(
@@ -198,8 +198,8 @@ class Sender(threading.Thread):
             own.publish()
 
     def _failed(self, work: Work | None, generation: int, error: ControlError | OSError) -> None:
-        # The connection ends, and the next one begins with what the peer holds. A window that was forgotten while it
-        # was sent is no failure.
+        # The connection ends, and the next one begins with the peer's list of windows. It is no failure if a window was
+        # dropped while it was sent.
         if not isinstance(error, Refused):
             error = self._refusal() or error
         # Answers have the order of requests: what failed is the oldest request without an answer.
@@ -211,7 +211,7 @@ class Sender(threading.Thread):
             if kind == "hash":
                 self._damaged(work, error)
                 return
-            # The peer has seen a newer generation: nothing is sent before a rank of this node has joined it.
+            # The peer knows a newer generation, so nothing is sent before a rank of this node belongs to it.
             if kind == "stale":
                 self._fenced = generation
                 self._note(work, error)
@@ -228,7 +228,7 @@ class Sender(threading.Thread):
                 self._store.lock.wait(left)
 
     def _refusal(self) -> Refused | None:
-        # A peer that refuses ends the connection: its reason may still be unread.
+        # A peer that refuses a message ends the connection, and its reason may still be unread.
         try:
             while self._unanswered and self._wire is not None and self._wire.has_arrived():
                 self._take_answer()
@@ -239,7 +239,7 @@ class Sender(threading.Thread):
         return None
 
     def _damaged(self, work: Work, error: ControlError | OSError) -> None:
-        # Bytes of a window that was overwritten meanwhile are no problem; others are sent again a few times.
+        # It is no problem if the window was overwritten meanwhile; otherwise the slice is sent again a few times.
         if work.own.windows is None or work.action.window not in work.own.windows:
             return
         self._num_damaged += 1
@@ -250,7 +250,7 @@ class Sender(threading.Thread):
             self._note(work, error)
 
     def _note(self, work: Work, error: Exception) -> None:
-        # Once for each window.
+        # Report only one problem for each window.
         own, window = work.own, work.action.window
         if window in self._reported:
             return

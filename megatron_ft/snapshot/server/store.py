@@ -143,7 +143,7 @@ class Store:
 
     def changed(self) -> None:
         """Wake all threads that wait for a change. The lock must be held."""
-        # All, because hasher, senders, persister and flushes wait on one condition for different things.
+        # Wake all threads, because hasher, senders, persister and flushes wait for different changes.
         self.lock.notify_all()
 
     def enter(self, run_id: str, generation: int) -> None:
@@ -154,7 +154,7 @@ class Store:
         """
         if self.run_id is not None and run_id != self.run_id:
             raise Refused(f"run_id={run_id}: must be {self.run_id}, the run of this snapshot server")
-        # Before anything is changed: a stale greeting must not end the connection of its successor.
+        # Check this before anything is changed: a stale process must not end the connection of its successor.
         self.check_generation(generation)
         self.run_id, self.generation = run_id, generation
 
@@ -182,7 +182,7 @@ class Store:
         origin = settings.origin
         self.enter(origin.run_id, origin.generation)
         self.own_generation = max(self.own_generation, origin.generation)
-        # Windows and arena of a dead process stay with its rank: its successor restores from them.
+        # Windows and arena of a dead process stay, because the next process of the rank restores its state from them.
         own = self.ranks.setdefault(origin.rank, OwnRank(settings=settings))
         # A process that was replaced may still be alive; two must not begin windows in one arena.
         if own.abort is not None:
@@ -194,7 +194,7 @@ class Store:
         # Ranks of earlier generations name peers that may have left: senders to them would report failures without end.
         current = [other.settings for other in self.ranks.values() if self.is_current(other)]
         self.on_peers({node: known.peers[node] for known in current for node in known.peer_nodes})
-        # The page still shows the generation before, whose windows must not count in a vote of this one.
+        # The status page still shows windows of the previous generation, which must not count in a vote of this one.
         own.publish()
         self.changed()
         return own
@@ -245,7 +245,8 @@ class Store:
             Refused: the same cases as ``check_acting``.
             ControlError: there is not enough memory.
         """
-        # One after the other: a process that replaces another one finds the memory that this one still took returned.
+        # Only one process at a time: if another process replaces this one, the memory that this one allocates is freed
+        # before.
         with own.allocating:
             with self.lock:
                 self.check_acting(own, settings)
@@ -255,13 +256,14 @@ class Store:
                 # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
                 own.windows = own.segment = None
             name = f"arena-rank-{own.settings.origin.rank}"
-            # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
+            # Do not hold the lock here: other threads have to answer peers and ranks while pages are allocated.
             segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
             with self.lock:
                 try:
                     self.check_acting(own, settings)
                 except Refused:
-                    # Before the next process allocates: an exception keeps local variables for a while.
+                    # Free the memory before the next process allocates, because the exception would keep a reference to
+                    # it.
                     del segment
                     raise
                 own.windows, own.segment = OwnWindows(window_bytes), segment
@@ -282,7 +284,7 @@ class Store:
         """
         with self.lock:
             allocating = self._allocating_copies.setdefault(rank, threading.Lock())
-        # One after the other: a connection that was given up may still allocate for the same rank.
+        # Only one thread at a time: an earlier connection may still allocate for the same rank.
         with allocating:
             with self.lock:
                 self.check_generation(generation)

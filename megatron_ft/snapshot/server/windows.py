@@ -96,8 +96,8 @@ class OwnWindows:
         if held is not None and held is self.confirmed:
             newest = f"window {held.start_iteration}, the newest committed one"
             raise ControlError(f"buffer={buffer}: must not be overwritten, because it contains {newest}")
-        # A rank fills one window at a time: an incomplete one will never be completed, and an uncommitted one of the
-        # same iterations is of a history that the job has left.
+        # A rank captures one window at a time, so an incomplete window will never be completed. An uncommitted window
+        # of the same iterations was captured before the job went back to an earlier state.
         for other in self:
             is_same = other.start_iteration == window.start_iteration and not other.committed
             if other is held or is_same or not other.captured:
@@ -220,16 +220,16 @@ class CopyWindows:
             ControlError: the buffer has the newest committed window.
             CheckpointError: the slice is not the next one of the window, or is at a wrong position.
         """
-        # The announced window is kept only with its first slice: that one alone has topology and plan.
+        # A new window begins only with its first slice, because only this announcement has topology and plan.
         held = self.buffers[incoming.buffer]
         if held is not None and held.key == incoming.key and index > 0:
             held.check_next(index, part, self.window_bytes)
             return held
-        # It may be the only copy of the job's state that a loss leaves: the sender's choice is not trusted with it.
+        # After a loss this window may be the only copy of the job's state, so a mistake of the sender must not drop it.
         if held is not None and held.committed:
             committed = f"window {held.start_iteration}, which is committed"
             raise ControlError(f"buffer={incoming.buffer}: must not be overwritten, because it contains {committed}")
-        # A slice that does not fit must not cost the window that the buffer holds now.
+        # Check the slice first: an invalid one must not drop the window that is in the buffer now.
         incoming.check_next(index, part, self.window_bytes)
         self.buffers[incoming.buffer] = incoming
         return incoming
@@ -295,14 +295,14 @@ class PeerBuffers:
         Windows of ``generation`` are sent, and the newest committed window of any generation, so that a new peer gets
         it. Windows in ``given_up`` are not sent.
         """
-        # A commit comes before slices: it frees the peer's other buffer for them.
+        # A commit is sent before slices, because it frees the peer's other buffer for them.
         committed = self._wanted_commit(own)
         found = None if committed is None else self.find(committed.key)
         if committed and found and not found.committed and found.complete:
             return SendCommit(window=committed)
         wanted = [window for window in own if window not in given_up]
         live = {window.key for window in wanted}
-        # In the order of capture, each whole before the next: the oldest is the next one that the job can commit.
+        # Complete one window after the other in the order of capture, because the job commits the oldest one next.
         for window in wanted:
             if window is committed or (window.generation == generation and not window.committed):
                 action = self._next_slice(window, live, generation)
@@ -311,8 +311,8 @@ class PeerBuffers:
         return None
 
     def _wanted_commit(self, own: OwnWindows) -> HeldWindow | None:
-        # A node that returns may hold an older committed window than its peer does. The peer's is overwritten only if
-        # the job has confirmed in this generation that it went back to the older one.
+        # A restarted node may have an older committed window than its peer. It overwrites the peer's window only if the
+        # job has confirmed in this generation that it continued from the older one.
         window = own.committed
         newest = max((_age(held.key) for held in self.buffers if held is not None and held.committed), default=None)
         is_older = window is not None and newest is not None and _age(window.key) < newest
@@ -326,7 +326,7 @@ class PeerBuffers:
         return None if buffer is None else SendSlice(window=window, index=index, buffer=buffer)
 
     def _choose_buffer(self, live: Collection[WindowKey], generation: int) -> int | None:
-        # A free buffer, or one whose window will never be committed: forgotten here, or of an older generation.
+        # Choose a free buffer, or one whose window will never be committed: dropped here, or of an older generation.
         if None in self.buffers:
             return self.buffers.index(None)
         for number, held in enumerate(self.buffers):

@@ -38,13 +38,13 @@ class Wire:
     """A blocking TCP connection. Other threads may call only ``abort``."""
 
     def __init__(self, sock: socket.socket, *, stall_seconds: int = STALL_SECONDS) -> None:
-        # Limits of the kernel, which count from the last progress of a call. With those of Python, ``sendall`` has one
-        # limit for all of its bytes, which a large message over a slow network would exceed.
+        # These limits of the kernel restart with each progress of a call. Python's limit applies to all bytes of
+        # ``sendall`` together, which a large message over a slow network would exceed.
         timeout = struct.pack("ll", stall_seconds, 0)
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        # A machine that is gone closes nothing: keepalive ends a patient wait for its next message.
+        # A failed machine does not close its connections: keepalive ends a wait for its next message.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # Acknowledgements are small frames, which Nagle's algorithm would delay.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,7 +79,7 @@ class Wire:
             raise ConnectionResetError("the peer has closed the connection")
         self.receive_into(memoryview(header)[begun:])
         size = int.from_bytes(header, "big")
-        # Before memory is allocated: the peer may not have presented the token yet.
+        # Check this before memory is allocated, because the peer may not have presented the token yet.
         if size > most_bytes:
             raise ControlError(f"a peer announced a message of {size} bytes: must have at most {most_bytes}")
         payload = bytearray(size)
@@ -154,7 +154,7 @@ def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
         Refused: the token is wrong, or the server is of another run or a newer generation.
         ControlError, OSError: the connection failed, or the other end is not a snapshot server.
     """
-    # A machine that is gone does not refuse connections: without a limit the kernel would try for minutes.
+    # A failed machine does not refuse connections, and without a limit the kernel would try for minutes.
     sock = socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS)
     try:
         wire = Wire(sock)

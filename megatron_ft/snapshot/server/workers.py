@@ -25,13 +25,13 @@ class Hasher(threading.Thread):
             self._hash_one()
 
     def _hash_one(self) -> None:
-        # A function of its own: no local variable may keep memory alive while the thread waits.
+        # This is a separate function, so that no local variable keeps memory alive while the thread waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._next() is not None)
             found = self._next()
             assert found is not None, "there is no piece to hash"
             own, window, part = found
-            # The view keeps the memory, should the rank get another arena while its bytes are hashed.
+            # The view keeps the memory if the rank gets another arena while the bytes are hashed.
             payload = own.view(window, part)
         hashes = part.hash_pieces(payload)
         with self._store.lock:
@@ -77,7 +77,7 @@ class Persister(threading.Thread):
         )
         if any(due.window is window for due in self._due):
             return
-        # The views keep the memory, the pin keeps its content: the rank must not begin a window there meanwhile.
+        # The views keep the memory. The pin keeps its content, because no window may begin in a pinned buffer.
         payload = [own.view(window, part) for part in window.slices]
         own.windows.pinned.add(window.buffer)
         url = own.settings.persist_url
@@ -94,16 +94,16 @@ class Persister(threading.Thread):
             self._write_one()
 
     def _write_one(self) -> None:
-        # A function of its own: no local variable may keep memory alive while the thread waits.
+        # This is a separate function, so that no local variable keeps memory alive while the thread waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._due)
-            # It leaves the queue when it is written: until then a flush waits for it, and it is not requested twice.
+            # The request stays in the queue until the window is written, so that a flush waits for it.
             due = self._due[0]
         error = self._write(due)
         with self._store.lock:
             self._due.popleft()
-            # Also after a failure: storage that is full or slow must not stop captures. The windows are those of the
-            # request, for the rank may have another arena by now.
+            # Unpin also after a failure, because full storage must not stop captures. The rank may have another arena
+            # by now, so the request has its own reference to the windows.
             due.windows.pinned.discard(due.window.buffer)
             if error is None:
                 due.own.persisted_start = due.window.start_iteration
@@ -112,7 +112,7 @@ class Persister(threading.Thread):
                 due.own.note_problem("persist", error, due.window.start_iteration)
             due.own.publish()
             self._store.changed()
-        # Older windows go only after this one is durable.
+        # Older windows are deleted only after this one is durable.
         if error is None:
             self._delete_old(due)
 
@@ -125,7 +125,7 @@ class Persister(threading.Thread):
         return None
 
     def _delete_old(self, due: _Write) -> None:
-        # Delete what is too old: rank 0 for all ranks; nothing where all windows are kept.
+        # Delete old windows. Rank 0 does this for all ranks; nothing is deleted if all windows are kept.
         window, num_persisted = due.window, due.own.settings.num_persisted
         # One process alone deletes: two would rename the same directories.
         if window.rank != 0 or num_persisted == 0:
