@@ -45,6 +45,6 @@ def with_present_keys(values: Any) -> Any:
             continue
         present = groups.setdefault(new_group, {})
         if not isinstance(present, dict) or new_name in present:
-            raise ConfigError.of(old, former[name], f"must be removed: its new name is {new}, which is also given")
+            raise ConfigError.of(old, former[name], f"is now {new}, which is also given; remove one of the two")
         present[new_name] = former.pop(name)
     return groups

@@ -81,7 +81,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
 
 
 def understand(tool: str, output: str) -> bool | None:
-    """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it does not tell.
+    """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it reports nothing.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.
     """

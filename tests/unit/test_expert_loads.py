@@ -81,8 +81,8 @@ def test_json_refused(tmp_path: Path, content: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,1", "line 3: lacks assigned_tokens"),
-        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,0,5,9\n", "line 3: repeats"),
+        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,1", "line 3: has no value for assigned_tokens"),
+        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,0,5,9\n", "line 3: has the same batch"),
         ("0,a,encoder,1,0,5,9\n1,a,encoder,1,1,5,9\n", "has 2 rows: must have 4, one for each"),
         ("0,a,middle,1,0,5,9\n", "stage=middle"),
         ("0,a,encoder,1,0,-5,9\n", "assigned_tokens=-5"),
@@ -104,7 +104,7 @@ def test_arrays_refused(tmp_path: Path) -> None:
     write(tmp_path, "damaged.npz", b"PK\x03\x04 and then nothing")
     write(tmp_path, "x.txt", "")
     for name, message in [
-        ("lacks.npz", "lacks the array 'iters'"),
+        ("lacks.npz", "must contain the array 'iters'"),
         ("shape.npz", "shape"),
         ("order.npz", "must be ascending"),
         ("ids.npy", "must be integers"),

@@ -110,8 +110,9 @@ def _check_keeps_layout(config: JobConfig) -> None:
         nodes.num_spare_nodes > 0 or (nodes.restart_lost_nodes and nodes.max_node_restarts > 0),
         "recovery.keep_layout",
         True,
-        "needs nodes that replace lost ones: set nodes.num_spare_nodes above 0, or nodes.restart_lost_nodes to true "
-        f"(now {show(nodes.restart_lost_nodes)}) with nodes.max_node_restarts above 0 (now {nodes.max_node_restarts})",
+        "needs nodes that replace lost ones: set nodes.num_spare_nodes above 0, or nodes.restart_lost_nodes=true and "
+        f"nodes.max_node_restarts above 0; now nodes.restart_lost_nodes={show(nodes.restart_lost_nodes)} and "
+        f"nodes.max_node_restarts={nodes.max_node_restarts}",
     )
 
 

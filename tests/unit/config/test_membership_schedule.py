@@ -59,7 +59,7 @@ def test_what_has_happened_is_written_as_a_script(
         ("lose(nodes=[1])", "each once"),
         ("lose(nodes=[1],before_iteration=5,rank=1)", "each once"),
         ("lose(**{})", "each once"),
-        ("lose(nodes=[1],nodes=[2],before_iteration=5)", "one call|nodes once"),
+        ("lose(nodes=[1],nodes=[2],before_iteration=5)", "one call|nodes only once"),
         ("lose(nodes=list(),before_iteration=5)", "nodes as a literal"),
         ("lose(nodes=[],before_iteration=5)", "list of their numbers"),
         ("lose(nodes=(1,),before_iteration=5)", "list of their numbers"),

@@ -205,7 +205,7 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
     ("changes", "key", "why"),
     [
         ({"recovery.min_nodes": 2}, "recovery.min_nodes", "null or equal to launch.num_nodes=3"),
-        ({"nodes.max_nodes": 5}, "nodes.max_nodes", "does not grow"),
+        ({"nodes.max_nodes": 5}, "nodes.max_nodes", "no nodes can join"),
         ({"nodes.num_spare_nodes": 0}, "recovery.keep_layout", "needs nodes that replace lost ones"),
         (
             {"nodes.num_spare_nodes": 0, "nodes.restart_lost_nodes": True, "nodes.max_node_restarts": 0},

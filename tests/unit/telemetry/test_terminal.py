@@ -281,12 +281,13 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
         (
             events.UpstreamLogPlanned(iteration=3, iterations_kept=12, log_bytes=3_200_000, node_bytes=12_800_000),
             "info",
-            "upstream log: keeps 12 iterations, 3.2 MB per rank",
+            "upstream log: space for 12 iterations, at most 3.2 MB per rank",
         ),
         (
             events.UpstreamLogFull(iteration=16, iterations_kept=12),
             "warning",
-            "upstream log is full from iteration 16 on; until a later window is committed, no stage can replay alone",
+            "the upstream log has no space for iteration 16: "
+            "no stage can replay alone until a later window is committed",
         ),
         (events.RanksReady(seconds=0.42), "info", "all ranks ready after 0.42 s"),
         (
