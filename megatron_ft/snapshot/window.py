@@ -322,8 +322,8 @@ class Window(Origin):
         slices = [Slice.from_json(part, hashed=True) for part in values["slices"]]
         window = cls(**{**values, "slices": slices})
         window.validate()
-        if len(slices) != (window.num_slices if whole else 0):
-            raise CheckpointError(f"num_slices={window.num_slices}: but the window contains {len(slices)} slices")
+        if len(slices) != (expected := window.num_slices if whole else 0):
+            raise CheckpointError(f"num_slices={window.num_slices}: there must be {expected} slices, not {len(slices)}")
         # Plan and headers are free JSON: what could not be persisted later is refused now.
         _dump({"plan": window.plan, "headers": [part.header for part in slices]})
         return window

@@ -207,7 +207,7 @@ def test_only_what_is_not_committed_is_let_go_of(windows: OwnWindows) -> None:
 
 def test_a_pinned_buffer_is_not_given_away(windows: OwnWindows) -> None:
     windows.pinned.add(1)
-    with pytest.raises(ControlError, match="buffer=1: is being written"):
+    with pytest.raises(ControlError, match="buffer=1: must not be overwritten"):
         windows.begin(new(0, 1))
     windows.begin(new(0, 0))
 

@@ -56,7 +56,7 @@ def test_a_buffer_that_is_being_written_is_named_and_not_given_away(served: Serv
     client = committed_and_next(served)
     wait_until(lambda: client.buffer_states().pinned == {0, 1}, "both are due")
     begin(client, 0, 14)
-    with pytest.raises(KeeperRefused, match="buffer=0: is being written to storage"):
+    with pytest.raises(KeeperRefused, match="buffer=0: must not be overwritten"):
         client.problems()
     served.persister.start()
     wait_until(lambda: not client.buffer_states().pinned, "both are written")

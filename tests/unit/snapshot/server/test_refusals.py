@@ -74,7 +74,7 @@ def test_a_stale_rank_is_refused_and_a_newer_one_takes_its_place() -> None:
         nodes.client(0, node=0, peer_nodes=[], generation=2).problems()
         with pytest.raises(ControlError, match="lost"):
             old.problems()
-        with pytest.raises(KeeperRefused, match="generation=1: is stale, the newest is 2"):
+        with pytest.raises(KeeperRefused, match="generation=1: is stale; the newest generation is 2"):
             other.problems()
         with pytest.raises(KeeperRefused, match="is stale"):
             nodes.client(0, node=0, peer_nodes=[], generation=1)
@@ -104,7 +104,7 @@ def test_a_peer_of_a_newer_generation_fences_the_ranks_here() -> None:
         wire, answer = connect(nodes.nodes[0].address, {**GREETING, "generation": 3})
         assert answer["held"] == []
         wire.close()
-        with pytest.raises(KeeperRefused, match="generation=1: is stale, the newest is 3"):
+        with pytest.raises(KeeperRefused, match="generation=1: is stale; the newest generation is 3"):
             rank.problems()
 
 

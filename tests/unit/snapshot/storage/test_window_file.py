@@ -141,7 +141,7 @@ def test_a_truncation_after_opening_is_an_error_not_a_signal(tmp_path: Path) -> 
     write_window(tmp_path, window, views(payload))
     with open_window(path_in(tmp_path)) as opened:
         os.truncate(path_in(tmp_path), 8192)
-        with pytest.raises(CheckpointError, match="ends at 8192"):
+        with pytest.raises(CheckpointError, match="ends too early, at byte 8192"):
             opened.verify()
 
 
