@@ -148,7 +148,7 @@ VALUES = [
     bad("run.name=../up", says=["run.name=../up", "must be"]),
     bad("run.resume=must", says=["run.name=null", "must be given"]),
     bad("data.train=[]", says=["data.train=[]", "at least one source"]),
-    bad("data.train_weights=[1,2]", says=["data.train_weights=[1.0, 2.0]", "one weight for each"]),
+    bad("data.train_weights=[1,2]", says=["data.train_weights=[1.0, 2.0]", "as many weights"]),
     bad("data.tokenizer=gpt2", says=["data.vocab_file=null", "must be given"]),
 ]
 

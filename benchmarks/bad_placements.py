@@ -75,7 +75,7 @@ def _loads_cases(folder: Path) -> list[Case]:
 
     negative, not_a_number = [[-1] * 8, *good[1:]], [*good[:3], [float("nan")] * 8]
     return [
-        refused(_loads(folder, "negative.json", negative), "layer 0, expert 0 is -1", "0 or more"),
+        refused(_loads(folder, "negative.json", negative), "layer 0, expert 0 is -1", "at least 0"),
         refused(_loads(folder, "nan.json", not_a_number), "layer 3, expert 0 is nan", "finite"),
         refused(_loads(folder, "cut.json", json.dumps(good)[:-9]), "is not JSON"),
         refused(_loads(folder, "ragged.json", [*good[:3], [1] * 7]), "layer 3 has 7 loads", "as many as layer 0"),

@@ -126,7 +126,7 @@ def check_weights(key: str, weights: Sequence[float] | None, num_sources: int) -
     if weights is None:
         return
     if len(weights) != num_sources:
-        raise ConfigError.of(key, list(weights), f"must contain {num_sources} weights, one for each source")
+        raise ConfigError.of(key, list(weights), f"must have as many weights as there are sources, {num_sources}")
     for position, weight in enumerate(weights):
         if not 0 < weight < float("inf"):
             raise ConfigError.of(f"{key}[{position}]", weight, "must be positive and finite")

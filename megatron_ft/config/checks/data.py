@@ -27,7 +27,7 @@ def _check_sources(split: str, sources: list[str], weights: list[float] | None) 
         len(weights) == len(sources),
         key,
         weights,
-        f"must contain {len(sources)} weights, one for each source of data.{split}",
+        f"must have as many weights as data.{split} has sources, {len(sources)}",
     )
     require(all(weight > 0 for weight in weights), key, weights, "must contain only weights greater than 0")
 
