@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, error, info, warning
+from megatron_ft.doctor.findings import Finding, amount, count, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 from megatron_ft.planning.devices import DeviceFacts, gpus_needed, usable_gpus
 from megatron_ft.planning.rank_environment import set_otherwise
@@ -70,7 +70,9 @@ def smallest_memory(answer: str) -> int | None:
 
 def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
     """Report missing GPUs and too little GPU memory for a job on CUDA. For a job on CPU, only list the GPUs."""
-    seen = f"{facts.num_gpus} GPUs, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
+    seen = (
+        f"{count(facts.num_gpus, 'GPU')}, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
+    )
     if needs.device == "cpu":
         return [info("devices", f"{seen}; the job runs on CPU"), *_check_other(needs)]
     if not facts.has_driver or not facts.num_gpus:
@@ -85,10 +87,10 @@ def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
     needed = gpus_needed(needs.ranks_here, needs.ranks_per_gpu)
     if usable < needed:
         each = "one each" if needs.ranks_per_gpu == 1 else f"{needed}, with {needs.ranks_per_gpu} ranks on each"
-        what = f"{seen}; {needs.ranks_here} ranks here need {each}"
+        what = f"{seen}; {count(needs.ranks_here, 'rank')} here must have {each}"
         fix = f"set launch.ranks_per_node={usable // needs.nodes_here or 1}, or use another machine"
         return [error("devices", what, fix)]
-    return [info("devices", f"{seen}; {needs.ranks_here} ranks here"), *_check_gpu_memory(facts, needs)]
+    return [info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} here"), *_check_gpu_memory(facts, needs)]
 
 
 def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Finding]:
@@ -103,7 +105,7 @@ def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Fin
         found.append(warning("environment", what, f"unset {name}, unless this value is intended"))
     if needs.environment:
         names = " ".join(f"{name}={value}" for name, value in needs.environment.items())
-        found.append(info("environment", f"the job sets for its ranks, unless already set: {names}"))
+        found.append(info("environment", f"the job sets these variables for its ranks, unless they are set: {names}"))
     return found
 
 

@@ -61,8 +61,13 @@ def render(findings: Sequence[Finding]) -> str:
             lines.append(f"{'':<{_INDENT}}fix: {finding.fix}")
     counts = [sum(finding.level == level for finding in findings) for level in LEVELS]
     nouns = ("error", "warning", "fact")
-    lines.append(", ".join(f"{n} {noun}{'' if n == 1 else 's'}" for n, noun in zip(counts, nouns, strict=True)))
+    lines.append(", ".join(count(n, noun) for n, noun in zip(counts, nouns, strict=True)))
     return "\n".join(lines)
+
+
+def count(number: int, noun: str) -> str:
+    """Format a number of things, e.g. ``1 rank`` or ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def amount(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, error, info, warning
+from megatron_ft.doctor.findings import Finding, amount, count, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 USABLE_SHARE = 0.9
@@ -173,15 +173,16 @@ def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     # Check the limit on open files; on CUDA only the vote's group certainly uses gloo.
     soft, hard = facts.limits["open_files"]
     peers = needs.world_size - 1
+    rank = f"a rank with {count(peers, 'peer')}"
     least = SPARE_DESCRIPTORS + 2 * peers
     most = SPARE_DESCRIPTORS + (GLOO_GROUPS if needs.device == "cpu" else 4) * peers
     if soft is None or soft >= most:
         shown = "unlimited" if soft is None else f"{soft}"
-        return [info("limits", f"limit of open files: {shown}; a rank with {peers} peers needs at most {most}")]
+        return [info("limits", f"limit of open files: {shown}; {rank} needs at most {most}")]
     fix = _raise(f"ulimit -n {most}", hard, most)
     if soft < least:
-        return [error("limits", f"limit of open files: {soft}; a rank with {peers} peers needs at least {least}", fix)]
-    return [warning("limits", f"limit of open files: {soft}; a rank with {peers} peers may need {most}", fix)]
+        return [error("limits", f"limit of open files: {soft}; {rank} needs at least {least}", fix)]
+    return [warning("limits", f"limit of open files: {soft}; {rank} may need {most}", fix)]
 
 
 def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.ports import PORTS
-from megatron_ft.doctor.findings import Finding, error, info, warning
+from megatron_ft.doctor.findings import Finding, count, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -185,7 +185,7 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     wide = "run sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
     needed = SPARE_PORTS + PORTS_PER_RANK * needs.ranks_here
     if width < needed:
-        what = f"only {width} ephemeral ports ({low}-{high}); {needs.ranks_here} ranks here may need {needed}"
+        what = f"only {width} ephemeral ports ({low}-{high}); {count(needs.ranks_here, 'rank')} here may need {needed}"
         found.append(warning("ports", what, wide))
     for first, last, named in _own_ports(needs):
         free = not (first <= high and last >= low)

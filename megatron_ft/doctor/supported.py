@@ -21,7 +21,9 @@ class Package:
     """Command that installs the package; empty if ``make train`` installs it."""
 
 
-TORCH = Package(name="torch", versions=">=2.6", breaks=True, install="install a build for your CUDA, then TORCH=skip")
+TORCH = Package(
+    name="torch", versions=">=2.6", breaks=True, install="install a build for your CUDA, then run make train TORCH=skip"
+)
 """Version 2.13.0 was tested; Megatron-Core 0.16.1 requires at least 2.6."""
 TRANSFORMER_ENGINE = Package(
     name="transformer-engine",

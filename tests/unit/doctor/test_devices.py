@@ -23,7 +23,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
     "a driver without GPUs": ({"num_gpus": 0}, "0 GPUs"),
     "PyTorch without CUDA": ({"torch_has_cuda": False}, "PyTorch is built without CUDA"),
     "too little memory": ({"gpu_memory_bytes": 40 * GIB}, "needs 60.0 GiB of GPU memory"),
-    "too few": ({"num_gpus": 7}, "8 ranks here need one each"),
+    "too few": ({"num_gpus": 7}, "8 ranks here must have one each"),
     "too few that are visible": ({"visible": "0,1"}, "2 of them visible by CUDA_VISIBLE_DEVICES=0,1"),
     "none that is visible": ({"visible": ""}, "0 of them"),
 }
@@ -41,14 +41,14 @@ def test_ranks_that_share_gpus_need_fewer() -> None:
     few = replace(DEVICES, num_gpus=2)
     assert judged(check_devices(few, replace(CUDA, ranks_per_gpu=4))) == []
     (finding,) = judged(check_devices(few, replace(CUDA, ranks_per_gpu=3)))
-    assert "8 ranks here need 3, with 3 ranks on each" in finding.what
+    assert "8 ranks here must have 3, with 3 ranks on each" in finding.what
 
 
 def test_the_environment_of_ranks_is_printed_and_what_is_set_otherwise_is_a_warning() -> None:
     needs = replace(CUDA, environment={"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"})
     assert check_environment({}, NEEDS) == []
     (fact,) = check_environment({"NCCL_PROTO": "Simple"}, needs)
-    what = "the job sets for its ranks, unless already set: NCCL_ALGO=Ring NCCL_PROTO=Simple"
+    what = "the job sets these variables for its ranks, unless they are set: NCCL_ALGO=Ring NCCL_PROTO=Simple"
     assert (fact.level, fact.what) == ("info", what)
     (finding,) = judged(check_environment({"NCCL_ALGO": "Tree"}, needs))
     assert finding.level == "warning" and finding.what.startswith("NCCL_ALGO=Tree is set; this job would set")
